@@ -9,7 +9,7 @@ DEMO := configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_sh
 DEMO_BACKBONES := configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py \
 	configs/saga/mask_rcnn/saga-mask-rcnn_swin-demo_1xb8-8e_shapes.py
 
-.PHONY: setup sanitize demo demo-seg demo-backbones demo-pretrain report test test-slow test-originals test-transformers mutants lint docs bench gpu dist audit
+.PHONY: setup sanitize test-peers demo demo-seg demo-backbones demo-pretrain report test test-slow test-originals test-transformers mutants lint docs bench gpu dist audit
 export PYTHON VENV
 
 setup:
@@ -37,20 +37,31 @@ test: setup lint
 # SUITE=... takes a part of the two below, and more of pytest's arguments.
 SUITE ?= tests
 
-# What takes longer: every architecture of the zoos, files of every family, a wheel elsewhere.
+# The longer tests: every architecture of the zoos, files of every family, a wheel elsewhere.
 test-slow: setup
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile -m slow $(strip $(SUITE))
 
-# The suite beside OpenMMLab's own packages, in an environment of its own.
+# The suite beside OpenMMLab's own packages, in a separate environment.
 test-originals:
 	@VENV=$(VENV)-originals tools/dev/setup_env.sh originals
 	@$(VENV)-originals/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(strip $(SUITE))
 
-# transformers' models, and the projects beside them, where there is no mm package; an environment of its own.
+# transformers' models, and the projects beside them, in a separate environment without mm packages.
 test-transformers: SUITE = tests/test_transformers $(wildcard projects)
 test-transformers:
 	@VENV=$(VENV)-transformers tools/dev/setup_env.sh transformers
 	@$(VENV)-transformers/bin/python -m pytest -m "not slow" $(strip $(SUITE))
+
+# Other packages' operators as backends: torch-ms-deform-attn, compiled against this torch into a folder beside the
+# environment, which stays as it is.
+PEERS := $(abspath $(VENV))/peers
+test-peers: SUITE = $(addprefix tests/test_ops/test_ms_deform_attn/test_,torch_ms_deform_attn.py ms_deform_attn.py) \
+	tests/test_benchmarks/test_ops.py
+test-peers: setup
+	@test -d $(PEERS)/torch_ms_deform_attn || $(PY) -m pip install -q --no-build-isolation --no-deps \
+		--target $(PEERS) torch-ms-deform-attn==0.1.1
+	@PYTHONPATH=$(PEERS) $(PY) -W ignore -c 'import torch_ms_deform_attn' || { echo 'rm -r $(PEERS) builds it anew'; exit 1; }
+	@PYTHONPATH=$(PEERS) $(PY) -m pytest -m "not slow" $(strip $(SUITE))
 
 # A sample of small changes, each against the tests that concern it; SEED=1 for another. tests/README.md has the score.
 SEED ?= 0
@@ -73,10 +84,11 @@ docs:
 bench: setup
 	@$(PY) tools/analysis_tools/benchmark_ops.py --op ms_deform_attn --device cpu
 
-# On a machine with a GPU, 8 minutes at most: tests of the kernels, calibration, benchmarks, training steps. It needs no mm
-# package: `PYTHONPATH=. python tools/dev/gpu.py --out DIR` does the same with torch, triton, numpy and pytest alone.
+# On a machine with a GPU, three parts of 8 minutes at most: tests of the kernels, the sampler beside its peers, PLuG
+# attention with calibration and training steps. `PART=sampler` takes one. It needs no mm package: `PYTHONPATH=. python
+# tools/dev/gpu.py --out DIR` does the same with torch, triton, numpy and pytest alone.
 gpu: setup
-	@$(PY) tools/dev/gpu.py --out benchmarks/results
+	@$(PY) tools/dev/gpu.py --out benchmarks/results $(if $(PART),--part $(PART))
 
 # The wheel, the source archive, a bill of materials and their checksums, in dist.
 dist: setup

@@ -22,7 +22,7 @@ from .finetune import (
     train_only_gates,
 )
 from .hosts import adapts
-from .swap import swap_attention
+from .swap import list_attention, swap_attention
 
 __version__ = '0.1.0'
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     'adapts',
     'gate_parameters',
     'gates_disabled',
+    'list_attention',
     'load_gates',
     'restore_attention',
     'save_gates',
@@ -51,13 +52,11 @@ else:
     from mmengine.config.utils import MODULE2PACKAGE
 
     from . import backbones  # noqa: F401
-    from .checkpoints.loading import register_safe_loader
     from .finetune import Gated
 
     # mmengine looks packages of 'package::config' up in this closed list, by the name of a distribution, whose folder
     # it takes for the package's (in an editable install it is not), or else by that of a module: then its folder.
     MODULE2PACKAGE.setdefault('mmgate', 'mmgate.registry')
-    register_safe_loader()
     try:
         distribution(MODULE2PACKAGE['mmseg'])
     except PackageNotFoundError:  # the fork's distribution has another name; mmengine then looks the module up

@@ -1,4 +1,4 @@
-"""Checks that the mm packages which mmgate plugs into are installed and can be imported."""
+"""Check that the mm packages which mmgate plugs into are installed and can be imported."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def check_environment() -> None:
     for name in (*EXTRAS, *HOSTS):  # mmdet and mmseg import mmpretrain
         hosts[name] = why_not(name)
         if name in EXTRAS and _is_broken(name, hosts[name]):
-            # Hosts work without mmpretrain, but an error other than ImportError would break them. With None in its
-            # place the import raises ImportError.
+            # Hosts work without mmpretrain, but an error other than ImportError would break them. With None here the
+            # import raises ImportError.
             sys.modules.setdefault(f'{name}.models', None)  # type: ignore[arg-type]
     if all(hosts[name] for name in HOSTS):
         found += filter(None, (hosts[name] for name in HOSTS))

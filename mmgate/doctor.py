@@ -19,6 +19,7 @@ import torch
 
 from mmgate.benchmarks.calibration import DTYPES, Row, compare, keep
 from mmgate.ops import backend as choice
+from mmgate.ops import native as library
 from mmgate.ops.ms_deform_attn import native
 
 PACKAGES = ('torch', 'triton', 'mmgate', 'mmengine', 'mmcv', 'mmdet', 'mmseg', 'numpy')
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('--dtype', choices=sorted(DTYPES), nargs='+', help='default: float32; on CUDA all')
     parser.add_argument('--sizes', choices=['full', 'tiny'], help='default: full with --calibrate, else tiny')
     parser.add_argument('--limit', type=int, default=60, help='seconds after which a call counts as hung (60)')
-    parser.add_argument('--build', action='store_true', help="compile the CPU kernel ('native'), and do no more")
+    parser.add_argument('--build', action='store_true', help="compile the CPU kernels ('native'), and do no more")
     args = parser.parse_args(argv)
     if args.build:
         return build_native()
@@ -50,11 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_native() -> int:
     """Compile the CPU kernel of deformable attention and return the exit status."""
     try:
-        print(f'compiled {native.build.build()}')
+        print(f'compiled {library.build.build()}')
     except RuntimeError as error:
         print(f'The CPU kernel is not compiled: {error}')
         return 1
-    native.loaded.cache_clear()
+    library.load.cache_clear()
     why_not = native.why_not(torch.empty(0))
     print(why_not or "'native' runs from now on")
     return int(why_not is not None)
@@ -80,12 +81,12 @@ def page(rows: Sequence[Row], device: torch.device, timed: bool) -> str:
     for op, backends in choice.OPERATORS.items():
         for backend in backends:
             why_not = backend.why_not(torch.empty(1, 1, 1, 1, device=device))
-            lines.append(f'  {op:16} {backend.name:12} {why_not or "can run"}')
+            lines.append(f'  {op:16} {backend.name:20} {why_not or "can run"}')
     lines += ['', 'Beside the float64 reference, output and every gradient' + timed * '; ms forward, forward+backward']
     for row in rows:
         times = ' '.join(f'{ms:10.4g}' for ms in row.ms.values()) if timed else ''
-        lines.append(f'  {row.op:16} {row.dtype:9} {row.size:7} {row.backend:12} {row.out or f"agrees {times}"}')
-    lines += ['', f"What 'auto' takes, by {choice.path() or 'no file'}"]
+        lines.append(f'  {row.op:16} {row.dtype:9} {row.size:7} {row.backend:20} {row.out or f"agrees {times}"}')
+    lines += ['', f"Choices of 'auto', by {choice.path() or 'no file'}"]
     winners = {op: choice.winners(op, device.type, device.index) for op in choice.OPERATORS}
     lines += [f'  {op:16} {call:24} {name}' for op, calls in winners.items() for call, name in calls.items()]
     if not any(winners.values()):

@@ -2,7 +2,7 @@
 
 
 class ConfigError(ValueError):
-    """The user's input is wrong; the message says what, what was expected and what to do."""
+    """The user's input is wrong; the message has the fault, the expected input and the remedy."""
 
 
 class OptionError(ConfigError, TypeError):
@@ -11,3 +11,7 @@ class OptionError(ConfigError, TypeError):
 
 class UntrustedCheckpoint(ConfigError):
     """A checkpoint would run code, or unpack into far more than it is."""
+
+
+class UnsupportedCall(ConfigError):
+    """A backend does not have what a call asks for; the message names it, and another backend may have it."""

@@ -17,7 +17,7 @@ class Names:
     """A registry for rules that name a gate, for use without mmengine."""
 
     def __init__(self) -> None:
-        self.module_dict: dict[str, Any] = {}
+        self.module_dict: dict[str, Callable[..., Any]] = {}
 
     def register_module(self) -> Callable[[Registered], Registered]:
         """Return a decorator that registers a class or function."""
@@ -28,7 +28,7 @@ class Names:
 
         return enter
 
-    def get(self, name: str) -> Any:
+    def get(self, name: str) -> Callable[..., Any] | None:
         """Return the class or function ``name``, which may have the scope, or None."""
         return self.module_dict.get(name.removeprefix('mmgate.'))
 
@@ -52,13 +52,11 @@ else:
     HOOKS = _child(
         root.HOOKS,
         'analysis.hooks',
-        'datasets.data_check_hook',
+        'train.data_check_hook',
         'speed.hooks',
         'train.gates_hook',
         'train.interrupt_hook',
         'train.reproducible',
     )
-    MODEL_WRAPPERS = _child(root.MODEL_WRAPPERS, 'train.processes')
-    STRATEGIES = _child(root.STRATEGIES, 'train.processes')
     OPTIM_WRAPPER_CONSTRUCTORS = _child(root.OPTIM_WRAPPER_CONSTRUCTORS, 'train.parameter_groups')
     PARAM_SCHEDULERS = _child(root.PARAM_SCHEDULERS, 'train.schedule')

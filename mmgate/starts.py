@@ -1,4 +1,4 @@
-"""Starts of gated models: shared parameters as in the vanilla partner, gates from random streams of their names."""
+"""Initialisation of gated models: shared parameters as in the vanilla model, gates from separate random streams."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from typing import Any
 
 from torch import nn
 
-from mmgate.layers.base.gate import Gate, draw_gate
-from mmgate.layers.base.gated import gated_modules, is_on, switch_off, switch_on, switched_off
+from mmgate.layers.base.gate import INITIALISERS, Gate, draw_gate
+from mmgate.layers.base.gated import GatedModule, gated_modules, is_on, switch_off, switch_on, switched_off
 
-INITIALISERS = 'mmengine.model.weight_init'  # whose functions an init_cfg applies to every module
-REPORT = '_params_init_info'  # by parameter, what mmengine logs of its start
+# Attribute in which mmengine keeps, by parameter, the text that it logs of an initialisation.
+REPORT = '_params_init_info'
 
 
 def initialise_gates_last(model: nn.Module) -> None:
     """Let ``model.init_weights()`` initialise the vanilla model and then draw the gates.
 
     Under one seed every parameter that the two models share gets the same numbers bit for bit, and the global random
-    numbers go on as they do in the vanilla model. Hosts draw in passes over all of their parameters, so that this has
-    to surround them: it is an attribute of this one model, which copies and pickles with it. So is ``apply``, through
-    which the ``init_cfg`` of a model around this one reaches in. A model whose ``init_weights`` goes through the
-    parameters of its parts by itself, as DETR's does, has to be the one that is swapped, not its encoder alone.
+    numbers go on as they do in the vanilla model.
+
+    Hosts draw in passes over all of their parameters, in ``init_weights`` and, for the ``init_cfg`` of a model around
+    this one, in ``apply``. The two methods become attributes of this model, which copies and pickles take along. A
+    model whose ``init_weights`` draws the parameters of its parts itself, as DETR's does, has to be swapped as a whole,
+    not its encoder alone.
     """
     if hasattr(model, 'init_weights'):
         vars(model).setdefault('init_weights', partial(_init_weights, model))
@@ -31,13 +33,16 @@ def initialise_gates_last(model: nn.Module) -> None:
 
 
 def own_gated_modules(model: nn.Module) -> list[Any]:
-    """Return the modules that rules for ``model`` have gated, not those for a model inside it, where they still are."""
+    """Return the modules that rules for ``model`` have gated, without those of rules for a model inside it."""
     return [module for name, module in gated_modules(model) if module.gating.name == name]
 
 
 @contextmanager
 def gates_in_place(model: nn.Module) -> Iterator[None]:
-    """Switch the gates of a model whose host initialises on, so that a checkpoint of theirs fills them."""
+    """Switch a model's gates on while the context is open, in an initialisation that has switched them off.
+
+    A gated checkpoint that is loaded in the context fills the gates, too.
+    """
     modules = [module for module in own_gated_modules(model) if not is_on(module)]
     for module in modules:
         switch_on(module)
@@ -49,24 +54,30 @@ def gates_in_place(model: nn.Module) -> Iterator[None]:
 
 
 def _init_weights(model: Any) -> None:
+    """Initialise the vanilla model by the method of its class, then draw the gates."""
     modules = own_gated_modules(model)
     again = getattr(model, 'is_init', False)
     with _vanilla(model, modules):
         type(model).init_weights(model)
-    for module in () if again else modules:  # mmengine initialises once
+    # mmengine initialises a model once, and further calls draw nothing.
+    if again:
+        return
+    for module in modules:
         draw_gates(f'{_place(model)}{module.gating.name}', module)
-    if not again and 'after_init_weights' in vars(model):  # a file of gates also filled what the host has just drawn
+    # A gates file may also hold parameters of the host, which has just drawn them anew.
+    if 'after_init_weights' in vars(model):
         vars(model)['after_init_weights']()
 
 
-def draw_gates(name: str, module: Any) -> None:
-    """Draw the gates of a gated module called ``name``, those that no state dict has filled."""
+def draw_gates(name: str, module: GatedModule) -> None:
+    """Draw those gates of the gated module called ``name`` that no state dict has filled."""
     for inner, part in module.gate.named_modules():
         if isinstance(part, Gate):
             draw_gate(f'{name}.{inner}', part)
 
 
 def _apply(model: Any, function: Callable[[nn.Module], None]) -> nn.Module:
+    """Apply a function to the modules of a model, to the vanilla ones if the function initialises."""
     initialises = REPORT in vars(model) or getattr(function, '__module__', '') == INITIALISERS
     modules = own_gated_modules(model) if initialises else []
     with _vanilla(model, modules):
@@ -74,7 +85,10 @@ def _apply(model: Any, function: Callable[[nn.Module], None]) -> nn.Module:
 
 
 def _place(model: nn.Module) -> str:
-    """Return what tells the names in ``model`` from those in its twin, where a model around them initialises both."""
+    """Return a prefix that tells the names in ``model`` from equal names in another model of the same initialisation.
+
+    A model around both initialises them, such as a teacher and a student.
+    """
     first = next(model.parameters(), None)
     number = next((i for i, parameter in enumerate(vars(model).get(REPORT, ())) if parameter is first), 0)
     return f'{number}.' if number else ''
@@ -82,7 +96,7 @@ def _place(model: nn.Module) -> str:
 
 @contextmanager
 def _vanilla(model: nn.Module, modules: Sequence[Any]) -> Iterator[None]:
-    """Let modules be vanilla while their host initialises; a checkpoint that it loads meanwhile finds the gates."""
+    """Switch the gates of ``modules`` off while their model initialises, but on while it loads a checkpoint."""
     with ExitStack() as undo:
         undo.enter_context(switched_off(*modules))
         for module in modules:
@@ -90,28 +104,33 @@ def _vanilla(model: nn.Module, modules: Sequence[Any]) -> Iterator[None]:
         holders: dict[int, tuple[nn.Module, list[Any]]] = {}
         for module in modules:
             holder = model.get_submodule(module.gating.name.rpartition('.')[0])
-            holders.setdefault(id(holder), (holder, []))[1].append(module)
+            _, inside = holders.setdefault(id(holder), (holder, []))
+            inside.append(module)
         for holder, inside in holders.values():
-            undo.callback(holder._register_load_state_dict_pre_hook(partial(_each, switch_on, inside)).remove)
-            undo.callback(holder.register_load_state_dict_post_hook(partial(_each, switch_off, inside)).remove)
+            before = holder._register_load_state_dict_pre_hook(partial(_each, switch_on, inside))
+            undo.callback(before.remove)
+            after = holder.register_load_state_dict_post_hook(partial(_each, switch_off, inside))
+            undo.callback(after.remove)
         yield
 
 
-def _each(switch: Callable[[Any], None], modules: Sequence[Any], *_: Any) -> None:
+def _each(switch: Callable[[Any], None], modules: Sequence[Any], *_: object) -> None:
+    """Switch all modules; torch calls this as a hook, with arguments that it does not need."""
     for module in modules:
         switch(module)
 
 
 @contextmanager
 def _reported(model: nn.Module, vanilla: nn.Module) -> Iterator[None]:
-    """Enter a vanilla module into the report that mmengine keeps of an initialisation in progress around ``model``."""
+    """Enter a vanilla module into the report that mmengine keeps of the initialisation of ``model``."""
     report = vars(model).get(REPORT)
     if report is None:
         yield
         return
     for parameter in vanilla.parameters():
         report.setdefault(parameter, dict(init_info='', tmp_mean_value=parameter.data.mean().cpu()))
-    entered = [module for module in vanilla.modules() if REPORT not in vars(module)]  # left out while it was gated
+    # Parts that a gated module leaves out were not in the model when mmengine began its report.
+    entered = [module for module in vanilla.modules() if REPORT not in vars(module)]
     for module in entered:
         vars(module)[REPORT] = report
     try:

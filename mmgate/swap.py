@@ -15,16 +15,31 @@ from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
 from mmgate.hosts import adapter_for, gates_for, hosts_of
 from mmgate.hosts.map_size import map_options
-from mmgate.hosts.table import Adapter, full_name, gate_of_type, host_names, options_of, registered_gates
+from mmgate.hosts.table import (
+    Adapter,
+    full_name,
+    gate_of_type,
+    held_attention,
+    host_names,
+    options_of,
+    registered_gates,
+    why_not,
+)
+from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.hosts.vits import is_in_vit
-from mmgate.layers.base.dense import DenseHost
 from mmgate.layers.base.gate import Gate, draw_gate, random_stream
-from mmgate.layers.base.gated import GatedModule, Record, gate_module, gated_modules, host_class, record_of
+from mmgate.layers.base.gated import CHILD, GatedModule, Record, gate_module, gated_modules, host_class, record_of
 from mmgate.registry import MODELS
 from mmgate.starts import initialise_gates_last
 
 Rules = Mapping[str, Any] | Sequence[Mapping[str, Any]]
-MOST_HOSTS = 6  # that a message lists
+# The number of hosts that a message lists.
+MOST_HOSTS = 6
+# The names that packages give to the sizes of attention.
+SIZES = (
+    *('embed_dims', 'embed_dim', 'hidden_size', 'd_model', 'num_heads', 'num_attention_heads', 'n_heads', 'head_dim'),
+    *('num_levels', 'n_levels', 'num_points', 'num_points_list', 'n_points', 'window_size', 'sr_ratio'),
+)
 
 
 @dataclass
@@ -32,51 +47,55 @@ class Chosen:
     """A module that a rule has chosen, with the gate made for it.
 
     Attributes:
-        name: The module's name in the model.
-        host: The module.
-        adapter: Of the host's family.
-        gate: Made for the host, not yet in it.
+        name: The name in the model of the module that is gated.
+        host: The module that is gated.
+        adapter: The adapter of the host's family.
+        gate: The gate, made for the host and not yet in it.
+        child: The path to the host from the module that the rule chose; empty if the rule chose the host itself.
     """
 
     name: str
     host: nn.Module
     adapter: Adapter
     gate: nn.Module
+    child: str = ''
 
 
 def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     """Gate attention modules of ``model`` in place; they keep their parameters, hooks and names.
 
     Args:
-        model: Any module.
-        rules: One rule or a list. A rule is a dict of ``path`` (a pattern or a list of patterns over dotted names;
-            ``*`` stands for anything within one name, ``**`` for any number of names; a pattern that ends with ``**``
-            means every attention below that the gate fits), ``type`` (a registered name or a class) and the gate's
-            options. A ``map_size`` that a gate needs and the rule leaves out is read off the backbone, see
+        model: A module. It stays as it is if there is any error.
+        rules: One rule or a list. A rule is a dict of ``path``, ``type`` and the gate's options. ``path`` is a pattern
+            or a list of patterns over dotted names: ``*`` matches anything within one name, ``**`` any number of names,
+            and ``**`` at the end every attention below that the gate fits. ``type`` is a registered name or a class. A
+            ``map_size`` that a gate needs and the rule leaves out is read off the backbone, see
             :func:`.map_size.map_options`.
 
     Returns:
-        The names of the modules that the rules chose. Nothing is changed if anything is wrong. The global random
-        numbers stay where they were, and from here on the model's ``init_weights`` gives what is shared the numbers
-        that it has in the vanilla model, see :func:`.starts.initialise_gates_last`.
+        The names of the modules that the rules chose.
+
+    The global random numbers stay where they were. From here on the model's ``init_weights`` gives parameters of the
+    host the numbers that they have in the vanilla model, see :func:`.starts.initialise_gates_last`.
 
     Raises:
-        OptionError: A rule is malformed, its type has no gate, or an option is unknown to the gate.
-        ConfigError: The type is not registered, a pattern matches no module, a gate does not fit what it met, or that
-            is gated already, two rules claim one module, or one module and another inside it, or differ for a module
+        OptionError: A rule is malformed, its type has no gate, or the gate lacks an option.
+        ConfigError: The type is not registered, a pattern matches no module, a gate does not fit a module, a module is
+            gated already, two rules choose one module, or a module and another inside it, or rules differ for a module
             of several names.
     """
     listed = parse_rules(rules)
     chosen: dict[str, Chosen] = {}
-    built: dict[int, Chosen] = {}  # a module shared by several layers has one gate
+    # By identity: a module that several layers share has one gate.
+    built: dict[int, Chosen] = {}
     made_as: dict[int, tuple[type[nn.Module], dict[str, Any], str]] = {}
     claimed_by: dict[str, str] = {}
     rule_of: dict[int, int] = {}
     for number, rule in enumerate(listed):
         where = f'attention[{number}]'
-        kind = _kind(rule['type'], where)
+        kind = kind_named(rule['type'], where)
         options = {key: value for key, value in rule.items() if key not in ('type', 'path')}
-        _check_options(kind, options, where)
+        check_options(kind, options, where)
         claim = f'{where} (path={rule["path"]!r}, type={kind.__name__!r})'
         of_rule: dict[str, Chosen] = {}
         for pattern in [rule['path']] if isinstance(rule['path'], str) else rule['path']:
@@ -98,38 +117,101 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     kept = [dict(rule) for rule in listed]
     for made in {id(made.host): made for made in chosen.values()}.values():
         number = rule_of[id(made.host)]
-        record = Record(made.adapter, type(made.host), made.name, kept[number], first + number)
+        record = Record(made.adapter, type(made.host), made.name, kept[number], first + number, made.child)
         gate_module(made.host, made.adapter, made.gate, record)
         gated: Any = made.host
-        gated.placed(model)
-    for encoder in (module for module in model.modules() if isinstance(module, nn.TransformerEncoder)):
-        if any(isinstance(part, DenseHost) for part in encoder.modules()):
-            encoder.use_nested_tensor = False  # decided for its own attention, when it was built
+        gated.after_gating(model)
+    switch_nested_tensors(model)
     initialise_gates_last(model)
     return list(chosen)
 
 
 def path_regex(pattern: str) -> re.Pattern[str]:
-    """Return what a pattern over dotted names means: ``*`` anything within one name, ``**`` any number of names."""
+    """Return a regular expression for a pattern over dotted names.
+
+    ``*`` matches anything within one name, ``**`` any number of names.
+    """
     parts = re.split(r'(\*\*|\*)', pattern)
     return re.compile(''.join({'**': '.*', '*': '[^.]*'}.get(part, re.escape(part)) for part in parts))
 
 
 def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of every attention in ``model``: what is gated, what a gate fits, or what is called so."""
+    """Yield the name and the module of every attention in a model.
+
+    An attention is a module that is gated, that a gate fits, or whose class is called so. A module such as mmcv's
+    ``MultiheadAttention`` and the attention in it, where its gate is put, are yielded once, by the name that a rule
+    takes or has taken.
+    """
+    held: set[str] = set()
     for name, module in model.named_modules(remove_duplicate=False):
         called_so = re.search(r'Attention$|Attn$|MSA$', type(module).__name__)
-        if called_so or isinstance(module, GatedModule) or gates_for(module):
-            yield name, module
+        if name in held or not (called_so or isinstance(module, GatedModule) or gates_for(module)):
+            continue
+        inside = dict(held_attention(module))
+        if any(_was_chosen(part) for part in inside.values()):
+            continue
+        fits = bool(dict(held_attention(module, exactly=True)))
+        held.update(
+            f'{name}.{child}'.lstrip('.') for child, part in inside.items() if fits or isinstance(part, GatedModule)
+        )
+        yield name, module
 
 
-def names_of_gates(module: GatedModule) -> str:
-    """Return the names of the gates' classes in a gated module, side by side."""
-    return ', '.join(dict.fromkeys(type(gate).__name__ for gate in module.gates()))
+@dataclass(frozen=True)
+class Attention:
+    """An attention in a model.
+
+    Attributes:
+        path: Its name in the model.
+        kind: Name of its class; of a gated module, that of its vanilla class.
+        sizes: The attributes in :data:`SIZES` that it has, by the names that its package gives them.
+        gates: Names that rules may give as ``type`` for it.
+        gate: Name of the class of its gate, or None.
+    """
+
+    path: str
+    kind: str
+    sizes: dict[str, Any]
+    gates: tuple[str, ...]
+    gate: str | None = None
+
+
+def list_attention(model: nn.Module) -> list[Attention]:
+    """Return every attention of ``model``, in the order of its modules, by the paths that rules take.
+
+    Args:
+        model: Any module, of an mm package, of transformers, timm or another, gated or not.
+    """
+    listed = []
+    for path, module in attention_modules(model):
+        sizes = {size: getattr(module, size) for size in SIZES if hasattr(module, size)}
+        gates = tuple(gate.__name__ for gate in gates_for(module))
+        listed.append(Attention(path, host_class(module).__name__, sizes, gates, names_of_gates(module) or None))
+    return listed
+
+
+def names_of_gates(attention: nn.Module) -> str:
+    """Return the names of the classes of an attention's gates, side by side; empty if it is vanilla.
+
+    Args:
+        attention: A gated module, or the module around it that a rule has chosen.
+    """
+    gated = [part for part in (attention, *dict(held_attention(attention)).values()) if isinstance(part, GatedModule)]
+    return ', '.join(dict.fromkeys(type(gate).__name__ for gate in (gated[0].gates() if gated else ())))
+
+
+def _was_chosen(module: nn.Module) -> bool:
+    """Return whether a rule chose a gated module by its name, not by that of the module around it."""
+    record = record_of(module)
+    return record is not None and not record.child
 
 
 def parse_rules(rules: Rules) -> list[Mapping[str, Any]]:
-    """Return rules as a list, or raise OptionError: they are malformed."""
+    """Return rules as a list.
+
+    Raises:
+        OptionError: A rule is malformed.
+    """
     listed = [rules] if isinstance(rules, Mapping) else rules
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
         raise OptionError(f'attention must be a rule dict(path=..., type=...) or a list of them, got {rules!r}.')
@@ -143,7 +225,17 @@ def parse_rules(rules: Rules) -> list[Mapping[str, Any]]:
     return list(listed)
 
 
-def _kind(named: str | type[nn.Module], where: str) -> type[nn.Module]:
+def kind_named(named: str | type[nn.Module], where: str) -> type[nn.Module]:
+    """Return the class that a rule's type names.
+
+    Args:
+        named: The type: a registered name or a class.
+        where: The rule, for the message.
+
+    Raises:
+        ConfigError: The name is not registered; the message has similar ones, or all.
+        OptionError: The class has no gate.
+    """
     kind = named if inspect.isclass(named) else MODELS.get(named)
     if kind is None:
         ours_first = sorted(registered_gates(), key=lambda known: not known.__module__.startswith('mmgate.'))
@@ -153,7 +245,7 @@ def _kind(named: str | type[nn.Module], where: str) -> type[nn.Module]:
         raise ConfigError(f'{where}: type={named!r} is not registered. {offered}')
     if gate_of_type(kind) is None or not host_names(kind):
         raise OptionError(
-            f'{where}: {full_name(kind)} is not a gate: no adapter says what it can replace; see mmgate.adapts.'
+            f'{where}: {full_name(kind)} is not a gate: it has no adapter for any host; see mmgate.adapts.'
         )
     return kind
 
@@ -166,7 +258,7 @@ def _matches(
     where: str,
     built: dict[int, Chosen],
 ) -> dict[str, Chosen]:
-    """Return what ``pattern`` chooses, by name, with gates that are made once for every host."""
+    """Return the modules that a pattern chooses, by name, with one gate for each host."""
     modules = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
@@ -202,7 +294,8 @@ def _matches(
             )
         try:
             made = _made(model, name, adapter, kind, {**derived.get(id(module), {}), **options}, built)
-        except TypeError as error:  # most often an option that the adapter fills
+        except TypeError as error:
+            # Most often an option is one that the adapter sets.
             raise OptionError(f'{where}: {full_name(kind)} cannot be made for {name}: {error}') from error
         except ValueError as error:
             if not whatever_fits:
@@ -210,7 +303,8 @@ def _matches(
             refusals.append(f'{name}: {error}')
             continue
         gate: Any = made.gate
-        if getattr(gate, 'map_size', ()) is None:  # hosts of a class token do not tell their map
+        # Hosts with a class token do not hand on the size of their map.
+        if getattr(gate, 'map_size', ()) is None:
             gate.map_size = maps.get(id(module))
         found[name] = made
     if not found:
@@ -231,15 +325,15 @@ def _made(
     options: Mapping[str, Any],
     built: dict[int, Chosen],
 ) -> Chosen:
-    """Return a host with its gate, which is drawn from a random stream of its name."""
+    """Return a host with its gate, which is drawn from the random stream of its name."""
     adapter, child = found
     path = f'{name}.{child}'.rstrip('.')
     host = model.get_submodule(path)
     if id(host) not in built:
         gate_type = gate_of_type(kind)
         device = next((parameter.device for parameter in host.parameters()), None)
-        if hasattr(host, 'gate'):
-            raise ValueError(f"this {full_name(type(host))} has an attribute 'gate' already.")
+        if getattr(host, CHILD, None) is not None:
+            raise ValueError(f"this {full_name(type(host))} has an attribute 'gate' already.{adapter.own_gates}")
         with random_stream(path, device):
             gate = adapter.make_gate(host, gate_type, **options)  # type: ignore[arg-type]
         in_vit = is_in_vit(model, name)
@@ -247,7 +341,7 @@ def _made(
             if isinstance(part, Gate):
                 part.in_vit = in_vit
                 draw_gate(f'{path}.{inner}', part)
-        built[id(host)] = Chosen(path, host, adapter, gate)
+        built[id(host)] = Chosen(path, host, adapter, gate, child)
     return built[id(host)]
 
 
@@ -262,17 +356,18 @@ def _refuse_nested(model: nn.Module, chosen: Mapping[str, Chosen]) -> None:
 
 
 def _gated_in(model: nn.Module, module: nn.Module) -> str | None:
-    """Return the class of the gate that ``module``, a module around it or one inside it has; None if there is none."""
+    """Return the name of the class of the gate in a module, in one around it or in one inside it, or None."""
     for _, gated in gated_modules(model):
         inside = any(part is gated for part in module.modules())
         if inside or any(part is module for part in gated.modules()):
-            gate = gated.gating.gate or gated.gate  # the former while it is off
+            # The record has the gate while it is switched off.
+            gate = gated.gating.gate or gated.gate
             return next(type(one).__name__ for one in gate.modules() if isinstance(one, Gate))
     return None
 
 
 def _near_hosts(kind: type[nn.Module], model: nn.Module, module: nn.Module) -> str:
-    """Return the hosts of a gate as lines: those that the model has, then those of the module's package, some."""
+    """Return some hosts of a gate as lines: those in the model first, then those of the module's package."""
     present = {full_name(type(part)) for part in model.modules()}
     package = type(module).__module__.partition('.')[0]
     hosts = sorted(host_names(kind), key=lambda host: (host not in present, host.partition('.')[0] != package))
@@ -285,15 +380,19 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _hint(kind: type[nn.Module], module: nn.Module) -> str:
+    reason = why_not(kind, module)
+    if reason is not None:
+        return f' A {type(module).__name__} {reason}.'
     base = next((host for host in hosts_of(kind) if isinstance(module, host)), None)
     if base is None:
         return ''
     ours = kind.__name__
     sub = type(module).__name__
-    return f' If that computes what its base does, say so: mmgate.adapts({ours}, {sub}, like={base.__name__}).'
+    return f' If that computes the same as its base, declare it: mmgate.adapts({ours}, {sub}, like={base.__name__}).'
 
 
-def _check_options(kind: type, options: Mapping[str, Any], where: str) -> None:
+def check_options(kind: type, options: Mapping[str, Any], where: str) -> None:
+    """Raise OptionError, which lists the options of a gate, if it lacks one of ``options``."""
     allowed = set(options_of(kind))
     unknown = sorted(set(options) - allowed)
     if unknown:
@@ -304,15 +403,13 @@ def _check_options(kind: type, options: Mapping[str, Any], where: str) -> None:
 
 
 def _inventory(model: nn.Module) -> str:
+    """Return a line for each attention of a model: its name, its class, and its gate or the gates that fit."""
     lines = []
-    outer = ''
     for name, module in attention_modules(model):
-        if outer and name.startswith(f'{outer}.'):
-            continue  # mmcv's wrapper is to be named, not the module in it
-        fits = ', '.join(kind.__name__ for kind in gates_for(module))
-        outer = name if fits else ''
-        has = f'gated by {names_of_gates(module)}' if isinstance(module, GatedModule) else f'fits: {fits or "none"}'
-        lines.append(f'  {name}: {full_name(host_class(module))}, {has}')
+        gates = names_of_gates(module)
+        fits = ', '.join(kind.__name__ for kind in gates_for(module)) or 'none'
+        state = f'gated by {gates}' if gates else f'fits: {fits}'
+        lines.append(f'  {name}: {full_name(host_class(module))}, {state}')
     if not lines:
         return f'{type(model).__name__} has no attention modules.'
     return '\n'.join([f'The attention modules of {type(model).__name__} are', *lines])

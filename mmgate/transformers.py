@@ -1,7 +1,7 @@
 """Load transformers' models with gates in them.
 
 :func:`mmgate.swap_attention` and what follows from it (gates trained alone, saved alone, taken off) work on any model
-of transformers' as they do on mm models. This module has what transformers does in a way of its own.
+of transformers' as they do on mm models. This module adds ``from_pretrained``, which only transformers has.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ def from_pretrained(model_class: type[nn.Module], path: str | os.PathLike[str], 
 
     Args:
         model_class: The model's own class, such as ``transformers.DeformableDetrForObjectDetection``.
-        path: What ``model_class.from_pretrained`` takes.
+        path: Name or folder, as ``model_class.from_pretrained`` takes it.
         rules: Of :func:`mmgate.swap_attention`.
         **options: Of ``model_class.from_pretrained``; with ``output_loading_info=True`` its report comes second.
 
     Returns:
-        The model, an instance of ``model_class``. Gates that the checkpoint lacks start as ``init`` of their rule says.
+        The model, an instance of ``model_class``. Gates that the checkpoint lacks start by ``init`` of their rule.
 
     Raises:
-        TypeError: A class that stands for several (``AutoModel...``), or a malformed rule.
+        TypeError: ``model_class`` is no model, as the classes ``AutoModel...``, or a rule is malformed.
         ValueError: The rules do not fit the model, see :func:`mmgate.swap_attention`.
     """
     if not issubclass(model_class, nn.Module):
-        raise TypeError(f'{model_class.__name__} is no model; name the class that it stands for.')
+        raise TypeError(f'{model_class.__name__} is no model; give the class of the model itself.')
 
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, *args, **kwargs)
@@ -48,7 +48,7 @@ def from_pretrained(model_class: type[nn.Module], path: str | os.PathLike[str], 
 
 
 def _start_gates(model: nn.Module, missing: set[str]) -> None:
-    """Start the gates that a checkpoint left out, which a loaded model has as the memory was."""
+    """Start the gates that a checkpoint lacks; transformers leaves their memory uninitialised."""
     for name, module in model.named_modules():
         own = {f'{name}.{key}' for key, _ in module.named_parameters()}
         if isinstance(module, Gate):

@@ -1,12 +1,12 @@
-"""What ``mmengine.hub.get_model('mmgate::...')`` asks of a package, under the one name where it looks for it."""
+"""``register_all_modules``, which ``mmengine.hub.get_model`` calls in the module ``utils`` of every package."""
 
 from __future__ import annotations
 
 
 def register_all_modules(init_default_scope: bool = True) -> None:
-    """Register every component, which importing mmgate has done.
+    """Do nothing, because ``import mmgate`` has registered every component.
 
     Args:
-        init_default_scope: What mmengine hands over. No scope is set: our configs inherit from mmdet's and mmseg's, so
-            that mmengine builds their models in the scope of the host.
+        init_default_scope: An argument of mmengine's. It has no effect: our configs inherit from mmdet's and mmseg's,
+            so that mmengine builds their models in the scope of the host.
     """

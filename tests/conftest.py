@@ -46,10 +46,10 @@ def skip_unless_readable(path: str | Path) -> None:
 
 
 def needs_host(path: str | Path) -> bool:
-    """Return whether a config inherits mmpretrain's, or has a backbone of timm's through it."""
+    """Return whether a config inherits mmpretrain's, or has a backbone of timm's, which comes with it."""
     path = Path(path)
     inside = path.relative_to(ROOT) if path.is_absolute() else path
-    return bool({'classification', 'real'} & set(inside.parts))
+    return bool({'classification', 'real'} & set(inside.parts)) or 'dinov2' in path.name
 
 
 def tool(name: str, folder: str = 'analysis_tools') -> ModuleType:

@@ -1,12 +1,110 @@
-"""docs/architecture.md names what is there."""
+"""docs/architecture.md names what is there, and tests mirror it."""
 
 from __future__ import annotations
 
+import ast
 import re
+from pathlib import Path
 
 from conftest import ROOT
 
 PAGE = (ROOT / 'docs/architecture.md').read_text()
+TESTS = ROOT / 'tests'
+# Test files about more than one module: about configs, pages, several processes, and what holds for every gate.
+CROSSING = {
+    'test_architecture.py',
+    'test_checkpoints/test_old_names.py',
+    'test_configs.py',
+    'test_downstream_project.py',
+    'test_hosts/test_swapped_rates.py',
+    'test_hosts/test_zoo.py',
+    'test_layers/test_any_tokens.py',
+    'test_layers/test_dropout.py',
+    'test_layers/test_numbers.py',
+    'test_metafiles.py',
+    'test_ops/test_any_arguments.py',
+    'test_ops/test_random_problems.py',
+    'test_papers.py',
+    'test_partners.py',
+    'test_process.py',
+    'test_readme.py',
+    'test_real.py',
+    'test_recipes.py',
+    'test_tools/test_end_to_end.py',
+    'test_tools/test_gate_option.py',
+    'test_tools/test_looks.py',
+    'test_tools/test_malicious.py',
+    'test_tools/test_mistakes.py',
+    # what runs where there is no mm package
+    'test_transformers/test_from_pretrained.py',
+    'test_transformers/test_hosts_of_transformers.py',
+    'test_transformers/test_pattern.py',
+    'test_transformers/test_readings.py',
+    'test_transformers/test_rfdetr.py',
+    'test_transformers/test_torch_alone.py',
+    'test_transformers/test_transformers_table.py',
+    'test_transformers/test_ultralytics.py',
+}
+# Modules without a test file of their name, by the file that tests them. The list may only shrink.
+TESTED_BY = {
+    'test_analysis/test_probes/test_attention.py': ('analysis/probes/hosts.py',),
+    'test_checkpoints/test_loading.py': ('checkpoints/allowed.py', 'checkpoints/safetensors_file.py'),
+    'test_deploy/test_build.py': (
+        'deploy/detectors.py',
+        'deploy/inputs.py',
+        'deploy/network.py',
+        'deploy/segmentors.py',
+        'deploy/sizes.py',
+    ),
+    'test_deploy/test_operators.py': ('deploy/graph.py',),
+    'test_finetune/test_files.py': ('wrappers.py',),
+    'test_hosts/test_table.py': ('hosts/mmseg.py', 'hosts/points.py'),
+    'test_hosts/test_window.py': ('hosts/relative_positions.py',),
+    'test_layers/test_agent.py': ('layers/parts/agent_bias.py',),
+    'test_layers/test_linear/test_linear.py': (
+        'layers/linear/angular.py',
+        'layers/linear/base.py',
+        'layers/linear/efficient.py',
+        'layers/linear/enhanced.py',
+        'layers/linear/focused.py',
+        'layers/linear/hydra.py',
+        'layers/linear/inline.py',
+        'layers/linear/mlla.py',
+        'layers/linear/polaformer.py',
+        'layers/linear/rala.py',
+        'layers/softmax.py',
+    ),
+    'test_ops/test_any_arguments.py': ('ops/differential_attention.py',),
+    'test_ops/test_ms_deform_attn/test_ms_deform_attn.py': (
+        'ops/ms_deform_attn/grid_sample.py',
+        'ops/ms_deform_attn/mmcv.py',
+        'ops/ms_deform_attn/reference.py',
+        'ops/ms_deform_attn/registered.py',
+    ),
+    'test_ops/test_ms_deform_attn/test_native.py': ('ops/native/__init__.py', 'ops/native/build.py'),
+    'test_ops/test_ms_deform_attn/test_triton.py': (
+        'ops/ms_deform_attn/backward_kernel.py',
+        'ops/ms_deform_attn/blocks.py',
+        'ops/ms_deform_attn/kernels.py',
+        'ops/triton_backend.py',
+    ),
+    'test_ops/test_plug_attention/test_chunked.py': ('ops/plug_attention/reference.py', 'ops/plug_attention/rows.py'),
+    'test_ops/test_plug_attention/test_triton.py': ('ops/plug_attention/blocks.py', 'ops/plug_attention/kernels.py'),
+    'test_process.py': ('registry.py',),
+    'test_swap.py': ('errors.py',),
+    'test_recipes.py': ('train/schedule.py',),
+    'test_speed/test_matching/test_head.py': ('speed/matching/__init__.py',),
+    'test_tools/test_analysis_tools/test_list_attention.py': ('analysis/structure.py',),
+    'test_tools/test_looks.py': (
+        'analysis/figures/boxes.py',
+        'analysis/figures/layers.py',
+        'benchmarks/backbones.py',
+    ),
+    'test_tools/test_mm.py': ('utils.py',),
+    'test_transformers/test_from_pretrained.py': ('transformers.py',),
+    'test_transformers/test_hosts_of_transformers.py': ('hosts/transformers.py',),
+    'test_transformers/test_readings.py': ('analysis/figures/sampling.py',),
+}
 
 
 def test_every_folder_and_file_of_the_package_has_its_row() -> None:
@@ -23,3 +121,63 @@ def test_every_path_and_attribute_that_it_names_exists() -> None:
     code = ''.join(path.read_text() for path in (ROOT / 'mmgate').rglob('*.py'))
     for name in ('leaves_out', 'current_name', 'gate_type', 'gates_disabled', 'restore_attention', 'modulate', 'mix'):
         assert name in PAGE and re.search(rf'\b{name}\b', code), name
+
+
+def files_of_tests() -> list[Path]:
+    """Return the test files, by their paths in ``tests``."""
+    found = (path.relative_to(TESTS) for path in TESTS.rglob('test_*.py'))
+    return sorted(path for path in found if path.parts[0] != 'downstream_project')
+
+
+def mirrored_by(test: Path) -> list[Path]:
+    """Return what a test file mirrors: a module of mmgate, or a script, notebook or module of ``tools``.
+
+    ``test_a/test_b.py`` mirrors ``mmgate/a/b.py`` or ``_b.py``; ``test_a/test_a.py`` mirrors ``mmgate/a/__init__.py``.
+    """
+    *folders, name = (part.removeprefix('test_') for part in test.with_suffix('').parts)
+    places = [ROOT.joinpath('mmgate', *folders)]
+    if folders[:1] == ['tools']:
+        places.append(ROOT.joinpath(*folders))
+    names = [f'{name}.py', f'_{name}.py', f'{name}.sh', f'{name}.ipynb']
+    if folders and folders[-1] == name:
+        names.append('__init__.py')
+    return [place / file for place in places for file in names if (place / file).is_file()]
+
+
+def test_each_test_file_mirrors_a_module_or_a_script() -> None:
+    alone = {path.as_posix() for path in files_of_tests() if not mirrored_by(path)}
+    assert sorted(alone - CROSSING) == [], 'move it to tests/test_a/test_b.py for mmgate/a/b.py'
+    assert sorted(CROSSING - alone) == [], 'it has a module now, or is gone: take it out of CROSSING'
+
+
+def test_each_module_has_a_test_file_of_its_name() -> None:
+    """But for those in the list, and for modules that define neither a function nor a class."""
+    mirrored = {module for path in files_of_tests() for module in mirrored_by(path)}
+    package = ROOT / 'mmgate'
+    without = set()
+    for module in package.rglob('*.py'):
+        kinds = {type(node) for node in ast.parse(module.read_text()).body}
+        if module not in mirrored and kinds & {ast.FunctionDef, ast.ClassDef}:
+            without.add(module.relative_to(package).as_posix())
+    listed = [module for modules in TESTED_BY.values() for module in modules]
+    assert len(listed) == len(set(listed)) and all((TESTS / test).is_file() for test in TESTED_BY)
+    assert sorted(without - set(listed)) == [], 'give it tests/test_a/test_b.py for mmgate/a/b.py'
+    assert sorted(set(listed) - without) == [], 'it has a test file of its name, or is gone: take it out of TESTED_BY'
+
+
+def test_no_test_file_imports_another() -> None:
+    """What several need lies in ``tests/helpers``, which imports no test file either."""
+    helpers = [path.relative_to(TESTS) for path in (TESTS / 'helpers').glob('*.py')]
+    for path in (*files_of_tests(), *helpers):
+        for node in ast.walk(ast.parse((TESTS / path).read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                assert not node.level, f'{path}: import helpers by their full name'
+                names = [node.module or '']
+            assert not any(part.startswith('test_') for name in names for part in name.split('.')), path
+
+
+def test_scripts_name_test_files_that_are_there() -> None:
+    scripts = [ROOT / 'Makefile', ROOT / '.ci/run', *(ROOT / 'tools').rglob('*.sh'), *(ROOT / 'mmgate').rglob('*.md')]
+    named = {path for script in scripts for path in re.findall(r'\btests/[\w/]+\.py', script.read_text())}
+    assert named and sorted(path for path in named if not (ROOT / path).is_file()) == []

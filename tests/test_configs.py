@@ -14,15 +14,15 @@ from typing import Any
 import mmdet
 import pytest
 from conftest import CONFIGS, ROOT, needs_host, skip_unless_readable
+from helpers.metafiles import MODELS
 from mmengine import registry
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
-from test_metafiles import MODELS
 from torch import nn
 
 from mmgate import restore_attention
 from mmgate._environment import available
-from mmgate.analysis.report.structure import build_structure
+from mmgate.analysis.structure import build_structure
 from mmgate.layers.base.gate import gate_parameters, undecayed_parameters
 
 NAMES = [str(path.relative_to(ROOT / 'configs')) for path in CONFIGS]
@@ -40,7 +40,7 @@ GATED = (
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_builds(name: str) -> None:
+def test_every_config_builds(name: str) -> None:
     """And has as many trainable parameters as its metafile says."""
     skip_unless_readable(name)
     logging.getLogger('mmengine').setLevel(logging.WARNING)
@@ -90,7 +90,7 @@ def test_every_config_builds_from_another_project(tmp_path: Path) -> None:
     script.write_text(
         'import sys, mmgate\n'
         'from mmengine.config import Config\n'
-        'from mmgate.analysis.report.structure import build_structure\n'
+        'from mmgate.analysis.structure import build_structure\n'
         f'assert mmgate.__file__.startswith({str(installed)!r}), mmgate.__file__\n'
         'for number, name in enumerate(sys.argv[1:]):\n'
         '    path = f"child_{number}.py"\n'

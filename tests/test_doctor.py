@@ -38,7 +38,7 @@ def _rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     choice.winners.cache_clear()
 
 
-def test_page(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_says_what_runs_and_agrees(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(['--device', 'cpu']) == 0
     text = capsys.readouterr().out
     for expected in ('CUDA tensors', 'grid_sample', 'agrees', 'nothing is calibrated here', torch.__version__):
@@ -58,17 +58,19 @@ def test_calibration_and_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert 'the output is off by' in capsys.readouterr().out
 
 
-def test_build(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_build_that_fails_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """A compiler that fails, or none, is said, and so is a library that does not load."""
     monkeypatch.setenv('MMGATE_NATIVE', str(tmp_path / 'native.so'))
     monkeypatch.setenv('CXX', 'false')
     assert doctor.main(['--build']) == 1 and 'is not compiled: false fails' in capsys.readouterr().out
     monkeypatch.delenv('CXX')
-    monkeypatch.setattr(doctor.native.build, 'COMPILERS', ('no-such-compiler',))
+    monkeypatch.setattr(doctor.library.build, 'COMPILERS', ('no-such-compiler',))
     assert doctor.main(['--build']) == 1 and 'there is no C++ compiler' in capsys.readouterr().out
-    monkeypatch.setattr(doctor.native.build, 'build', lambda: (tmp_path / 'native.so').write_text('no library'))
+    monkeypatch.setattr(doctor.library.build, 'build', lambda: (tmp_path / 'native.so').write_text('no library'))
     assert doctor.main(['--build']) == 1 and 'native.so does not load' in capsys.readouterr().out
-    doctor.native.loaded.cache_clear()
+    doctor.library.load.cache_clear()
 
 
 def test_torch_alone_is_enough(tmp_path: Path) -> None:

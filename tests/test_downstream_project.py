@@ -59,7 +59,7 @@ def run(python: str, project: Path, *arguments: str) -> subprocess.CompletedProc
 
 
 @pytest.mark.slow
-def test_train_and_test(project: Path, python: str) -> None:
+def test_a_downstream_project_trains_and_tests(project: Path, python: str) -> None:
     config, work = 'configs/mine_r18_shapes.py', project / 'work'
     found = run(python, project, '-c', 'import mmgate, sys; print(mmgate.__file__, sys.prefix)').stdout.split()[-2:]
     assert (Path(found[0]).parents[1] == ROOT) == (python == sys.executable)

@@ -7,17 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from conftest import CONFIGS, ROOT, skip_unless_readable
+from helpers.metafiles import METAFILES, MIM, MODELS
 from mmengine.config import Config
 from mmengine.infer.infer import BaseInferencer
-
-import mmgate
-
-MIM = Path(mmgate.__file__).parent / '.mim'
-INDEX = yaml.safe_load((MIM / 'model-index.yml').read_text())
-METAFILES = {path: yaml.safe_load((MIM / path).read_text()) for path in INDEX['Import']}
-MODELS = [model for metafile in METAFILES.values() for model in metafile['Models']]
 
 
 def test_every_config_is_listed_once() -> None:
@@ -26,7 +19,7 @@ def test_every_config_is_listed_once() -> None:
 
 
 @pytest.mark.parametrize('path', METAFILES)
-def test_collection(path: str) -> None:
+def test_a_collection_names_its_paper(path: str) -> None:
     """A paper's title and address stand where mim finds them: of a ``Paper`` it prints the keys alone."""
     (collection,) = METAFILES[path]['Collections']
     assert (MIM / collection['README']).is_file()
@@ -38,7 +31,7 @@ def test_collection(path: str) -> None:
 
 
 @pytest.mark.parametrize('model', MODELS, ids=lambda model: model['Name'])
-def test_model(model: dict[str, Any]) -> None:
+def test_a_model_has_the_fields_that_mim_reads(model: dict[str, Any]) -> None:
     """What mim tabulates: lower-case names, plain metadata, and metrics only beside whose they are."""
     skip_unless_readable(model['Config'])
     cfg, metadata = Config.fromfile(ROOT / model['Config']), model['Metadata']

@@ -29,9 +29,9 @@ def test_the_page_is_what_the_metafiles_say() -> None:
     'answer, message',
     [
         (None, 'neither a config nor one of config, run, option, see, not'),
-        ('plug-deit-t_8xb128-300e_in2k', 'stands in no metafile'),
+        ('plug-deit-t_8xb128-300e_in2k', 'is in no metafile'),
         ('elsewhere::plug/a.py', 'is no config of a host'),
-        ({'not': ' '}, 'not says nothing'),
+        ({'not': ' '}, 'not is empty'),
         ({'run': 'python tools/analysis_tools/plot_nothing.py'}, 'plot_nothing.py is no file'),
         ({'run': 'python -m projects.dgt.nothing run'}, 'projects/dgt/nothing.py is no file'),
         ({'see': 'Table 99'}, 'is no table of the paper'),
@@ -45,7 +45,7 @@ def test_a_row_without_an_answer_is_named(answer: Any, message: str) -> None:
     rows['SAGA']['tables']['Table 4']['rows']['without DWC'] = answer
     problems = list(papers.find_problems(rows, MODELS))
     assert any(p.startswith('SAGA, Table 4, without DWC: ') and message in p for p in problems)
-    assert any('saga-swin-t-no-dwc' in p and 'stands in no row of it' in p for p in problems)
+    assert any('saga-swin-t-no-dwc' in p and 'is in no row of it' in p for p in problems)
 
 
 MASK2FORMER = 'mmseg::mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py'

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, skip_unless_readable
+from helpers.metafiles import MODELS
 from mmengine.config import Config
-from test_metafiles import MODELS
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
-from mmgate.analysis.report.structure import build_structure
+from mmgate.analysis.structure import build_structure
 
 BACKBONES = sorted(
     str(path.relative_to(ROOT / 'configs'))

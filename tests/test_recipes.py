@@ -15,7 +15,7 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import PARAM_SCHEDULERS
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
-from mmgate.analysis.report.structure import build_structure
+from mmgate.analysis.structure import build_structure
 
 ONE, THREE = dict(epochs=12, drops=[8, 11]), dict(epochs=36, drops=[27, 33])
 SWIN_DETECTOR = dict(lr=1e-4, weight_decay=0.05, warm_up=500)
@@ -107,7 +107,7 @@ def recipe_of(cfg: Config) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
-def test_trains_as_named(path: Path) -> None:
+def test_a_config_trains_as_its_name_says(path: Path) -> None:
     """``NxbM`` is N GPUs with M images each, and that batch at every step; the rest of the recipe is the paper's."""
     skip_unless_readable(path)
     cfg, name = Config.fromfile(path), path.stem
@@ -308,7 +308,7 @@ TABLE, POSITIONS = {'relative_position_bias_table'}, {'position_encoding'}
     ],
     ids=lambda value: value if isinstance(value, str) else '',
 )
-def test_what_decays(name: str, flat: bool, spared: set[str] | None, there: set[str]) -> None:
+def test_parameters_decay_as_the_authors_do(name: str, flat: bool, spared: set[str] | None, there: set[str]) -> None:
     """What has one dimension, if ``flat``, and ``spared`` do not (beside norms, but in files that exempt nothing)."""
     cfg = config(name)
     model = build_structure(cfg)

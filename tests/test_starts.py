@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
 from conftest import filled
+from helpers import zoo
+from helpers.zoo import ZOO
 from mmengine.model import BaseModule
 from mmengine.registry import MODELS, WEIGHT_INITIALIZERS, init_default_scope
 from mmengine.runner import save_checkpoint
 from torch import Tensor, nn
-from zoo import ZOO
 
 from mmgate import gate_parameters, gates_disabled, restore_attention, swap_attention
 from mmgate.hosts import adapter_for, gates_for

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from helpers import zoo
 from mmcv.cnn.bricks.transformer import MultiheadAttention as mmcv_attention
 from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models import SwinTransformer
@@ -18,7 +18,7 @@ from mmengine.hub import get_config
 from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
-from mmgate import adapts, gate_parameters, restore_attention, swap_attention
+from mmgate import adapts, gate_parameters, list_attention, restore_attention, swap_attention
 from mmgate.errors import ConfigError
 from mmgate.hosts.table import _ADAPTERS
 from mmgate.layers import PLuGMultiScaleDeformableAttention
@@ -55,7 +55,7 @@ def config(variant: str, gated: bool) -> str:
 
 
 @pytest.mark.parametrize('variant', VARIANTS)
-def test_parameters(variant: str) -> None:
+def test_a_swap_adds_the_parameters_of_the_paper(variant: str) -> None:
     with torch.device('meta'):
         vanilla, gated = (MODELS.build(get_config(config(variant, g)).model) for g in (False, True))
     count = [sum(p.numel() for p in m.parameters() if p.requires_grad) for m in (vanilla, gated)]
@@ -416,3 +416,14 @@ def test_adapts_says_what_is_wrong() -> None:
 def test_inventory_names_every_attention() -> None:
     names = ['layers.0.attn', 'layers.1.attn', 'other.attn', 'other.mha']
     assert [name for name, _ in attention_modules(Host())] == names
+
+
+def test_attention_is_listed_from_python() -> None:
+    """Of any model: paths, sizes by the names of its package, and the gates that fit or that it has."""
+    model = nn.ModuleDict(dict(layer=nn.TransformerEncoderLayer(16, 2, 32), other=nn.Linear(2, 2)))
+    (found,) = list_attention(model)
+    assert (found.path, found.kind, found.gate) == ('layer.self_attn', 'MultiheadAttention', None)
+    assert found.sizes == dict(embed_dim=16, num_heads=2, head_dim=8) and 'PLuGMultiheadAttention' in found.gates
+    swap_attention(model, dict(path=found.path, type='PLuGMultiheadAttention'))
+    (found,) = list_attention(model)
+    assert (found.kind, found.gate) == ('MultiheadAttention', 'PLuGGate')

@@ -1,1 +1,1 @@
-"""Analysis of attention: ``probes`` record and measure it, ``figures`` draw it, ``report`` counts and lists."""
+"""Analysis of attention: probes read it, figures draw it, ``complexity`` counts it, ``structure`` lists it."""

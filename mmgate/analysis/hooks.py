@@ -2,102 +2,139 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 from mmengine.hooks import Hook
+from mmengine.hooks.hook import DATA_BATCH
+from mmengine.runner import Runner
 from torch import Tensor, nn
 
+from mmgate.analysis.figures.gates import histogram_image
 from mmgate.analysis.probes.attention import GATES, gate_at
-from mmgate.analysis.probes.gates import unchanged_value
+from mmgate.analysis.probes.gates import LayerGate
 from mmgate.analysis.probes.recording import Recording, readable, record
-from mmgate.analysis.probes.statistics import RunningStatistics
+from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import gate_parameters
-from mmgate.paths import own_model
 from mmgate.registry import HOOKS
+from mmgate.wrappers import unwrap_model
 
 # A gate whose mean distance from the value at which it changes nothing is at most this has not moved.
 AT_REST = 0.01
 
 
+PER = ('layer', 'type')
+
+
 @HOOKS.register_module()
 class GateStatisticsHook(Hook):
-    """Log mean, spread, sparsity, distance and gradient norm of every layer's gate to the run's visualizer.
+    """Log mean, spread, sparsity, distance and gradient norm of gates, and their histogram, to the run's visualizer.
 
-    Tags are ``gate/<path>/<mean | std | sparsity | moved | moved_most | grad_norm>``, for SAGA ``gate_k/...`` and so
-    on, in all the visualizer's backends (local JSON, TensorBoard, wandb). ``moved`` and ``moved_most`` are the mean and
-    the largest distance from the value at which attention is as without the gate, where there is one. One iteration in
-    ``interval`` is logged, by the first process; the others cost nothing. The gradient is that of this iteration's loss
-    in this process, before clipping and averaging over processes, with a loss scale divided out.
+    All of the visualizer's backends get them (local JSON and PNG, TensorBoard, W&B, MLflow). Tags of scalars are
+    ``gate/<path>/<mean | std | sparsity | moved | moved_most | grad_norm>``, for SAGA ``gate_k/...`` and so on. Per
+    type the path is the gate's class, and the values are means over its layers (the largest for ``moved_most``, the
+    norm over all for ``grad_norm``); the log gets a line for each. ``moved`` and ``moved_most`` are the mean and the
+    largest distance from the value at which attention is as without the gate, where there is one. The tag of the
+    histograms' picture is ``gates``. One iteration in ``interval`` is logged, and the last, by the first process; the
+    others cost nothing. The gradient is that of this iteration's loss in this process, before clipping and averaging
+    over processes, with a loss scale divided out.
 
     After an epoch, or a validation in a loop of iterations, it warns if the mean distance of every layer's gate from
     that value stayed within 0.01: such a model still computes about what it would without gates.
 
     Args:
         interval: Iterations from one record to the next.
+        per: ``'layer'`` or ``'type'``: a record for each layer, or one for all layers with gates of one class.
+
+    Raises:
+        ConfigError: ``per`` is unknown.
     """
 
     priority = 'BELOW_NORMAL'
 
-    def __init__(self, interval: int = 50) -> None:
+    def __init__(self, interval: int = 50, per: str = 'layer') -> None:
+        if per not in PER:
+            raise ConfigError(f'GateStatisticsHook: per={per!r}: it is one of {", ".join(map(repr, PER))}.')
         self.interval = interval
+        self.per = per
         self._open = ExitStack()
         self._recording: Recording | None = None
         self._squares: dict[str, Tensor] = {}
         # Largest mean distance of each layer since the last warning or check.
         self._moved: dict[str, float] = {}
+        self._warned = False
 
-    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-        """Begin to record in one iteration of ``interval``."""
+    def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None) -> None:
+        """Begin to record in one iteration of ``interval``, and in the last."""
         # An iteration that failed may have left hooks.
         self._open.close()
         self._recording = None
         self._squares = {}
-        if not self.every_n_train_iters(runner, self.interval) or runner.rank:
+        is_due = self.every_n_train_iters(runner, self.interval) or self.is_last_train_iter(runner)
+        if not is_due or runner.rank:
             return
-        model = own_model(runner.model)
+        model = unwrap_model(runner.model)
         has = readable(model)
         for path in dict.fromkeys(path for name in GATES for path in has.get(name, ())):
             for _, parameter in gate_parameters(model.get_submodule(path)):
                 # The optimizer wrapper clears gradients before ``after_train_iter``, so that a hook has to take them.
                 if parameter.requires_grad:
                     self._open.callback(parameter.register_hook(partial(self._add_square, path)).remove)
-        recorded = record(model, GATES, accumulate=partial(_statistics, model))
+        recorded = record(model, GATES, accumulate=partial(_layer_gate, model))
         self._recording = self._open.enter_context(recorded)
 
-    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None, outputs: dict[str, Tensor] | None = None
+    ) -> None:
         """Log the statistics of this iteration, if they were recorded."""
         self._open.close()
         if self._recording is None:
             return
+        gates: list[LayerGate] = [gate for readings in self._recording.values() for gate in readings.values()]
+        if not gates:  # the model has no gates, or it is compiled
+            if not self._warned:
+                runner.logger.warning('GateStatisticsHook: no gate was seen in the forward pass, so nothing is logged.')
+            self._warned = True
+            return
+        for gate in gates:
+            if gate.unchanged is not None:
+                self._moved[gate.path] = max(self._moved.get(gate.path, 0.0), gate.statistics.distance)
         scaler = getattr(runner.optim_wrapper, 'loss_scaler', None)
         scale = scaler.get_scale() if scaler is not None else 1.0
-        scalars: dict[str, float] = {}
-        for path, readings in self._recording.items():
-            for name, found in readings.items():
-                numbers = dict(mean=found.mean, std=found.deviation, sparsity=found.sparsity)
-                if found.centre is not None:
-                    numbers.update(moved=found.distance, moved_most=found.farthest)
-                    self._moved[path] = max(self._moved.get(path, 0.0), found.distance)
-                scalars.update({f'{name}/{path}/{key}': number for key, number in numbers.items()})
-            # The norm is over all gates of the layer.
+        model = unwrap_model(runner.model)
+        kinds = {gate.path: type(gate_at(model.get_submodule(gate.path))).__name__ for gate in gates}
+        places = {gate.path: gate.path if self.per == 'layer' else kinds[gate.path] for gate in gates}
+        grouped: dict[tuple[str, str], list[LayerGate]] = {}
+        for gate in gates:
+            grouped.setdefault((gate.name, places[gate.path]), []).append(gate)
+        # A layer's norm is over all of its gates, which are not told apart.
+        squares: dict[str, Tensor] = {}
+        for path, place in places.items():
             if path in self._squares:
-                scalars[f'gate/{path}/grad_norm'] = float(self._squares[path].sqrt()) / scale
-        if scalars:
-            runner.visualizer.add_scalars(scalars, step=runner.iter + 1)
-        else:  # the model has no gates, or it is compiled
-            runner.logger.warning('GateStatisticsHook: no gate was seen in the forward pass, so nothing is logged.')
+                squares[place] = self._squares[path] + squares[place] if place in squares else self._squares[path]
+        norms = {place: float(square.sqrt()) / scale for place, square in squares.items()}
+        scalars = {f'gate/{place}/grad_norm': norm for place, norm in norms.items()}
+        for (name, place), listed in grouped.items():
+            numbers = _numbers(listed)
+            scalars.update({f'{name}/{place}/{key}': number for key, number in numbers.items()})
+            if self.per == 'type':
+                runner.logger.info(_line(place, name, len(listed), numbers, norms.get(place)))
+        runner.visualizer.add_scalars(scalars, step=runner.iter + 1)
+        by_kind: dict[str, list[LayerGate]] = {}
+        for gate in gates:
+            by_kind.setdefault(kinds[gate.path], []).append(gate)
+        runner.visualizer.add_image('gates', histogram_image(by_kind), step=runner.iter + 1)
 
-    def after_train_epoch(self, runner: Any) -> None:
+    def after_train_epoch(self, runner: Runner) -> None:
         """Warn if no gate moved."""
         self._warn_of_rest(runner)
 
-    def before_val_epoch(self, runner: Any) -> None:
+    def before_val_epoch(self, runner: Runner) -> None:
         """Warn if no gate moved, in a loop of iterations, which has one epoch in all."""
         self._warn_of_rest(runner)
 
-    def _warn_of_rest(self, runner: Any) -> None:
+    def _warn_of_rest(self, runner: Runner) -> None:
         farthest = max(self._moved.values(), default=float('inf'))
         if farthest <= AT_REST:
             runner.logger.warning(
@@ -113,20 +150,30 @@ class GateStatisticsHook(Hook):
         self._squares[path] = self._squares.get(path, 0) + gradient.detach().float().square().sum()
 
 
-def _statistics(model: nn.Module, path: str, name: str) -> RunningStatistics:
-    return RunningStatistics(unchanged_value(gate_at(model.get_submodule(path)), name))
+def _layer_gate(model: nn.Module, path: str, name: str) -> LayerGate:
+    return LayerGate(path, name, gate_at(model.get_submodule(path)))
 
 
-@HOOKS.register_module(name=['BackendChoicesHook', 'SamplingPointsHook'])
-class FormerHook(Hook):
-    """Deprecated hook that only logs a warning, under names that configs may hold; ``options`` are ignored."""
+def _numbers(gates: Sequence[LayerGate]) -> dict[str, float]:
+    """Return the statistics of gates, in the mean over layers."""
+    found = [gate.statistics for gate in gates]
+    count = len(found)
+    numbers = dict(
+        mean=sum(one.mean for one in found) / count,
+        std=sum(one.deviation for one in found) / count,
+        sparsity=sum(one.sparsity for one in found) / count,
+    )
+    if all(gate.unchanged is not None for gate in gates):
+        numbers.update(moved=sum(one.distance for one in found) / count, moved_most=max(one.farthest for one in found))
+    return numbers
 
-    def __init__(self, **options: Any) -> None:
-        pass
 
-    def before_run(self, runner: Any) -> None:
-        """Warn, and name the tool to use instead."""
-        runner.logger.warning(
-            'BackendChoicesHook and SamplingPointsHook do nothing any more; take them out of custom_hooks. '
-            'tools/analysis_tools/plot_sampling_points.py CONFIG CHECKPOINT draws sampling points.'
-        )
+def _line(kind: str, name: str, layers: int, numbers: Mapping[str, float], norm: float | None) -> str:
+    """Return a line for the log."""
+    of_name = '' if name == 'gate' else f' ({name})'
+    parts = [f'mean {numbers["mean"]:.3g}']
+    if 'moved' in numbers:
+        parts.append(f'moved {numbers["moved"]:.2g}, at most {numbers["moved_most"]:.2g}')
+    if norm is not None:
+        parts.append(f'gradient {norm:.2g}')
+    return f'gates: {kind}{of_name} in {layers} layer{"s" if layers > 1 else ""}: {", ".join(parts)}'

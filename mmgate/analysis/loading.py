@@ -35,6 +35,7 @@ from mmgate.train.config_file import (
     read_config,
     type_name,
 )
+from mmgate.train.gate_options import add_gate_options, configured
 from mmgate.train.load_report import load_weights
 
 UNTRAINED = 'untrained'
@@ -101,8 +102,10 @@ def _innermost(dataset: Any) -> Any:
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Return the command line that all of these tools share, to which a tool adds its options."""
     shared = config_parser(description)
+    add_gate_options(shared)
     add_inputs(shared)
-    beside = 'another model, drawn beside, as often as there are models; --cfg-options are of its config, too'
+    beside = 'another model, drawn beside, as often as there are models; --cfg-options are of its config, too, '
+    beside += 'and --gate is of CONFIG alone'
     pair: Any = dict(nargs=2, metavar=('CONFIG', 'CHECKPOINT'), action='append', default=[])
     shared.add_argument('--against', help=beside, **pair)
     shared.add_argument('--device', default='cpu', help='cpu (default) or cuda')
@@ -113,12 +116,17 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def add_inputs(parser: argparse.ArgumentParser, *, split: str = 'val', count: int = 8) -> None:
     """Add the checkpoint and the images of a command line, by default the first ``count`` of ``split``."""
     parser.add_argument('checkpoint', help=f"checkpoint file or URL; '{UNTRAINED}' for the model as it is initialised")
+    add_images(parser, split=split, count=count)
+    add_trust_option(parser)
+
+
+def add_images(parser: argparse.ArgumentParser, *, split: str, count: int) -> None:
+    """Add the images of a command line, by default the first ``count`` of ``split``."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument('--images', nargs='+', help='image files, folders of some, or patterns')
     splits = ['train', 'val', 'test']
     where.add_argument('--split', default=split, choices=splits, help='images of the data set (default %(default)s)')
     parser.add_argument('--max-images', type=positive, default=count, help='of the split (default %(default)s)')
-    add_trust_option(parser)
 
 
 def positive(text: str) -> int:
@@ -144,10 +152,13 @@ def load_models(args: argparse.Namespace, readings: Sequence[str], purpose: str)
     check_folder(Path(args.out))
     models = []
     pairs = [(args.config, args.checkpoint), *args.against]
-    for config, checkpoint in pairs:
-        cfg = read_config(config)
-        merge_options(cfg, args.cfg_options or {})
+    for number, (config, checkpoint) in enumerate(pairs):
+        cfg = read_config(config) if number else configured(args)
+        if number:
+            merge_options(cfg, args.cfg_options or {})
         loaded = load_model(cfg, checkpoint, args.device)
+        if not number and (args.gate or args.gates):
+            loaded = replace(loaded, name=f'{loaded.name}, gated')
         require(loaded.model, readings, f'{loaded.name}: {purpose}')
         settings: Any = getattr(loaded.model, 'test_cfg', None)
         # Of several windows only the last would be recorded.
@@ -186,7 +197,7 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', *, whole: bool
 
 
 def class_names(cfg: Config) -> tuple[str, ...]:
-    """Return the names of the classes of a config's test data; none if it says nothing."""
+    """Return the names of the classes of a config's test data, empty where config and data set have none."""
     loader = cfg.get('test_dataloader')
     if loader is None:
         return ()

@@ -1,4 +1,4 @@
-"""Backbones with agent, SAGA and other attention: those of mmdet and mmpretrain swapped, where the packages are."""
+"""Backbones with agent, SAGA and other attention, most of them gated ones of mmdet and mmpretrain."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NoReturn
 from mmgate._environment import available
 from mmgate.registry import MODELS
 
-# our files: the package that they are built on, and their backbones
+# By file, the package that it is built on, and its backbones.
 FILES = {
     'cswin': ('mmengine', ['AgentCSwin']),
     'dgvit': ('mmpretrain', ['DGViT']),
@@ -30,6 +30,7 @@ for _file, (_package, _names) in FILES.items():
         _module = import_module(f'{__name__}.{_file}')
         globals().update({_name: getattr(_module, _name) for _name in _names})
         __all__ += _names
-    else:  # a config that names one is told what is missing
+    else:
+        # A config that names one gets an error with the missing package.
         for _name in _names:
             MODELS.register_module(name=_name, module=partial(_absent, _name, _package))

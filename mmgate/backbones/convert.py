@@ -11,12 +11,12 @@ from mmgate.checkpoints.tensors import State, tensors
 def convert(checkpoint: Any) -> State:
     """Return the tensors of a published checkpoint in the names of AgentPVT, AgentSwin, AgentCSwin or mmpretrain's ViT.
 
-    The backbones read published layouts themselves; this is for who wants a file. Tensors are renamed and nothing else:
-    whether they fill a model is for that model to say, a backbone of ours by its init_cfg. A vanilla PVT or Swin comes
-    in mmdet's names; what has our names stays as it is.
+    The backbones read published layouts themselves, so that only those who want a file need this. Tensors are renamed
+    and nothing else. A model that loads them checks whether they fill it, a backbone of ours by its ``init_cfg``. A
+    vanilla PVT or Swin gets mmdet's names; names that are ours stay.
 
     Args:
-        checkpoint: What :func:`~mmgate.checkpoints.tensors.read_checkpoint` or ``torch.load`` returned.
+        checkpoint: Content of a file, from :func:`~mmgate.checkpoints.tensors.read_checkpoint` or ``torch.load``.
 
     Raises:
         ValueError: It is none of these, or a key of DeiT is unknown.
@@ -35,7 +35,7 @@ def convert_classifier(checkpoint: Any) -> State:
     or vanilla, mmpretrain's ViT and ``head.layers.head``.
 
     Args:
-        checkpoint: What :func:`~mmgate.checkpoints.tensors.read_checkpoint` or ``torch.load`` returned.
+        checkpoint: Content of a file, from :func:`~mmgate.checkpoints.tensors.read_checkpoint` or ``torch.load``.
 
     Raises:
         ValueError: It has no head, is a vanilla PVT or Swin, or does not convert; see :func:`convert`.
@@ -49,7 +49,8 @@ def convert_classifier(checkpoint: Any) -> State:
             'A vanilla PVT or Swin makes no classifier of ours, whose attention would be new; --to backbone gives what '
             'is shared, to start from.'
         )
-    backbone, head = convert(state), 'head.layers.head' if is_deit(state) else 'head.fc'
+    backbone = convert(state)
+    head = 'head.layers.head' if is_deit(state) else 'head.fc'
     if not is_deit(state):
         backbone = {key: value for key, value in backbone.items() if not OUTPUT_NORM.fullmatch(key)}
         final = {f'norm{LAST}.{part}': state.get(f'norm.{part}') for part in ('weight', 'bias')}

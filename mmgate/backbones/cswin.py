@@ -30,12 +30,14 @@ Numbers = Sequence[int | None]
 
 
 class _Block(nn.Module):
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``, on tokens."""
+    """Transformer block over tokens: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
 
     def __init__(self, attn: nn.Module, channels: int, mlp_ratio: float, drop_path: float) -> None:
         super().__init__()
         hidden = round(channels * mlp_ratio)
-        self.norm1, self.attn, self.norm2 = nn.LayerNorm(channels), attn, nn.LayerNorm(channels)
+        self.norm1 = nn.LayerNorm(channels)
+        self.attn = attn
+        self.norm2 = nn.LayerNorm(channels)
         self.mlp = nn.Sequential(nn.Linear(channels, hidden), nn.GELU(), nn.Linear(hidden, channels))
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
@@ -45,11 +47,12 @@ class _Block(nn.Module):
 
 
 class _Embedding(nn.Module):
-    """A convolution that makes the map smaller, and a norm: tokens and their map's size."""
+    """Convolution that makes the map smaller, and a norm; returns tokens and the height and width of their map."""
 
     def __init__(self, inputs: int, channels: int, kernel: int, stride: int, padding: int) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(inputs, channels, kernel, stride, padding), nn.LayerNorm(channels)
+        self.conv = nn.Conv2d(inputs, channels, kernel, stride, padding)
+        self.norm = nn.LayerNorm(channels)
 
     def forward(self, image: Tensor) -> tuple[Tensor, tuple[int, int]]:
         grid = self.conv(image)
@@ -65,9 +68,9 @@ class AgentCSwin(PublishedWeights, BaseModule):
 
     Args:
         arch: ``'tiny'``, ``'small'`` or ``'base'``.
-        depths: Blocks of each stage, in the place of the preset's.
-        embed_dims: Channels of the first stage, which double from stage to stage, likewise.
-        num_heads: Heads of each stage, likewise.
+        depths: Blocks of each stage, instead of the preset's.
+        embed_dims: Channels of the first stage, instead of the preset's; they double from stage to stage.
+        num_heads: Heads of each stage, instead of the preset's.
         agent_nums: Agent tokens of each stage, None for cross-shaped windows; those of pre-training by default.
         pretrain_agent_nums: Agent tokens of each stage in pre-training, in the biases' shapes.
         splits: Width of each stage's stripes where there are no agents; None for the whole map. The default is
@@ -111,8 +114,10 @@ class AgentCSwin(PublishedWeights, BaseModule):
         if not set(out_indices) <= set(range(STAGES)):
             raise ConfigError(f'out_indices={tuple(out_indices)} must lie in 0 to {STAGES - 1}.')
         self.out_indices = tuple(sorted(out_indices))
-        blocks, total = 0, max(sum(sizes['depths']) - 1, 1)
-        self.embeddings, self.stages = nn.ModuleList(), nn.ModuleList()
+        blocks = 0
+        total = max(sum(sizes['depths']) - 1, 1)
+        self.embeddings = nn.ModuleList()
+        self.stages = nn.ModuleList()
         for i, (depth, heads) in enumerate(zip(sizes['depths'], sizes['num_heads'], strict=True)):
             channels = sizes['embed_dims'] * 2**i
             form = (in_channels, channels, 7, 4, 2) if i == 0 else (channels // 2, channels, 3, 2, 1)
@@ -149,7 +154,8 @@ class AgentCSwin(PublishedWeights, BaseModule):
 
     def rename(self, state: State) -> State:
         """Return the tensors of the authors' CSwin, or of ours, under the names that they have here."""
-        own = self.state_dict()  # where there are agents, the convolutions in a vanilla block's stripes have no place
+        # A vanilla block's convolutions in stripes have no place where there are agents.
+        own = self.state_dict()
         return {key: value for key, value in cswin_layout(state).items() if key in own or '.lepe.' not in key}
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:

@@ -15,15 +15,16 @@ from mmgate.swap import swap_attention
 
 # M-DGSA, Table 3
 DGVIT = {'base': dict(embed_dims=256, num_layers=8, num_heads=8)}
-CHECKED_BY_HOST = 1  # mmpretrain asks for the width of a network that is replaced
+# mmpretrain asks for the width of the feed-forward networks, which are replaced.
+CHECKED_BY_HOST = 1
 
 
 @MODELS.register_module()
 class DGViT(VisionTransformer):
     """A ViT with a class token whose attention is M-DGSA and whose feed-forward network is SwiGLU.
 
-    With another ``attention`` it is the paper's other models: ``dict(type='DifferentialMultiheadAttention')``, which is
-    told its layer's depth, for the differential transformer, None for the vanilla attention.
+    Other values of ``attention`` give the paper's other models. ``dict(type='DifferentialMultiheadAttention')``, which
+    gets its layer's depth, makes the differential transformer, and None leaves the vanilla attention.
 
     Args:
         arch: ``'base'``, the sizes of the paper's Table 3.
@@ -33,9 +34,9 @@ class DGViT(VisionTransformer):
         expansion: Of the feed-forward network: 2 or 4, before the activation halves it.
         ffn_dropouts: Dropouts in it, 1 or 2.
         drop_rate: Probability of every dropout.
-        embed_dims: In the place of the preset's.
-        num_layers: In the place of the preset's.
-        num_heads: In the place of the preset's.
+        embed_dims: Instead of the preset's.
+        num_layers: Instead of the preset's.
+        num_heads: Instead of the preset's.
         **kwargs: Further arguments of mmpretrain's ``VisionTransformer``.
 
     Raises:
@@ -72,7 +73,8 @@ class DGViT(VisionTransformer):
             layer.ffn = SwiGLU(sizes['embed_dims'], expansion, **drops)
         if attention is not None:
             swap_attention(self, [_rule(attention, number) for number in range(len(self.layers))])
-        if self.frozen_stages > 0:  # what is new in them, too
+        if self.frozen_stages > 0:
+            # The new parts of frozen stages have to be frozen, too.
             self._freeze_stages()
 
 

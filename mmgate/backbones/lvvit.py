@@ -1,4 +1,4 @@
-"""LV-ViT: mmpretrain's vision transformer behind a convolutional stem, and the head that labels every token."""
+"""LV-ViT: mmpretrain's vision transformer after a convolutional stem, and the head that labels every token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ LV_VIT = {
     'medium': dict(embed_dims=512, num_layers=20, num_heads=8, residual_scale=2),
 }
 STEM = 64  # channels
-STRIDE, PATCH = 2, 8  # of the stem, and of the patches that are cut out of what it returns
+STRIDE = 2  # of the stem
+PATCH = 8  # side of a patch of the stem's map
 
 
 class _Divided(nn.Module):
@@ -45,14 +46,14 @@ class LVViT(VisionTransformer):
     Args:
         arch: ``'tiny'``, ``'small'`` or ``'medium'``.
         img_size: Side of the images in training; positions are resized for others.
-        mix_token: Whether training replaces a box of every image's tokens, before the transformer, by those of another
-            image of the batch (MixToken). Needs ``out_type='raw'``.
+        mix_token: True replaces, in training and before the transformer, a box of every image's tokens by those of
+            another image of the batch (MixToken). Needs ``out_type='raw'``.
         out_type: ``'raw'`` for all tokens, which :class:`TokenLabelHead` reads, or another of mmpretrain's.
         in_channels: Of the images.
-        embed_dims: In the place of the preset's.
-        num_layers: In the place of the preset's.
-        num_heads: In the place of the preset's.
-        residual_scale: What residual branches are divided by, in the place of the preset's.
+        embed_dims: Instead of the preset's.
+        num_layers: Instead of the preset's.
+        num_heads: Instead of the preset's.
+        residual_scale: Divisor of the residual branches, instead of the preset's.
         **kwargs: Further arguments of mmpretrain's ``VisionTransformer``.
 
     Raises:
@@ -103,8 +104,10 @@ class LVViT(VisionTransformer):
         self.stem = nn.Sequential(*blocks)
         if scale != 1:
             for layer in self.layers:
-                layer.attn.gamma1, layer.ffn.gamma2 = _Divided(scale), _Divided(scale)
-        if self.frozen_stages > 0:  # what comes before the patches, too
+                layer.attn.gamma1 = _Divided(scale)
+                layer.ffn.gamma2 = _Divided(scale)
+        if self.frozen_stages > 0:
+            # mmpretrain freezes from the patches on, and the stem comes before them.
             self.stem.eval().requires_grad_(False)
 
     def init_weights(self) -> None:
@@ -125,13 +128,14 @@ class LVViT(VisionTransformer):
             return super().forward(grid)
         hw_shape = -(-grid.shape[2] // PATCH), -(-grid.shape[3] // PATCH)
         box, share = CutMix(alpha=1.0).cutmix_bbox_and_lam(hw_shape, np.random.beta(1.0, 1.0))
-        # patches do not overlap: a box of what they are cut from is a box of tokens
+        # Patches do not overlap, so that a box of tokens is a box of the stem's map.
         outputs = super().forward(_exchange(grid, [PATCH * side for side in box]))
         return tuple((self._restore(tokens, hw_shape, box), share) for tokens in outputs)
 
     def get_layer_depth(self, param_name: str, prefix: str = '') -> tuple[int, int]:
         """Return the depth of a parameter and the number of depths, the stem's with the patches'."""
-        stem, patches = f'{prefix}stem.', f'{prefix}patch_embed.'
+        stem = f'{prefix}stem.'
+        patches = f'{prefix}patch_embed.'
         name = patches + param_name.removeprefix(stem) if param_name.startswith(stem) else param_name
         return super().get_layer_depth(name, prefix)
 
@@ -197,7 +201,8 @@ class TokenLabelHead(VisionTransformerClsHead):
         scores = super().forward((tokens[:, 0],))
         losses = self._get_loss(scores, data_samples, **kwargs)
         losses['loss_cls'] = losses.pop('loss')
-        if share < 1:  # by images in reverse order, as the tokens are exchanged
+        if share < 1:
+            # The tokens of images in reverse order are exchanged.
             other = self._get_loss(scores, data_samples[::-1], **kwargs)['loss']
             losses['loss_cls'] = share * losses['loss_cls'] + (1 - share) * other
         token_scores = self.token_head(tokens[:, 1:])

@@ -29,7 +29,7 @@ SWIN = {
     'small': dict(depths=(2, 2, 18, 2), embed_dims=96, num_heads=(3, 6, 12, 24)),
     'base': dict(depths=(2, 2, 18, 2), embed_dims=128, num_heads=(4, 8, 16, 32)),
 }
-# how many blocks of each stage, from its first on, have the new attention; the others are Swin's own
+# Number of blocks of each stage, from its first on, that get the new attention; the others keep Swin's.
 AGENT_SWIN_BLOCKS = {'tiny': (2, 2, 6, 0), 'small': (2, 2, 0, 0), 'base': (2, 2, 2, 0)}
 LINEAR_SWIN_BLOCKS = {'tiny': (2, 2, 0, 0), 'small': (2, 2, 0, 0), 'base': (2, 2, 0, 0)}
 SAGA_SWIN_BLOCKS = {'tiny': (2, 2, 6, 0), 'small': (2, 2, 18, 0), 'base': (2, 2, 18, 0)}
@@ -58,7 +58,8 @@ def map_sizes(image: int | Sequence[int], strides: Sequence[int]) -> list[tuple[
     height, width = (image, image) if isinstance(image, int) else image
     sizes = []
     for stride in strides:
-        height, width = height // stride, width // stride
+        height //= stride
+        width //= stride
         sizes.append((height, width))
     return sizes
 
@@ -71,11 +72,11 @@ def stage_rules(
     agent_nums: Sequence[int] | None,
     pretrain_agent_nums: Sequence[int] | None,
 ) -> list[dict[str, Any]]:
-    """Return the attention of every stage as a rule of swaps names it, less its path; none for the vanilla attention.
+    """Return a rule for the attention of every stage, without its path; none for the vanilla attention.
 
-    ``kind`` is its type where ``attention``, options for every stage or for each, names none. A type with agents has
-    ``kind_agents`` of them in pre-training, where nothing else is said; one that needs the sizes of the maps in
-    pre-training has those of ``sizes``.
+    ``attention`` has options for every stage, or a list of them, one a stage. ``kind`` is the type if they name none. A
+    type with agents has ``kind_agents`` of them in pre-training by default. One that needs the sizes of the maps in
+    pre-training gets those of ``sizes``.
 
     Raises:
         ConfigError: Not one for each stage, or without a type.

@@ -1,4 +1,4 @@
-"""PVT and PVTv2 with agent, SAGA and other attention: mmdet's backbones with every stage's attention swapped."""
+"""PVT and PVTv2 with agent, SAGA and other attention: mmdet's backbones with every stage's attention gated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from mmgate.backbones.presets import PRETRAIN_AGENTS, PVT, PVT_V2, STRIDES, Options, map_sizes, preset, stage_rules
 from mmgate.backbones.weights import PublishedWeights
 from mmgate.layers.base.gate import start_linear
-from mmgate.layers.gml import check_option
+from mmgate.layers.parts.options import check_option
 from mmgate.registry import MODELS
 from mmgate.swap import swap_attention
 
@@ -23,8 +23,8 @@ INITS = ('host', 'paper')
 class GatedPVT(PublishedWeights, PyramidVisionTransformer):
     """mmdet's PVT with another attention in every stage and no spatial reduction, or with its own.
 
-    The vanilla attention, which reduces its keys and values, initialises before it is swapped, so that whatever is in
-    its place, what is shared starts with the same numbers.
+    The vanilla attention, which reduces its keys and values, is initialised without its gate, so that shared parameters
+    start with the same numbers for every attention.
 
     Args:
         arch: ``'tiny'``, ``'small'``, ``'medium'`` or ``'large'``; of PVTv2 ``'b0'`` or ``'b1'``.
@@ -38,7 +38,7 @@ class GatedPVT(PublishedWeights, PyramidVisionTransformer):
         init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of the authors, with agent attention
             or vanilla, and of mmdet are recognised: a vanilla checkpoint fills what is shared, see
             :func:`.weights.load_pretrained`.
-        **overrides: Arguments of mmdet's ``PyramidVisionTransformer`` in the place of the preset's; ``convert_weights``
+        **overrides: Arguments of mmdet's ``PyramidVisionTransformer`` instead of the preset's; ``convert_weights``
             makes no difference.
 
     Raises:
@@ -48,7 +48,7 @@ class GatedPVT(PublishedWeights, PyramidVisionTransformer):
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = PVT
-    convolves = False  # whether the feed-forward networks convolve by default
+    convolves = False  # True if the feed-forward networks convolve by default
 
     def __init__(
         self,
@@ -80,7 +80,8 @@ class GatedPVT(PublishedWeights, PyramidVisionTransformer):
         super().init_weights()
         if self.init_cfg is not None or self.init == 'host':
             return
-        for module in self.modules():  # what mmdet starts otherwise: the authors' networks and qkv are nn.Linear
+        # mmdet starts these otherwise, as the authors' networks and projections are nn.Linear.
+        for module in self.modules():
             if isinstance(module, nn.MultiheadAttention):
                 nn.init.trunc_normal_(module.in_proj_weight, std=0.02)
             elif isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1):
@@ -98,7 +99,8 @@ class AgentPVT(GatedPVT):
     Source: Agent attention, tables 19 and 20, appendix C.2.
     """
 
-    attention_type, pretrain_agents = 'AgentAttention', PRETRAIN_AGENTS
+    attention_type = 'AgentAttention'
+    pretrain_agents = PRETRAIN_AGENTS
 
 
 @MODELS.register_module()
@@ -115,7 +117,8 @@ class SAGAPVT(GatedPVT):
 class SAGAPVTv2(SAGAPVT, PyramidVisionTransformerV2):
     """PVTv2 with SAGA in every stage; arguments as :class:`GatedPVT`."""
 
-    presets, convolves = PVT_V2, True
+    presets = PVT_V2
+    convolves = True
 
 
 @MODELS.register_module()
@@ -131,4 +134,5 @@ class LinearPVT(GatedPVT):
 class LinearPVTv2(LinearPVT, PyramidVisionTransformerV2):
     """PVTv2 with the attention that ``attention`` names, or its own; arguments as :class:`GatedPVT`."""
 
-    presets, convolves = PVT_V2, True
+    presets = PVT_V2
+    convolves = True

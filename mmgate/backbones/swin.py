@@ -1,4 +1,4 @@
-"""Swin with agent, SAGA and other attention: mmdet's backbone with the first blocks of its stages swapped."""
+"""Swin with agent, SAGA and other attention: mmdet's backbone with the first blocks of its stages gated."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from mmgate.swap import swap_attention
 class UnshiftedWhole(ShiftWindowMSA):
     """Shifted windows that do not shift where one of them is as long as the map's smaller side, as in classifiers.
 
-    Those of Swin and of mmpretrain (``pad_small_map=False``). mmdet shifts there, too, which cuts a window into parts
-    that do not see each other.
+    Swin's and mmpretrain's classifiers work so (``pad_small_map=False``). mmdet shifts there, too, which cuts a window
+    into parts that do not see each other.
     """
 
     shift_size: int
@@ -48,7 +48,7 @@ class UnshiftedWhole(ShiftWindowMSA):
             self.shift_size = shift
 
     def shift_at(self, hw_shape: tuple[int, int]) -> int:
-        """Return by how much the windows of a map of ``hw_shape`` are shifted."""
+        """Return the shift of the windows of a map of ``hw_shape``, in tokens."""
         return 0 if min(hw_shape) <= self.window_size else self.shift_size
 
 
@@ -63,13 +63,13 @@ class GatedSwin(PublishedWeights, SwinTransformer):
         attention: As :class:`.pvt.GatedPVT` takes it, and so the next two.
         agent_nums: Agent tokens of each stage.
         pretrain_agent_nums: Agent tokens of each stage in pre-training.
-        blocks: How many blocks of each stage, from its first on, have the attention; by default as many as in the
+        blocks: Number of blocks of each stage, from its first on, with the attention; by default as many as in the
             preset, or all where ``depths`` has fewer.
-        pad_small_map: Whether windows shift where one of them is as long as the smaller side of the map, as mmdet's do;
-            Swin's classifiers do not (mmpretrain's name for it). A side that is smaller than a window is padded in
-            both, where mmpretrain's classifiers refuse the map.
+        pad_small_map: True shifts windows where one of them is as long as the smaller side of the map, as mmdet does;
+            False does not, as Swin's classifiers (mmpretrain's name for it). A side that is smaller than a window is
+            padded in both, where mmpretrain's classifiers refuse the map.
         init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None, see :func:`.weights.load_pretrained`.
-        **overrides: Arguments of mmdet's ``SwinTransformer`` in the place of the preset's: ``with_cp``,
+        **overrides: Arguments of mmdet's ``SwinTransformer`` instead of the preset's: ``with_cp``,
             ``frozen_stages``, ``drop_path_rate``, ``out_indices``, ...; ``convert_weights`` makes no difference.
 
     Raises:
@@ -129,7 +129,9 @@ class AgentSwin(GatedSwin):
     Source: Agent attention, table 21, appendix C.2.
     """
 
-    attention_type, pretrain_agents, swapped_blocks = 'AgentAttention', PRETRAIN_AGENTS, AGENT_SWIN_BLOCKS
+    attention_type = 'AgentAttention'
+    pretrain_agents = PRETRAIN_AGENTS
+    swapped_blocks = AGENT_SWIN_BLOCKS
 
 
 @MODELS.register_module()
@@ -140,7 +142,8 @@ class SAGASwin(GatedSwin):
     larger image the attention, being linear, still sees the whole map.
     """
 
-    attention_type, swapped_blocks = 'SAGAAttention', SAGA_SWIN_BLOCKS
+    attention_type = 'SAGAAttention'
+    swapped_blocks = SAGA_SWIN_BLOCKS
 
 
 @MODELS.register_module()

@@ -27,7 +27,7 @@ VITAE = {
         conv_dims=(64, 64, 192), embed_dims=(96, 192, 384), depths=(0, 0, 14), num_heads=6, mlp_ratio=3, groups=96
     ),
 }
-# of the three reduction cells: the kernel, the factor of the map's sides, the dilations, and whether the cell attends
+# Of the three reduction cells: the kernel, the factor of the map's sides, the dilations, and True if the cell attends.
 CELLS = ((7, 4, (1, 2, 3, 4), True), (3, 2, (1, 2, 3), True), (3, 2, (1, 2), False))
 
 
@@ -44,7 +44,8 @@ class _Performer(nn.Module):
     def __init__(self, inputs: int, channels: int, drop: float = 0.1) -> None:
         super().__init__()
         features = channels // 2
-        self.kqv, self.proj = nn.Linear(inputs, 3 * channels), nn.Linear(channels, channels)
+        self.kqv = nn.Linear(inputs, 3 * channels)
+        self.proj = nn.Linear(channels, channels)
         self.drop = nn.Dropout(drop)
         rows = nn.init.orthogonal_(torch.empty(features, channels)) * features**0.5
         self.register_buffer('rows', rows)
@@ -52,7 +53,8 @@ class _Performer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Attend over tokens ``(B, N, inputs)``."""
         key, query, value = self.kqv(x)[:, None].chunk(3, -1)  # (B, 1, N, d)
-        key, query = key.to(self.rows.dtype), query.to(self.rows.dtype)
+        key = key.to(self.rows.dtype)
+        query = query.to(self.rows.dtype)
         of_key = key @ self.rows.T - key.square().sum(-1, keepdim=True) / 2
         of_query = query @ self.rows.T
         features = (
@@ -101,7 +103,8 @@ class _ReductionCell(nn.Module):
             nn.Conv2d(conv, channels, 3, strides[2], 1),
             nn.SiLU(),
         )
-        self.norm1, self.attn = nn.LayerNorm(joint), _Performer(joint, channels)
+        self.norm1 = nn.LayerNorm(joint)
+        self.attn = _Performer(joint, channels)
         self.norm2 = nn.LayerNorm(channels)
         self.mlp = nn.Sequential(
             nn.Linear(channels, channels), nn.GELU(), nn.Linear(channels, channels), nn.Dropout(0.1)
@@ -123,7 +126,8 @@ class _NormalCell(nn.Module):
     def __init__(self, channels: int, heads: int, mlp_ratio: float, groups: int, drop_path: float) -> None:
         super().__init__()
         hidden = round(channels * mlp_ratio)
-        self.norm1, self.norm2 = nn.LayerNorm(channels, eps=1e-6), nn.LayerNorm(channels, eps=1e-6)
+        self.norm1 = nn.LayerNorm(channels, eps=1e-6)
+        self.norm2 = nn.LayerNorm(channels, eps=1e-6)
         drop = dict(type='DropPath', drop_prob=drop_path)
         self.attn = MultiheadAttention(channels, heads, dropout_layer=drop)
         self.ffn = FFN(channels, hidden, act_cfg=dict(type='GELU'), dropout_layer=drop)
@@ -156,12 +160,12 @@ class ViTAE(BaseModule):
 
     Args:
         arch: ``'tiny'`` or ``'small'``.
-        conv_dims: Channels of the convolutions in each reduction cell, in the place of the preset's.
-        embed_dims: Channels of each stage, in the place of the preset's.
-        depths: Normal cells of each stage, in the place of the preset's.
-        num_heads: Of the normal cells, in the place of the preset's.
-        mlp_ratio: Width of the normal cells' networks over the channels, in the place of the preset's.
-        groups: Of the normal cells' convolutions, in the place of the preset's.
+        conv_dims: Channels of the convolutions in each reduction cell, instead of the preset's.
+        embed_dims: Channels of each stage, instead of the preset's.
+        depths: Normal cells of each stage, instead of the preset's.
+        num_heads: Of the normal cells, instead of the preset's.
+        mlp_ratio: Width of the normal cells' networks over the channels, instead of the preset's.
+        groups: Of the normal cells' convolutions, instead of the preset's.
         drop_path_rate: Of the last normal cell; the others rise to it.
         out_indices: Stages whose maps are returned.
         in_channels: Of the images.
@@ -211,7 +215,8 @@ class ViTAE(BaseModule):
             )
         self.out_indices = tuple(sorted(out_indices))
         self.stages = nn.ModuleList()
-        cells, total = 0, max(sum(sizes['depths']) - 1, 1)
+        cells = 0
+        total = max(sum(sizes['depths']) - 1, 1)
         for cell, conv, channels, depth in zip(CELLS, *by_stage.values(), strict=True):
             stage = nn.Sequential(_ReductionCell(in_channels, conv, channels, *cell))
             for _ in range(depth):

@@ -1,4 +1,4 @@
-"""Weights of published checkpoints: their names, their resolution, and whether they fit a backbone."""
+"""Weights of published checkpoints: their names and resolution, and the check that they fit a backbone."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from mmgate.layers.base.gate import gate_parameters, is_gate_key
 from mmgate.layers.parts.resizing import resize_grid
 from mmgate.starts import gates_in_place
 
-DERIVED = ('.relative_position_index', '.attn_mask')  # what a backbone computes itself
+DERIVED = ('.relative_position_index', '.attn_mask')  # buffers that a backbone computes itself
 OUTPUT_NORM = re.compile(r'norm\d\.(weight|bias)')  # Swin's; a classifier has none
 OF_AGENTS = re.compile(r'\.attn\.(?:w_msa\.)?((?:an|na|ah|aw|ha|wa|ac|ca)_bias$|dwc\.)')
 LAST = 3  # the stage whose map is classified
 _TABLE = 'relative_position_bias_table'
-_OF_CLASSIFIERS = ('head.', 'norm.', 'head_dist.', 'cls_token')  # what a backbone for dense prediction does not need
+_OF_CLASSIFIERS = ('head.', 'norm.', 'head_dist.', 'cls_token')  # not needed by a backbone for dense prediction
 
 
 class PublishedWeights:
-    """Base, before a host's backbone, of one that starts from published files and resizes positions on loading.
+    """Mixin of backbones, listed before the host's class, that load published files and resize positions.
 
     Attributes:
-        attention_type: What attends in its stages where ``attention`` names no type; None for the host's own.
-        pretrain_agents: Agent tokens of each stage in pre-training, by default, of a type that has some.
+        attention_type: Type of the attention in its stages if ``attention`` names none; None for the host's.
+        pretrain_agents: Default number of agent tokens of each stage in pre-training, for a type that has agents.
     """
 
     init_cfg: Any
@@ -62,14 +62,14 @@ class PublishedWeights:
 def load_pretrained(backbone: Any, init_cfg: Mapping[str, Any]) -> None:
     """Fill a backbone from the checkpoint of a ``Pretrained`` init_cfg, whose layout is recognised.
 
-    A checkpoint with attention of the backbone's kind has to fill all of it. One of the vanilla backbone fills what is
-    shared, and the rest of the attention keeps its start; so do the output norms that an ImageNet Swin lacks. Positions
-    of another resolution are resized.
+    A checkpoint with the backbone's gates has to fill all of it. One of the vanilla backbone fills the shared
+    parameters, and the gates keep their start; so do the output norms that an ImageNet Swin lacks. Positions of another
+    resolution are resized.
 
     Args:
-        backbone: A :class:`PublishedWeights` with its attention swapped.
+        backbone: A :class:`PublishedWeights` with its attention gated.
         init_cfg: ``dict(type='Pretrained', checkpoint=...)``, path or address; mmdet's form without the type will do.
-            Of a ``prefix``, such as ``'teacher.backbone.'``, the keys that begin with it are read, and no others.
+            With a ``prefix``, such as ``'teacher.backbone.'``, only keys that begin with it are read.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -82,9 +82,10 @@ def load_pretrained(backbone: Any, init_cfg: Mapping[str, Any]) -> None:
             f"init_cfg of {type(backbone).__name__} must be None or dict(type='Pretrained', checkpoint=...), "
             f'got {init_cfg!r}.'
         )
-    source, own = init_cfg['checkpoint'], backbone.state_dict()
+    source = init_cfg['checkpoint']
+    own = backbone.state_dict()
     state = backbone.rename(tensors(read_checkpoint(source), init_cfg.get('prefix')))
-    # of outputs that this backbone does not give
+    # Norms of outputs that this backbone does not give are left out.
     state = {key: value for key, value in state.items() if key in own or not OUTPUT_NORM.fullmatch(key)}
     gates = tuple(name for name, _ in gate_parameters(backbone, remove_duplicate=False))
     vanilla = not any(is_gate_key(key) for key in state)
@@ -109,13 +110,17 @@ def load_pretrained(backbone: Any, init_cfg: Mapping[str, Any]) -> None:
 def resize_positions(backbone: nn.Module, state: dict[str, Any], prefix: str = '') -> list[str]:
     """Resize mmdet's position embeddings (PVT) and relative position tables (Swin) in ``state``, in place.
 
-    As the hosts do: embeddings bilinearly, as PVT's forward pass on a larger image; tables bicubically. The attentions
-    of ours in a backbone see to their own positions. Returns the names of what was resized.
+    The interpolation is the hosts': bilinear for embeddings, as in PVT's forward pass on a larger image; bicubic for
+    tables. Gates resize their positions themselves.
+
+    Returns:
+        The names of the resized tensors.
     """
     resized: dict[str, Tensor] = {}
     for name, module in backbone.named_modules():
         own: Any = module
-        table, embedding = f'{prefix}{name}.{_TABLE}', f'{prefix}{name}.pos_embed'
+        table = f'{prefix}{name}.{_TABLE}'
+        embedding = f'{prefix}{name}.pos_embed'
         if isinstance(getattr(own, _TABLE, None), Tensor) and isinstance(state.get(table), Tensor):
             height, width = own.window_size
             resized[table] = resize_grid(state[table][None], (2 * height - 1, 2 * width - 1), mode='bicubic')[0]
@@ -131,7 +136,7 @@ def resize_positions(backbone: nn.Module, state: dict[str, Any], prefix: str = '
 
 
 def host_layout(state: State) -> State:
-    """Return the tensors of a PVT or Swin under mmdet's names, less what a backbone does not need.
+    """Return the tensors of a PVT or Swin under mmdet's names, without those of a classifier's head.
 
     They are in the authors' names of PVT, PVTv2 or Swin, with agent attention or vanilla, or in mmdet's or mmseg's.
 
@@ -139,7 +144,8 @@ def host_layout(state: State) -> State:
         KeyError: A half of a projection is missing; the message is its name.
         ValueError: The keys are of neither backbone.
     """
-    from mmdet.models.backbones.pvt import pvt_convert  # CSwin and DeiT do without mmdet
+    # CSwin and DeiT are read without mmdet.
+    from mmdet.models.backbones.pvt import pvt_convert
     from mmdet.models.backbones.swin import swin_converter
 
     state = {
@@ -158,7 +164,7 @@ def host_layout(state: State) -> State:
 
 
 def is_cswin(state: State) -> bool:
-    """Return whether the keys are those of CSwin's authors."""
+    """Return True if the keys are those of CSwin's authors."""
     return 'stage1_conv_embed.0.weight' in state
 
 
@@ -188,9 +194,9 @@ _DEIT = {
 
 
 def cswin_layout(state: State) -> State:
-    """Return the tensors of a CSwin, in its authors' names or ours, with agents or vanilla, under ours, less the head.
+    """Return the tensors of a CSwin, with agents or vanilla, under our names and without the head.
 
-    Ours pass as they are.
+    They are in the authors' names, or in ours, which stay.
     """
     converted = {}
     for key, value in state.items():
@@ -206,7 +212,7 @@ def cswin_layout(state: State) -> State:
 
 
 def is_deit(state: State) -> bool:
-    """Return whether the keys are those of DeiT's authors."""
+    """Return True if the keys are those of DeiT's authors."""
     return 'blocks.0.attn.qkv.weight' in state
 
 

@@ -81,7 +81,7 @@ def problem(op: str, size: str, dtype: str, scale: str, device: torch.device) ->
 
 def _sampler(full: bool, queries: int | None, columns: int, device: torch.device) -> Problem:
     levels = LEVELS if full else TINY_LEVELS
-    sizes = {} if full else dict(heads=1, points=2)
+    sizes: dict[str, Any] = {} if full else dict(heads=1, points=2)
     inputs, reference = sampler_inputs(levels, 2 if full else 1, queries, columns, 'cpu', **sizes)
     inputs[3] = _away_from_centres(inputs[3], reference, inputs[1])
     points = reference.to(device)

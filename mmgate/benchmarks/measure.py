@@ -113,6 +113,57 @@ def interleaved(
             yield row_of((op, name, mode, metric, unit, x), values[name], values[peer], inputs[0].device)
 
 
+def errors(op: str, providers: Providers, x: str, inputs: list[Tensor], exact: Callable[..., Tensor]) -> Iterator[Row]:
+    """Yield the error of every provider: of the output as ``'forward'``, of the gradients as ``'forward+backward'``.
+
+    An error is the root of the mean square of the differences, over that of the right numbers, in millionths; of the
+    gradients the largest. Single numbers do not count, as gradients jump at the centres of pixels.
+
+    Args:
+        op: Name of the operator in the rows.
+        providers: Functions to compare, by name. The first that runs is the peer; one that fails is left out with a
+            warning.
+        x: Name of the inputs in the rows.
+        inputs: Arguments of the functions.
+        exact: Function that is right on float64 inputs.
+    """
+    expected = _results(exact, [t.double() if t.is_floating_point() else t for t in inputs])
+    found: dict[str, list[float]] = {}
+    for name, run in providers.items():
+        try:
+            given = [_error(*pair) for pair in zip(_results(run, inputs), expected, strict=True)]
+        except Exception as error:  # a kernel does not compile, memory runs out, a package is missing
+            reason = f'{type(error).__name__}: {error}'.split('\n')[0][:200]
+            warnings.warn(f'{name} is left out, error: {reason}', stacklevel=2)
+            continue
+        found[name] = [given[0], max(given[1:])]
+    if not found:
+        return
+    peer = next(iter(found.values()))
+    for index, mode in enumerate(MODES):
+        for name, of_modes in found.items():
+            key = (op, name, mode, 'error', 'millionths', x)
+            yield row_of(key, [of_modes[index]], [peer[index]], inputs[0].device)
+
+
+def _results(run: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """Return the output, and the gradients of all floating-point inputs for a fixed random output gradient."""
+    leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    output = run(*leaves)
+    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    floating = [x for x in leaves if x.requires_grad]
+    gradients = torch.autograd.grad(output, floating, noise, allow_unused=True)
+    return [output.detach(), *(torch.zeros(()) if x is None else x for x in gradients)]
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    """Return the relative error in millionths; 0 where a function does not use an input."""
+    if found.shape != expected.shape:
+        return 0.0
+    difference = (found.double() - expected.double()).square().mean().sqrt()
+    return 1e6 * (difference / expected.double().square().mean().sqrt().clamp(min=1e-30)).item()
+
+
 def measure(
     run: Callable[..., Tensor], inputs: list[Tensor], mode: str, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[float, float]:

@@ -17,20 +17,29 @@ from mmgate.layers.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
 from mmgate.ops.ms_deform_attn import attention_weights, grid_sample, offset_locations
 
-from .measure import MODES, Providers, Row, interleaved, row_of, saved_bytes
+from .measure import MODES, Providers, Row, errors, interleaved, row_of, saved_bytes
 
-LEVELS_800, LEVELS_480 = [(100, 134), (50, 67), (25, 34), (13, 17)], [(60, 80), (30, 40), (15, 20), (8, 10)]
-CPU_CASES = {  # x: (levels, batch, queries, None for one a pixel, channels of a head)
+LEVELS_800 = [(100, 134), (50, 67), (25, 34), (13, 17)]
+LEVELS_480 = [(60, 80), (30, 40), (15, 20), (8, 10)]
+# By name: levels, batch, queries (None: one for each pixel), channels of a head and, unless it is 'near', the
+# distribution.
+CPU_CASES: dict[str, tuple[Any, ...]] = {
     '800x1072': (LEVELS_800, 1, None, 32),
     '480x640': (LEVELS_480, 1, None, 32),
     'decoder300': (LEVELS_800, 1, 300, 32),
     'decoder900': (LEVELS_800, 1, 900, 32),
     '480x640_d16': (LEVELS_480, 1, None, 16),
     '128x128_b8': ([(16, 16), (8, 8), (4, 4), (2, 2)], 8, None, 32),
+    '480x640_spread': (LEVELS_480, 1, None, 32, 'spread'),
+    '480x640_clustered': (LEVELS_480, 1, None, 32, 'clustered'),
 }
 LEVELS = [(100, 167), (50, 84), (25, 42), (13, 21)]  # of an image of 800 x 1333
 # By name: queries (None: one for each pixel), and columns of the reference points (2 for points, 4 for boxes).
 QUERIES: dict[str, tuple[int | None, int]] = dict(encoder_b2=(None, 2), decoder300_b2=(300, 2), decoder900_b2=(900, 4))
+# Where samples lie. 'near': around their reference points, two pixels apart at random. 'grid': in a line for each head,
+# as Deformable DETR starts. 'spread': anywhere in the image. 'clustered': around eight places, where gradients collide.
+DISTRIBUTIONS = ('near', 'grid', 'spread', 'clustered')
+CLUSTERS = 8
 TOKENS = {'cpu': (1024, 4096), 'cuda': (256, 1024, 4096, 16384)}
 EAGER_UP_TO = 4096  # tokens; with more the eager maps fill a GPU
 
@@ -51,13 +60,15 @@ def sampler_inputs(
     heads: int = 8,
     dim: int = 32,
     points: int = 4,
+    distribution: str = 'near',
+    noise: float | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Return value, shapes, starts, offsets, logits and gate of an encoder's or a decoder's layer, and the points.
 
     An encoder (``queries`` None) has a query at every pixel of every level, a decoder ``queries`` at random places. The
     reference points need no gradient, as in an encoder and in a decoder that refines boxes. With 2 ``columns`` they are
-    points, and offsets spread over two pixels of the level; with 4 they are boxes of a tenth of the image, and offsets
-    spread over the box.
+    points, with 4 boxes of a tenth of the image. Offsets are one of :data:`DISTRIBUTIONS`. ``noise`` is the standard
+    deviation that they have besides, in pixels of the level or in half boxes over P: 2 of ``'near'``, 0.05 of others.
     """
     generator = torch.Generator().manual_seed(0)
     shapes = torch.tensor(levels)
@@ -74,12 +85,43 @@ def sampler_inputs(
         torch.randn(batch, tokens, heads, dim, generator=generator),
         shapes,
         areas.cumsum(0) - areas,
-        2 * torch.randn(*samples, 2, generator=generator),
+        torch.randn(*samples, 2, generator=generator),
         torch.randn(samples, generator=generator),
         0.3 * torch.randn(*samples[:4], 1, generator=generator),
     ]
     reference = centres[:, :, None].expand(-1, -1, len(levels), -1).contiguous()
+    if noise is None:
+        noise = 2 if distribution == 'near' else 0.05
+    inputs[3] = noise * inputs[3] + _offsets(distribution, inputs[3], reference, shapes, generator)
     return [x.to(device) for x in inputs], reference.to(device)
+
+
+def _offsets(
+    distribution: str, like: Tensor, reference: Tensor, shapes: Tensor, generator: torch.Generator
+) -> Tensor | float:
+    """Return offsets of one of :data:`DISTRIBUTIONS` without noise, that broadcast to ``like``, (B, Q, H, L, P, 2)."""
+    batch, _, heads, _, points, _ = like.shape
+    if distribution == 'near':
+        return 0.0
+    if distribution == 'grid':
+        angles = torch.arange(heads) * (2 * torch.pi / heads)
+        directions = torch.stack([angles.cos(), angles.sin()], -1)
+        directions = directions / directions.abs().amax(-1, keepdim=True)  # to the edge of a square
+        steps = torch.arange(1, points + 1)
+        return directions[:, None, None] * steps[:, None]
+    if distribution == 'spread':
+        targets = torch.rand(like.shape, generator=generator)
+    elif distribution == 'clustered':
+        places = torch.rand(batch, CLUSTERS, 2, generator=generator)
+        chosen = torch.randint(CLUSTERS, like.shape[:-1], generator=generator).flatten(1)
+        targets = places.gather(1, chosen[..., None].expand(-1, -1, 2)).view(like.shape)
+        targets = targets + 0.005 * torch.randn(like.shape, generator=generator)
+    else:
+        raise ValueError(f'distribution={distribution!r} is unknown; choose one of {", ".join(DISTRIBUTIONS)}.')
+    from_centres = targets - reference[:, :, None, :, None, :2]
+    if reference.shape[-1] == 4:  # in half boxes over P
+        return from_centres / reference[:, :, None, :, None, 2:] * 2 * points
+    return from_centres * shapes.flip(-1)[:, None]  # in pixels
 
 
 def _mmcv_fallback(value: Tensor, shapes: Tensor, start: Tensor, locations: Tensor, *logits: Tensor) -> Tensor:
@@ -88,7 +130,7 @@ def _mmcv_fallback(value: Tensor, shapes: Tensor, start: Tensor, locations: Tens
     return multi_scale_deformable_attn_pytorch(value, shapes, locations, attention_weights(*logits))
 
 
-def _peers_kernel(value: Tensor, shapes: Tensor, start: Tensor, locations: Tensor, *logits: Tensor) -> Tensor:
+def _torch_ms_deform_attn(value: Tensor, shapes: Tensor, start: Tensor, locations: Tensor, *logits: Tensor) -> Tensor:
     from torch_ms_deform_attn import ms_deform_attn as peer
 
     return peer(value, shapes, start, locations, attention_weights(*logits))
@@ -97,14 +139,21 @@ def _peers_kernel(value: Tensor, shapes: Tensor, start: Tensor, locations: Tenso
 def benchmark_ms_deform_attn_on_cpu(repetitions: int = 7) -> Iterator[Row]:
     """Measure the CPU backends beside mmcv's grid_sample fallback and torch-ms-deform-attn, where that is installed.
 
-    All start from locations, logits and gate. With one thread, time is the processor's, which others do not add to.
+    All start from locations, logits and gate. Errors come before times. With one thread, time is the processor's, which
+    others do not add to.
     """
-    providers: dict[str, Callable[..., Tensor]] = {'mmcv': _mmcv_fallback, 'torch-ms-deform-attn': _peers_kernel}
-    providers |= {name: partial(ms_deform_attn, backend=name) for name in ('cpu', 'native')}
+    providers: dict[str, Callable[..., Tensor]] = {
+        'mmcv': _mmcv_fallback,
+        'torch-ms-deform-attn': _torch_ms_deform_attn,
+        **{name: partial(ms_deform_attn, backend=name) for name in ('cpu', 'native')},
+    }
+    exact = partial(ms_deform_attn, backend='grid_sample')
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    for x, (levels, batch, queries, dim) in CPU_CASES.items():
-        inputs, reference = sampler_inputs(levels, batch, queries, 2, 'cpu', dim=dim)
+    for x, (levels, batch, queries, dim, *distribution) in CPU_CASES.items():
+        options = dict(distribution=distribution[0]) if distribution else {}
+        inputs, reference = sampler_inputs(levels, batch, queries, 2, 'cpu', dim=dim, **options)
         inputs[3] = offset_locations(inputs[3], reference, inputs[1])
+        yield from errors('ms_deform_attn', providers, x, inputs, exact)
         for mode in MODES:
             yield from interleaved('ms_deform_attn', providers, x, inputs, mode, repetitions, clock=clock)
 
@@ -149,6 +198,16 @@ def _grid_sample(*inputs: Tensor, reference: Tensor) -> Tensor:
     return grid_sample.sample(*_glue(inputs, reference))
 
 
+def _by(backend: str) -> Callable[..., Tensor]:
+    """Return how a backend attends, gate, softmax and locations included."""
+
+    def run(*inputs: Tensor, reference: Tensor) -> Tensor:
+        reference = reference.to(torch.promote_types(inputs[0].dtype, reference.dtype))
+        return ms_deform_attn(*inputs, reference_points=reference, backend=backend)
+
+    return run
+
+
 def _attend(*inputs: Tensor, reference: Tensor) -> Tensor:
     return ms_deform_attn(*inputs, reference_points=reference, backend='triton')
 
@@ -157,10 +216,17 @@ def _ungated(*inputs: Tensor, reference: Tensor) -> Tensor:
     return _attend(*inputs[:-1], reference=reference)
 
 
-def _in_bfloat16(*inputs: Tensor, reference: Tensor) -> Tensor:
-    """Run in bfloat16, like the outputs of linear layers under autocast: values, offsets, logits and gate."""
-    rounded = [x.bfloat16() if x.is_floating_point() else x for x in inputs]
-    return _attend(*rounded, reference=reference).float()
+def _rounded(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``run`` in bfloat16, like the outputs of linear layers under autocast: values, offsets, logits, gate."""
+
+    def in_bfloat16(*inputs: Tensor, reference: Tensor) -> Tensor:
+        rounded = [x.bfloat16() if x.is_floating_point() else x for x in inputs]
+        return run(*rounded, reference=reference).float()
+
+    return in_bfloat16
+
+
+_in_bfloat16 = _rounded(_attend)
 
 
 def benchmark_ms_deform_attn(
@@ -169,19 +235,39 @@ def benchmark_ms_deform_attn(
     device: str = 'cuda',
     levels: list[tuple[int, int]] = LEVELS,
     queries: dict[str, tuple[int | None, int]] = QUERIES,
+    distributions: Sequence[str] = DISTRIBUTIONS,
     batch: int = 2,
-    **sizes: int,
+    **sizes: Any,
 ) -> Iterator[Row]:
-    """Measure the Triton kernel beside mmcv's operator (the peer, if it runs) and grid_sample.
+    """Measure the Triton kernel beside its peers: mmcv's operator, torch-ms-deform-attn, deformops and grid_sample.
 
-    All start from offsets, logits and gate. Rows are time, peak memory and the bytes kept for the backward pass.
+    All start from offsets, logits and gate. A peer that is not installed is left out with a warning; the first that
+    runs is the one to compare with. Rows are errors, time, peak memory and the bytes kept for the backward pass. The
+    encoder comes first, with all distributions of its points; decoders have the first one alone.
     """
-    runs: dict[str, Callable[..., Tensor]] = {'mmcv': _mmcv, 'mmcv, half': _mmcv_half, 'grid_sample': _grid_sample}
-    runs |= {'triton': _attend, 'triton, ungated': _ungated, 'triton, bfloat16': _in_bfloat16}
-    for x, (count, columns) in queries.items():
-        inputs, reference = sampler_inputs(levels, batch, count, columns, device, **sizes)
-        providers = {name: partial(run, reference=reference) for name, run in runs.items()}
-        yield from _measured('ms_deform_attn', providers, x, inputs, repetitions)
+    providers: dict[str, Callable[..., Tensor]] = {
+        'mmcv': _mmcv,
+        'mmcv, half': _mmcv_half,
+        'torch_ms_deform_attn': _by('torch_ms_deform_attn'),
+        'deformops': _by('deformops'),
+        'deformops, bfloat16': _rounded(_by('deformops')),
+        'grid_sample': _by('grid_sample'),
+        'triton': _attend,
+        'triton, ungated': _ungated,
+        'triton, bfloat16': _in_bfloat16,
+    }
+    for name, (count, columns) in queries.items():
+        for distribution in distributions if count is None else distributions[:1]:
+            x = name if distribution == 'near' else f'{name} {distribution}'
+            inputs, reference = sampler_inputs(
+                levels, batch, count, columns, device, distribution=distribution, **sizes
+            )
+            exact = partial(_by('grid_sample'), reference=reference)
+            runs = {provider: partial(run, reference=reference) for provider, run in providers.items()}
+            # Without the gate another function is computed, which has no error beside this one.
+            gated = {provider: run for provider, run in runs.items() if 'ungated' not in provider}
+            yield from errors('ms_deform_attn', gated, x, inputs, exact)
+            yield from _measured('ms_deform_attn', runs, x, inputs, repetitions)
 
 
 def _flex(gml: GatingModulation) -> Callable[..., Tensor]:

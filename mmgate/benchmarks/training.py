@@ -10,16 +10,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from mmengine.config import Config
+from mmengine.dataset import pseudo_collate
 from mmengine.logging import MMLogger
 from mmengine.optim import build_optim_wrapper
-from mmengine.registry import HOOKS, MODELS, init_default_scope
+from mmengine.registry import HOOKS, MODELS, TRANSFORMS, init_default_scope
 from mmengine.structures import PixelData
 from torch import Tensor
 
 import mmgate
-from mmgate.analysis.report.flops import empty_sample
+from mmgate.analysis.complexity import empty_sample
 from mmgate.train.config_file import mappings, read_config
 
 from .measure import Row, environment, interleaved, throughput
@@ -53,8 +55,8 @@ SPEEDUPS: dict[str, Callable[[Config], None]] = {
 
 
 def benchmark_training(
-    peer: str,
-    ours: str,
+    peer: str | Config,
+    ours: str | Config,
     *,
     op: str = 'ms_deform_attn',
     backends: Sequence[str] = ('auto',),
@@ -70,8 +72,8 @@ def benchmark_training(
     """Measure training steps (losses, gradients, clipping, optimizer) on random images with random objects.
 
     Args:
-        peer: Config of the peer: a file or ``package::path``.
-        ours: Config that is compared with it.
+        peer: Config of the peer: a file, ``package::path``, or read.
+        ours: Config that is compared with it; one of the peer's name and another model is ``NAME, gated`` in the rows.
         op: Operator whose backends are measured.
         backends: Backends of ``op``; ``ours`` is measured with each.
         speedups: Keys of :data:`SPEEDUPS`, or ``'all'`` for all together; ``ours`` is measured with each.
@@ -86,9 +88,12 @@ def benchmark_training(
     Yields:
         Rows of time, throughput and peak memory.
     """
-    names = [Path(path.partition('::')[2] or path).stem for path in (peer, ours)]
-    runs: dict[str, Step] = {names[0]: _step(peer, size, batch, device, amp)}
-    step = _step(ours, size, batch, device, amp, train=train)
+    configs = [read_config(given) if isinstance(given, str) else given for given in (peer, ours)]
+    names = [Path(cfg.filename).stem for cfg in configs]
+    if names[0] == names[1] and configs[0].model != configs[1].model:
+        names[1] += ', gated'
+    runs: dict[str, Step] = {names[0]: _step(configs[0], size, batch, device, amp)}
+    step = _step(configs[1], size, batch, device, amp, train=train)
     variables: dict[str, dict[str, str]] = {}
     for backend in backends:
         name = f'{names[1]}, {backend}'
@@ -97,7 +102,7 @@ def benchmark_training(
     for speedup in speedups:
         name = f'{names[1]}, {speedup}'
         changes = list(SPEEDUPS) if speedup == 'all' else [speedup]
-        runs[name] = _step(ours, size, batch, device, amp, changes, train)
+        runs[name] = _step(configs[1], size, batch, device, amp, changes, train)
     within = {name: partial(environment, **values) for name, values in variables.items()}
     x = f'{size[0]}x{size[1]}_b{batch}'
     start = [torch.zeros((), device=device)]
@@ -109,7 +114,7 @@ def benchmark_training(
 
 
 def _step(
-    path: str,
+    given: Config,
     size: tuple[int, int],
     batch: int,
     device: str,
@@ -117,7 +122,7 @@ def _step(
     speedups: Sequence[str] = (),
     train: str = 'all',
 ) -> Step:
-    cfg = read_config(path)
+    cfg = deepcopy(given)
     for speedup in speedups:
         SPEEDUPS[speedup](cfg)
     init_default_scope(cfg.get('default_scope', 'mmdet'))
@@ -156,16 +161,40 @@ def random_batch(cfg: Config, size: tuple[int, int], batch: int) -> dict[str, An
     """
     keys = ('num_classes', 'num_things_classes')  # Mask2Former of mmdet has the latter
     classes = min(entry[key] for _, entry in mappings(cfg.model) for key in keys if entry.get(key) is not None)
-    if cfg.get('default_scope') != 'mmseg':
-        from mmdet.testing import demo_mm_inputs
+    if cfg.get('default_scope') == 'mmseg':
+        return _labelled_maps(size, batch, classes)
+    return _labelled_boxes(size, batch, classes)
 
-        options: dict[str, Any] = dict(num_items=[OBJECTS] * batch, num_classes=classes, with_mask=True)
-        return demo_mm_inputs(batch, (3, *size), **options)
+
+def _labelled_maps(size: tuple[int, int], batch: int, classes: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randint(256, (3, *size), generator=generator, dtype=torch.uint8) for _ in range(batch)]
-    samples = [empty_sample(True, size) for _ in range(batch)]
+    samples = [empty_sample(size) for _ in range(batch)]
     for sample in samples:
         blocks = torch.randint(classes, (1, -(-size[0] // 32), -(-size[1] // 32)), generator=generator)
         labels = blocks.repeat_interleave(32, 1).repeat_interleave(32, 2)
         sample.gt_sem_seg = PixelData(data=labels[:, : size[0], : size[1]])
     return dict(inputs=inputs, data_samples=samples)
+
+
+def _labelled_boxes(size: tuple[int, int], batch: int, classes: int) -> dict[str, Any]:
+    height, width = size
+    generator = np.random.default_rng(0)
+    # mmdet's own transforms make the samples, by their registered names.
+    load = TRANSFORMS.build(dict(type='mmdet.LoadAnnotations', with_bbox=True, with_mask=True))
+    pack = TRANSFORMS.build(dict(type='mmdet.PackDetInputs', meta_keys=('img_shape', 'ori_shape', 'scale_factor')))
+    packed = []
+    for _ in range(batch):
+        image = generator.integers(256, size=(height, width, 3), dtype=np.uint8)
+        centres = generator.random((OBJECTS, 2)) * (width, height)
+        sides = generator.random((OBJECTS, 2)) * (width, height)
+        corners = np.stack([centres - sides / 2, centres + sides / 2], 1).clip(0, (width, height))  # (OBJECTS, 2, 2)
+        instances = []
+        for (left, top), (right, bottom) in corners.tolist():
+            outline = [left, top, right, top, right, bottom, left, bottom]
+            label = int(generator.integers(classes))
+            box = [left, top, right, bottom]
+            instances.append(dict(bbox=box, bbox_label=label, mask=[outline], ignore_flag=0))
+        results = dict(img=image, img_shape=size, ori_shape=size, scale_factor=(1.0, 1.0), instances=instances)
+        packed.append(pack(load(results)))
+    return pseudo_collate(packed)

@@ -31,16 +31,16 @@ ALLOWED = {
 OLD_NAMES = {'__builtin__': 'builtins', 'copy_reg': 'copyreg', 'mmcv.utils.config': 'mmengine.config.config'}
 
 
-class UnsafeCheckpoint(ValueError):
-    """A checkpoint that may run code or fill the memory; the message says by what, such as "calls os.system"."""
+class ForbiddenContent(ValueError):
+    """Content of a checkpoint that may run code or fill the memory; the message names it, such as "calls os.system"."""
 
 
-def refuse(what: str) -> NoReturn:
-    """Raise :class:`UnsafeCheckpoint`."""
-    raise UnsafeCheckpoint(what)
+def refuse(content: str) -> NoReturn:
+    """Raise :class:`ForbiddenContent` with that message."""
+    raise ForbiddenContent(content)
 
 
-def listed(module: str, name: str) -> Any:
+def find_allowed(module: str, name: str) -> Any:
     """Return the object or replacement for a name in a checkpoint of mmengine; refuse a name that is on no list."""
     module = OLD_NAMES.get(module, module)
     if name in REPLACED.get(module, {}):
@@ -48,7 +48,8 @@ def listed(module: str, name: str) -> Any:
     # Protocol 4 of pickle writes attributes as names with dots, older ones as calls of getattr.
     if module == HistoryBuffer.__module__ and name.startswith('HistoryBuffer.'):
         return _attribute(_History, name.partition('.')[2])
-    if name in ALLOWED.get(module, ()):  # which has no names with dots
+    # No name on the list has a dot.
+    if name in ALLOWED.get(module, ()):
         return getattr(import_module(module), name)
     refuse(f'asks for {module}.{name}')
 
@@ -56,13 +57,13 @@ def listed(module: str, name: str) -> Any:
 class _History(HistoryBuffer):
     """Replacement for mmengine's HistoryBuffer that is made empty; nested lists would become a huge array."""
 
-    def __new__(cls, *content: Any) -> Any:
+    def __new__(cls, *content: object) -> _History:
         """Return an empty history, whose state is set later."""
         if content:
             refuse('calls HistoryBuffer')
         return object.__new__(cls)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         """Become a HistoryBuffer with all of the state but the statistics, which would replace methods of its class."""
         self.__class__ = HistoryBuffer
         self.__dict__.update({key: value for key, value in state.items() if 'statistics' not in key})
@@ -76,7 +77,7 @@ class _OneCycle:
     """Replacement for mmengine's OneCycleParamScheduler, of which checkpoints only need the annealing functions."""
 
 
-def _attribute(owner: Any, name: str) -> Callable[..., Any]:
+def _attribute(owner: object, name: str) -> Callable[..., Any]:
     """Replace ``getattr``, with which a HistoryBuffer names its statistics and OneCycleLR its annealing."""
     if owner is _History and name in ('min', 'max', 'current', 'mean'):
         return getattr(HistoryBuffer, name)
@@ -85,21 +86,21 @@ def _attribute(owner: Any, name: str) -> Callable[..., Any]:
     refuse(f'asks for the attribute {name} of {owner!r}')
 
 
-def _dtype(name: str, *_: Any) -> np.dtype:
+def _dtype(name: str, *_: object) -> np.dtype:
     """Replace numpy's dtype: allow numbers and strings, no objects or structures, and ignore the alignment."""
     if not isinstance(name, str) or not re.fullmatch(r'[<|=]?(?:[biufcSU]\d+|\?|b1)', name):
         refuse(f'asks numpy for the type {name!r}')
     return np.dtype(name)
 
 
-def _empty_array(kind: Any, shape: Any, dtype: Any) -> np.ndarray:
+def _empty_array(kind: object, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Replace numpy's function that makes an array, which is always empty until its state is set."""
     if kind is not _Array or tuple(shape) != (0,):
         refuse(f'asks numpy for an array of shape {shape} out of nothing')
     return np.ndarray(shape, dtype)
 
 
-def _scalar(dtype: np.dtype, content: Any = None) -> Any:
+def _scalar(dtype: object, content: object = None) -> np.generic:
     """Replace numpy's function that makes a scalar of bytes; no dtype that is allowed holds objects."""
     if not isinstance(dtype, np.dtype) or not isinstance(content, bytes):
         refuse('asks numpy for a scalar of an object')
@@ -113,7 +114,7 @@ def _bytes(text: str, encoding: str) -> bytes:
     return text.encode(encoding)
 
 
-def _no_bytes(*content: Any) -> bytes:
+def _no_bytes(*content: object) -> bytes:
     """Replace ``bytes``, with which older protocols of pickle write the bytes of an empty array."""
     if content:
         refuse('asks for builtins.bytes')

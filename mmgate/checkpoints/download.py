@@ -45,8 +45,10 @@ def download(url: str) -> Path:
 def _local_rank() -> int:
     """Return this process's rank on its machine from the launcher's variables; mmengine's needs a process group."""
     rank, _ = get_dist_info()
-    told = (os.environ.get(name) for name in ('LOCAL_RANK', 'OMPI_COMM_WORLD_LOCAL_RANK'))
-    return int(next((one for one in told if one is not None), rank))
+    for name in ('LOCAL_RANK', 'OMPI_COMM_WORLD_LOCAL_RANK'):
+        if name in os.environ:
+            return int(os.environ[name])
+    return rank
 
 
 def _fetch(url: str, file: Path) -> None:

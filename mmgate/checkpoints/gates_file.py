@@ -48,8 +48,8 @@ class GatesFile:
     values: dict[str, Sequence[Any]] = field(default_factory=dict)
 
     @property
-    def also(self) -> dict[str, Tensor]:
-        """Return the tensors that were trained with the gates."""
+    def host_tensors(self) -> dict[str, Tensor]:
+        """Tensors of the host that were trained with the gates, by name."""
         return {name: tensor for name, tensor in self.tensors.items() if name not in self.gates}
 
     def refuse_other(self, path: str, host: str, shapes: Mapping[str, list[int]]) -> None:
@@ -58,11 +58,12 @@ class GatesFile:
         Raises:
             ConfigError: There are differences; the message has the first.
         """
-        different = [
-            f'{name} is {tuple(shapes[name]) if name in shapes else "missing"} instead of {tuple(shape)}'
-            for name, shape in self.shapes.items()
-            if list(shapes.get(name, ())) != shape or name not in shapes
-        ]
+        different = []
+        for name, shape in self.shapes.items():
+            if name not in shapes:
+                different.append(f'{name} is missing instead of {tuple(shape)}')
+            elif list(shapes[name]) != shape:
+                different.append(f'{name} is {tuple(shapes[name])} instead of {tuple(shape)}')
         different += [f'{name} is not known there' for name in shapes if name not in self.shapes]
         if different:
             more = f' and {len(different) - 3} more' if len(different) > 3 else ''
@@ -74,13 +75,13 @@ class GatesFile:
     def warn_of_other_values(self, path: str | os.PathLike[str], state: Mapping[str, Tensor]) -> None:
         """Warn if values in ``state`` differ from those at training; tensors of another dtype are not compared."""
         found = {name: checksum(state[name]) for name in self.values if name in state and not state[name].is_meta}
-        alike = [name for name, (dtype, _) in found.items() if dtype == self.values[name][0]]
-        other = [name for name in alike if found[name] != tuple(self.values[name])]
-        if other:
+        compared = [name for name, (dtype, _) in found.items() if dtype == self.values[name][0]]
+        differ = [name for name in compared if found[name] != tuple(self.values[name])]
+        if differ:
             log(
-                f'{path} holds gates that were trained beside other values: {len(other)} of {len(alike)} tensors that '
-                f'were compared differ ({", ".join(other[:3])}). Load the vanilla checkpoint that they were trained '
-                'with; of a model that was fine-tuned since, test whether they still fit.',
+                f'{path} holds gates that were trained beside other values: {len(differ)} of {len(compared)} tensors '
+                f'that were compared differ ({", ".join(differ[:3])}). Load the vanilla checkpoint that they were '
+                'trained with; of a model that was fine-tuned since, test whether they still fit.',
                 logging.WARNING,
             )
 
@@ -138,7 +139,8 @@ def read_gates(path: str | os.PathLike[str]) -> GatesFile:
     try:
         described = json.loads(metadata[KEY])
         version = described.pop('version')
-        if version == VERSION:  # other versions have other fields
+        # Other versions have other fields.
+        if version == VERSION:
             content = GatesFile(tensors=tensors, **described)
             missing = set(content.gates) - set(tensors)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

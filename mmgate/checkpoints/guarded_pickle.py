@@ -11,7 +11,7 @@ import pickle
 import tarfile
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .allowed import UnsafeCheckpoint, listed, refuse
+from .allowed import ForbiddenContent, find_allowed, refuse
 from .safetensors_file import read_safetensors
 
 # Bytes by which the content of a file may exceed its size; torch does not compress.
@@ -30,14 +30,14 @@ _PythonUnpickler: Any = pickle._Unpickler
 
 
 class _Unread:
-    """Replacement for an object that is left out; it accepts all that pickle does with it."""
+    """Placeholder for an object of a checkpoint that is not read; pickle may call it, fill it and set its state."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         pass
 
     __setstate__ = __setitem__ = append = extend = add = __init__
 
-    def __call__(self, *_: Any, **__: Any) -> _Unread:
+    def __call__(self, *_: object, **__: object) -> _Unread:
         return self
 
 
@@ -61,7 +61,7 @@ class GuardedUnpickler(_PythonUnpickler):
             return getattr(torch, name)
         if (module, name) in _KNOWN:
             return _KNOWN[module, name]
-        return _Unread if self.tensors_alone else listed(module, name)
+        return _Unread if self.tensors_alone else find_allowed(module, name)
 
     def load_build(self) -> None:
         """Set the state of an object; refuse to change classes, functions and modules."""
@@ -85,14 +85,19 @@ class GuardedUnpickler(_PythonUnpickler):
         _, kind, key, _, count = reference[:5]
         declared = int(count) * torch._utils._element_size(kind.dtype)
         self._declared[key] = declared
-        there = self.total if self.sizes is None else self.sizes.get(f'data/{key}', 0)
-        if declared < 0 or (sum(self._declared.values()) if self.sizes is None else declared) > there:
+        if self.sizes is None:
+            there = self.total
+            wanted = sum(self._declared.values())
+        else:
+            there = self.sizes.get(f'data/{key}', 0)
+            wanted = declared
+        if declared < 0 or wanted > there:
             refuse(f'declares {declared:,} bytes where it has {there:,}')
         super().load_binpersid()
 
     def load(self) -> Any:
         """Read one pickle."""
-        self._declared: dict[Any, int] = {}
+        self._declared: dict[object, int] = {}
         self._copied = 0
         return super().load()
 
@@ -101,11 +106,11 @@ class GuardedUnpickler(_PythonUnpickler):
         self._count(self.stack[-1])
         super().load_reduce()
 
-    def _instantiate(self, kind: Any, arguments: Any) -> None:
+    def _instantiate(self, kind: Callable[..., Any], arguments: Iterable[object]) -> None:
         self._count(arguments)
         super()._instantiate(kind, arguments)
 
-    def _count(self, arguments: Any) -> None:
+    def _count(self, arguments: Iterable[object]) -> None:
         """Refuse more elements in copies of lists and dicts than the file has bytes."""
         self._copied += sum(len(one) for one in arguments if isinstance(one, (dict, list, set, tuple)))
         if self._copied > self.total:
@@ -131,7 +136,7 @@ def load_file(path: str, map_location: Any, *, trusted: bool, tensors_alone: boo
         tensors_alone: True leaves objects other than tensors, numbers, strings and plain containers empty.
 
     Raises:
-        UnsafeCheckpoint: It uses a name that is on no list, is a TorchScript archive or a zip bomb, or declares
+        ForbiddenContent: It uses a name that is on no list, is a TorchScript archive or a zip bomb, or declares
             tensors that it does not hold.
         ValueError: It cannot be read; the message is the reason.
     """
@@ -147,10 +152,12 @@ def load_file(path: str, map_location: Any, *, trusted: bool, tensors_alone: boo
         )
     try:
         return torch.load(path, map_location=map_location, weights_only=False, **options)
-    except (UnsafeCheckpoint, MemoryError, torch.cuda.OutOfMemoryError):
+    except (ForbiddenContent, MemoryError, torch.cuda.OutOfMemoryError):
         raise
-    except Exception as error:  # torch and pickle raise many kinds
-        raise ValueError((str(error).splitlines() or [type(error).__name__])[0]) from error
+    # torch and pickle raise many kinds of errors.
+    except Exception as error:
+        lines = str(error).splitlines()
+        raise ValueError(lines[0] if lines else type(error).__name__) from error
 
 
 def _checked_members(path: str) -> dict[str, int] | None:
@@ -158,10 +165,12 @@ def _checked_members(path: str) -> dict[str, int] | None:
     with open(path, 'rb') as file:
         head = file.read(2)
     if head != b'PK':
-        if head[:1] != b'\x80' or tarfile.is_tarfile(path):  # torch unpacks tar files
+        # torch would unpack a tar file.
+        if head[:1] != b'\x80' or tarfile.is_tarfile(path):
             raise ValueError(f'no checkpoint of torch; it starts with {head!r}')
         return None
-    if not zipfile.is_zipfile(path):  # the file is cut short, and torch raises an error
+    # The file is cut short, and torch raises an error.
+    if not zipfile.is_zipfile(path):
         return {}
     with zipfile.ZipFile(path) as archive:
         sizes = {member.filename.partition('/')[2]: member.file_size for member in archive.infolist()}
@@ -177,7 +186,7 @@ def _checked_members(path: str) -> dict[str, int] | None:
 def _within_storage(rebuild: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap torch's function that makes a tensor of a storage; refuse a tensor that reaches beyond the storage."""
 
-    def checked(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> Tensor:
+    def checked(storage: Any, offset: int, size: Sequence[int], stride: Sequence[int], *rest: object) -> Tensor:
         width = torch._utils._element_size(storage.dtype)
         there = storage._untyped_storage.nbytes()
         last = offset + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
@@ -196,7 +205,9 @@ class _Kind:
     """Replacement for torch.Tensor, which would allocate memory of any size."""
 
 
-def _without_attributes(rebuild: Callable[..., Tensor], kind: Any, arguments: Any, state: Any) -> Tensor:
+def _without_attributes(
+    rebuild: Callable[..., Tensor], kind: object, arguments: Iterable[Any], state: object
+) -> Tensor:
     """Replace torch's function that makes a tensor with attributes, as FSDP adds; the attributes are dropped."""
     if rebuild not in _REBUILT.values() or kind is not _Kind:
         refuse(f'asks for a tensor of kind {kind!r} by {rebuild!r}')

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import os.path as osp
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mmengine.runner.checkpoint import CheckpointLoader
 
 from mmgate.errors import ConfigError, UntrustedCheckpoint
 
-from .allowed import UnsafeCheckpoint, refuse
+from .allowed import ForbiddenContent, refuse
 from .download import download
 from .guarded_pickle import load_file
 from .plain_config import running_part
@@ -48,12 +50,13 @@ def load_checkpoint_file(filename: str, map_location: Any = None, *, tensors_alo
         checkpoint = load_file(path, map_location, trusted=trusted, tensors_alone=tensors_alone)
         if not trusted and not tensors_alone:
             _refuse_configs_that_run(checkpoint)
-    except UnsafeCheckpoint as error:
-        how = 'Tensors alone are read here, of a file that is trusted, too.'
+    except ForbiddenContent as error:
+        remedy = f'{HOW_TO_TRUST}; it is then loaded as pickle does, code and all.'
+        if tensors_alone:
+            remedy = 'Tensors alone are read here, of a file that is trusted, too.'
         raise UntrustedCheckpoint(
             f'checkpoint {filename} {error}, which no checkpoint of mmengine does and which may run code of whoever '
-            'made the file, or fill the memory; it was not loaded. '
-            + (how if tensors_alone else f'{HOW_TO_TRUST}; it is then loaded as pickle does, code and all.')
+            f'made the file, or fill the memory; it was not loaded. {remedy}'
         ) from error
     except ValueError as error:
         raise ConfigError(
@@ -78,16 +81,29 @@ def is_trusted() -> bool:
     return os.environ.get(TRUST, '') not in ('', '0')
 
 
-def register_safe_loader() -> None:
-    """Register the loaders above for the files and web addresses of mmengine's Runner, ``init_cfg`` and inferencers."""
-    CheckpointLoader.register_scheme('', load_checkpoint_file, force=True)
-    CheckpointLoader.register_scheme(('http://', 'https://'), load_checkpoint_url, force=True)
+@contextmanager
+def guarded_loaders() -> Iterator[None]:
+    """Let mmengine load files and web addresses by the loaders above inside of a ``with`` block.
+
+    There they serve mmengine's Runner, ``init_cfg`` and the inferencers, and every other caller of mmengine's
+    ``load_checkpoint`` in the process. The loaders from before are back at the end. Our command lines run in such a
+    block. Importing mmgate changes no loader, because other packages in the process rely on mmengine's.
+    """
+    ours = {'': load_checkpoint_file, 'http://': load_checkpoint_url, 'https://': load_checkpoint_url}
+    former = {scheme: CheckpointLoader._schemes[scheme] for scheme in ours}
+    for scheme, loader in ours.items():
+        CheckpointLoader.register_scheme(scheme, loader, force=True)
+    try:
+        yield
+    finally:
+        for scheme, loader in former.items():
+            CheckpointLoader.register_scheme(scheme, loader, force=True)
 
 
-def _refuse_configs_that_run(checkpoint: Any) -> None:
+def _refuse_configs_that_run(checkpoint: object) -> None:
     """Refuse configs that would run code; mmengine executes their text when it resumes, and in its inferencers."""
 
-    def inner(owner: Any, key: str) -> Any:
+    def inner(owner: object, key: str) -> object:
         return owner.get(key) if isinstance(owner, dict) else None
 
     for place in (inner(checkpoint, 'meta'), inner(inner(checkpoint, 'message_hub'), 'runtime_info')):

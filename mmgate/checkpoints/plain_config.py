@@ -18,7 +18,8 @@ CALLS = {'dict', 'float', 'list', 'set', 'tuple'}
 SCOPES = {'mmaction', 'mmcls', 'mmcv', 'mmdet', 'mmdet3d', 'mmengine', 'mmgate', 'mmocr', 'mmpose', 'mmpretrain'}
 SCOPES |= {'mmrotate', 'mmseg', 'mmtrack', 'mmyolo', 'timm', 'torch', 'torchvision'}
 _NAMED = {'type', 'host', '_scope_', 'runner_type', 'constructor'}
-_PACKAGES = {'logging'}  # a module of the standard library whose name mmengine uses, too
+# Modules of the standard library whose names mmengine uses, too.
+_PACKAGES = {'logging'}
 _PLAIN = (
     *(ast.Module, ast.Assign, ast.Expr, ast.Constant, ast.List, ast.Set, ast.Tuple),
     *(ast.UnaryOp, ast.unaryop, ast.expr_context),
@@ -31,12 +32,16 @@ def running_part(text: str) -> str | None:
         return 'a place to be filled in, {{'
     try:
         tree = ast.parse(text)
+    # A text that is no Python cannot run.
     except (SyntaxError, ValueError):
-        return None  # the text is no Python and cannot run
+        return None
     except (RecursionError, MemoryError):
         return 'values too deep to read'
-    running: Any = next((node for node in ast.walk(tree) if not _is_value(node)), None)
-    return running and f'line {running.lineno}, {ast.unparse(running)[:40]}'
+    for node in ast.walk(tree):
+        if not _is_value(node):
+            running: Any = node
+            return f'line {running.lineno}, {ast.unparse(running)[:40]}'
+    return None
 
 
 def literal_setting(text: str, name: str) -> Any:
@@ -63,7 +68,7 @@ class _AsLiterals(ast.NodeTransformer):
 
 
 def _is_value(node: ast.AST) -> bool:
-    """Return True if a node itself runs nothing; its children are checked separately."""
+    """Return True if a node of a text's syntax tree runs no code by itself; its children are checked separately."""
     if isinstance(node, ast.Name):
         bound_anew = isinstance(node.ctx, ast.Store) and node.id in {*CALLS, '_base_'}
         return not bound_anew and not node.id.startswith('__')
@@ -83,12 +88,14 @@ def _is_value(node: ast.AST) -> bool:
 
 def _calls(value: ast.expr) -> bool:
     """Return True if the value of a ``type`` might call something else than a class of torch or of an mm package."""
+    # A name may be set anywhere in the text.
     if isinstance(value, ast.Name):
-        return True  # the name may be set anywhere in the text
+        return True
     if not isinstance(value, ast.Constant) or not isinstance(value.value, str) or '.' not in value.value:
         return False
     first, *rest = value.value.split('.')
     scopes = SCOPES.union(*(registry.children for registry in (DATASETS, HOOKS, MODELS, TRANSFORMS)))
     if first not in scopes or (set(rest) & set(sys.stdlib_module_names)) - _PACKAGES:
         return True
-    return not (rest[-1][:1].isupper() or rest[-1].endswith('collate'))  # functions may do anything
+    # A function may do anything, a class of these packages may not.
+    return not (rest[-1][:1].isupper() or rest[-1].endswith('collate'))

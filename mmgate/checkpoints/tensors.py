@@ -36,7 +36,7 @@ def read_checkpoint(source: str) -> Any:
     return load_checkpoint_file(str(download(source)) if scheme else source, 'cpu', tensors_alone=True)
 
 
-def tensors(checkpoint: Any, prefix: str | None = None) -> State:
+def tensors(checkpoint: object, prefix: str | None = None) -> State:
     """Return the tensors of a checkpoint, which lie under one of ``PLACES`` or at its top.
 
     If keys begin with ``prefix`` (``backbone.`` if None), only their tensors are returned, by names without the prefix.

@@ -1,1 +1,1 @@
-"""Data sets and transforms of the papers that the hosts lack (SVHN, noise on images), and a check of classes."""
+"""Data sets and transforms of the papers that the hosts lack: SVHN and noise on images."""

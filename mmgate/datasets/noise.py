@@ -26,7 +26,8 @@ def _speckle(image: Image, level: float) -> Image:
 
 
 def _salt_and_pepper(image: Image, level: float) -> Image:
-    draw = np.random.uniform(size=image.shape[:2])  # one for all channels of a pixel
+    # All channels of a pixel share one number.
+    draw = np.random.uniform(size=image.shape[:2])
     image = image.copy()
     image[draw < level / 2] = 0
     image[draw > 1 - level / 2] = 255
@@ -34,7 +35,8 @@ def _salt_and_pepper(image: Image, level: float) -> Image:
 
 
 def _shot(image: Image, level: float) -> Image:
-    photons = 1 / level**2  # of a white pixel, whose deviation then is the level
+    # With so many photons, the standard deviation of a white pixel is the level.
+    photons = 1 / level**2
     return np.random.poisson(image / 255 * photons) / photons * 255
 
 
@@ -54,14 +56,14 @@ class RandomNoise(BaseTransform):
     The paper trains under "multiple distortion levels and noise types" and names none; these are the usual ones.
 
     Args:
-        kinds: Some of :data:`NOISES`: ``'gaussian'`` and ``'uniform'`` add, ``'speckle'`` multiplies, ``'shot'`` is
-            Poisson noise, ``'salt_and_pepper'`` turns pixels black or white.
+        kinds: Some of :data:`NOISES`. ``'gaussian'`` and ``'uniform'`` are added, ``'speckle'`` is multiplied,
+            ``'shot'`` is Poisson noise, ``'salt_and_pepper'`` turns pixels black or white.
         levels: Standard deviations relative to the range of a pixel (for ``'uniform'`` half the width, for ``'shot'``
             that of a white pixel), or the share of pixels for ``'salt_and_pepper'``; more than 0, at most 1.
-        prob: Share of images that get noise.
+        prob: Probability with which an image gets noise.
 
     Raises:
-        ValueError: An unknown kind, or a level or share out of its range.
+        ValueError: A kind is unknown, or a level or the probability is out of its range.
 
     Reads and writes ``img``, ``(H, W)`` or ``(H, W, C)``, 0 to 255; its dtype stays. The draws are numpy's, which
     mmengine seeds in every worker.
@@ -72,8 +74,8 @@ class RandomNoise(BaseTransform):
     def __init__(
         self, kinds: Sequence[str] = ('gaussian',), levels: Sequence[float] = (0.1,), prob: float = 1.0
     ) -> None:
-        unknown = sorted(set(kinds) - set(NOISES)) if not isinstance(kinds, str) else [kinds]
-        if unknown or not kinds:
+        # A string would be read as a list of letters.
+        if isinstance(kinds, str) or not kinds or not set(kinds) <= set(NOISES):
             raise ValueError(f'kinds={kinds!r} must list some of {", ".join(NOISES)}.')
         if not levels or not all(0 < level <= 1 for level in levels):
             raise ValueError(f'levels={levels!r} must list numbers above 0, up to 1.')
@@ -91,7 +93,9 @@ class RandomNoise(BaseTransform):
         level = np.random.choice(self.levels)
         image = results['img']
         noisy = NOISES[str(kind)](image.astype(np.float64), float(level)).clip(0, 255)
-        results['img'] = (noisy.round() if np.issubdtype(image.dtype, np.integer) else noisy).astype(image.dtype)
+        if np.issubdtype(image.dtype, np.integer):
+            noisy = noisy.round()
+        results['img'] = noisy.astype(image.dtype)
         return results
 
     def __repr__(self) -> str:

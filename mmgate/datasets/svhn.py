@@ -23,7 +23,7 @@ class SVHN(BaseDataset):
         **kwargs: Arguments of mmengine's ``BaseDataset``, such as ``pipeline``.
 
     Raises:
-        ValueError: An unknown split.
+        ValueError: The split is unknown.
         FileNotFoundError: The file of the split is not in ``data_root``; nothing is downloaded.
 
     Source: Reading digits in natural images (Netzer et al., 2011), format 2.
@@ -38,7 +38,7 @@ class SVHN(BaseDataset):
         super().__init__(data_root=data_root, **kwargs)
 
     def load_data_list(self) -> list[dict[str, Any]]:
-        """Return ``img`` ``(32, 32, 3)``, RGB, and ``gt_label`` of every digit; the files label zeros as 10."""
+        """Return ``img`` ``(32, 32, 3)``, RGB, and ``gt_label`` of each digit; the files label zeros as 10."""
         from scipy.io import loadmat
 
         content = loadmat(str(Path(self.data_root) / FILES[self.split]))

@@ -1,4 +1,4 @@
-"""Boxes of dense heads, in batches and of a fixed number; mmdet handles image by image, and any number.
+"""Boxes of dense heads for a whole batch and of a fixed number; mmdet returns any number, image by image.
 
 Layout: boxes (B, N, 4) as (x1, y1, x2, y2) in pixels of the input; scores (B, N), -1 where there is no box.
 """
@@ -6,7 +6,7 @@ Layout: boxes (B, N, 4) as (x1, y1, x2, y2) in pixels of the input; scores (B, N
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmgate.errors import ConfigError
 
-from .operators import keep
+from .operators import nms_keep
 
 
 class Boxes(NamedTuple):
@@ -24,6 +24,15 @@ class Boxes(NamedTuple):
     boxes: Tensor
     scores: Tensor
     labels: Tensor
+
+
+class BoxCoder(Protocol):
+    """Coder of mmdet that makes boxes of priors and deltas."""
+
+    clip_border: bool
+
+    def decode(self, bboxes: Tensor, pred_bboxes: Tensor) -> Tensor:
+        """Return boxes ``(N, 4)`` of priors and deltas ``(N, 4)``."""
 
 
 def candidates(
@@ -68,19 +77,24 @@ def candidates(
     return Boxes(boxes, score, labels)
 
 
-def decode(coder: Any, priors: Tensor, deltas: Tensor, sizes: Tensor) -> Tensor:
-    """Return boxes ``(B, N, 4)`` from priors and deltas of that shape, clipped as the coder's ``clip_border`` asks."""
+def decode(coder: BoxCoder, priors: Tensor, deltas: Tensor, sizes: Tensor) -> Tensor:
+    """Return boxes ``(B, N, 4)`` of priors and deltas of that shape, clipped if the coder's ``clip_border`` is True."""
     boxes = coder.decode(priors.reshape(-1, 4), deltas.reshape(-1, 4)).view(deltas.shape)
-    return cut(boxes, sizes) if coder.clip_border else boxes
+    return clip_boxes(boxes, sizes) if coder.clip_border else boxes
 
 
-def cut(boxes: Tensor, sizes: Tensor) -> Tensor:
-    """Cut boxes ``(B, N, 4)`` at the edges of images of ``sizes`` ``(B, 2)`` as (height, width)."""
+def clip_boxes(boxes: Tensor, sizes: Tensor) -> Tensor:
+    """Clip boxes ``(B, N, 4)`` at the edges of images of ``sizes`` ``(B, 2)`` as (height, width)."""
     return torch.minimum(boxes.clamp(min=0), sizes.flip(-1).repeat(1, 2)[:, None].to(boxes.dtype))
 
 
-def best(found: Boxes, cfg: Mapping[str, Any], count: int) -> Boxes:
-    """Return the ``count`` best boxes after non-maximum suppression by ``cfg``, mmdet's ``nms``.
+def non_maximum_suppression(found: Boxes, cfg: Mapping[str, Any], count: int) -> Boxes:
+    """Return the ``count`` best boxes after non-maximum suppression.
+
+    Args:
+        found: Boxes, scores and labels.
+        cfg: Config of mmdet's ``nms``.
+        count: Number of boxes to return; missing ones have the score -1.
 
     Raises:
         ConfigError: ``cfg`` asks for a suppression for which ONNX has no operator.
@@ -95,7 +109,7 @@ def best(found: Boxes, cfg: Mapping[str, Any], count: int) -> Boxes:
     places = labels.to(boxes.dtype) * (boxes.flatten(1).amax(1, keepdim=True) + 1)
     # Boxes of different classes are moved apart, as in mmcv's batched_nms.
     apart = boxes if cfg.get('class_agnostic') else boxes + places[..., None]
-    kept = torch.where(keep(apart, scores, cfg['iou_threshold']), scores, -1.0)
+    kept = torch.where(nms_keep(apart, scores, cfg['iou_threshold']), scores, -1.0)
     scores, index = F.pad(kept, (0, count), value=-1.0).topk(count)
     # There may be fewer boxes than ``count``.
     index = index.clamp(max=boxes.shape[1] - 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Any
 
 from mmcv.ops import MultiScaleDeformableAttention as MMCVMultiScaleDeformableAttention
 from torch import nn
@@ -14,7 +13,8 @@ from mmgate.layers.base.deformable import MultiScaleDeformableAttention
 from mmgate.layers.base.gated import gated_modules, is_on, remove_gate
 from mmgate.swap import swap_attention
 
-from .network import Network, refuse
+from .network import Network, not_exportable
+from .runtime import Exported
 
 
 def build_network(model: nn.Module) -> Network:
@@ -38,8 +38,8 @@ def build_network(model: nn.Module) -> Network:
     return _network_of(host)
 
 
-def serve(model: nn.Module, run: Any) -> None:
-    """Let a model predict with a :class:`mmgate.deploy.runtime.Exported` file instead of its network.
+def serve(model: nn.Module, run: Exported) -> None:
+    """Let a model predict with an exported file instead of its network.
 
     Raises:
         ConfigError: The model has no network, or the file was written from a model of another type or other classes.
@@ -52,12 +52,13 @@ def serve(model: nn.Module, run: Any) -> None:
 
 
 def describe_model(model: nn.Module) -> str:
-    """Return a model's type and its heads' number of classes, in words."""
+    """Return a model's type and its heads' largest number of classes, in words."""
     counts = [getattr(module, 'num_classes', None) for module in model.modules()]
     return f'a {type(model).__name__} of {max(count for count in counts if isinstance(count, int))} classes'
 
 
 def _network_of(host: nn.Module) -> Network:
+    """Return the network around a host, without a copy."""
     found: Network | None = None
     if available('mmdet'):
         from .detectors import detector
@@ -68,5 +69,5 @@ def _network_of(host: nn.Module) -> Network:
 
         found = segmentor(host)
     if found is None:
-        raise refuse(host, 'it is none of the detectors and segmentors that can be')
+        raise not_exportable(host, 'it is none of the detectors and segmentors that can be')
     return found.eval()

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from mmengine.structures import InstanceData
+from mmengine.model import BaseModel
+from mmengine.structures import BaseDataElement, InstanceData
 from torch import Tensor
 
 from mmgate.errors import ConfigError
 
-from .network import Network
+from .network import Network, Run
 
 # A detection whose score is this close to the threshold may be missing in one of the results.
 MARGIN = 1e-3
@@ -32,14 +33,14 @@ class Differences:
     """The largest differences over all images, and the amount of data that was compared.
 
     Attributes:
-        what: Description of the batches that were compared.
+        compared: Description of the batches that were compared.
         images: Number of images in all batches.
         detections: Number of PyTorch's detections that were looked for.
         missing: Messages on detections that only one of the two has.
         largest: Largest differences by the names of :data:`TOLERATED`; infinite where one is NaN.
     """
 
-    what: str = ''
+    compared: str = ''
     images: int = 0
     detections: int = 0
     missing: list[str] = field(default_factory=list)
@@ -54,22 +55,25 @@ class Differences:
         self.largest[name] = max(self.largest[name], difference if math.isfinite(difference) else math.inf)
 
     def __str__(self) -> str:
-        parts = [self.what, f'{self.detections} detections'] if self.detections else [self.what]
+        parts = [self.compared]
+        if self.detections:
+            parts.append(f'{self.detections} detections')
         parts += [f'{name} to {largest:.2g}' for name, largest in self.largest.items()]
         return ', '.join([*parts, *self.missing[:3]])
 
 
-def check_finds_something(model: Any, batches: Iterable[dict[str, Any]], threshold: float) -> None:
+def check_finds_something(model: BaseModel, batches: Iterable[dict[str, Any]], threshold: float) -> None:
     """Refuse images in which PyTorch finds nothing above a score, because any file would agree there.
 
     Raises:
         ConfigError: There is no detection, and no map of more than one class.
     """
     with torch.no_grad():
-        for result in (result for batch in batches for result in model.test_step(deepcopy(batch))):
-            found = 'pred_instances' in result and bool((result.pred_instances.scores > threshold).any())
-            if found or any(len(layer.unique()) > 1 for layer in _maps(result)):
-                return
+        for batch in batches:
+            for result in model.test_step(deepcopy(batch)):
+                found = 'pred_instances' in result and bool((result.pred_instances.scores > threshold).any())
+                if found or any(len(classes.unique()) > 1 for classes in _maps(result)):
+                    return
     raise ConfigError(
         f'PyTorch finds no detection with a score above {threshold} and no map of two classes in these images, so they '
         'show nothing. Give images with objects by --images or --split, a trained checkpoint, or a lower --score-thr.'
@@ -77,7 +81,7 @@ def check_finds_something(model: Any, batches: Iterable[dict[str, Any]], thresho
 
 
 def compare(
-    model: Any, network: Network, run: Any, batches: Iterable[dict[str, Any]], *, threshold: float = 0.05
+    model: BaseModel, network: Network, run: Run, batches: Iterable[dict[str, Any]], *, threshold: float = 0.05
 ) -> Differences:
     """Test batches with a model and with its exported file, through the host's ``test_step``, and compare the results.
 
@@ -100,13 +104,17 @@ def compare(
     return found
 
 
-def _maps(result: Any) -> list[Tensor]:
+def _maps(result: BaseDataElement) -> list[Tensor]:
     """Return the class map and the panoptic map of a result, as far as it has them."""
-    layers = (('pred_sem_seg', 'data'), ('pred_panoptic_seg', 'sem_seg'))
-    return [getattr(getattr(result, key), layer) for key, layer in layers if key in result]
+    maps = []
+    if 'pred_sem_seg' in result:
+        maps.append(result.pred_sem_seg.data)
+    if 'pred_panoptic_seg' in result:
+        maps.append(result.pred_panoptic_seg.sem_seg)
+    return maps
 
 
-def _ties_settled(expected: Any, actual: Tensor) -> Tensor:
+def _ties_settled(expected: BaseDataElement, actual: Tensor) -> Tensor:
     """Return a class map in which tied classes, by PyTorch's logits, are replaced by PyTorch's class."""
     # A single logit is compared with a threshold and has no ties.
     if 'seg_logits' not in expected or len(expected.seg_logits.data) == 1:
@@ -117,11 +125,12 @@ def _ties_settled(expected: Any, actual: Tensor) -> Tensor:
     return torch.where(tied, classes, actual)
 
 
-def _compare(expected: Any, actual: Any, found: Differences, threshold: float) -> None:
+def _compare(expected: BaseDataElement, actual: BaseDataElement, found: Differences, threshold: float) -> None:
+    """Note the differences between two results of an image."""
     for one, other in zip(_maps(expected), _maps(actual), strict=True):
         other = _ties_settled(expected, other)
         for label in torch.cat([one.unique(), other.unique()]).unique():
-            found.note('shares of pixels', _apart(one == label, other == label))
+            found.note('shares of pixels', _share_apart(one == label, other == label))
     if 'pred_instances' in expected:
         one = expected.pred_instances
         other = actual.pred_instances
@@ -130,7 +139,8 @@ def _compare(expected: Any, actual: Any, found: Differences, threshold: float) -
         _match(other, one, found, threshold, 'the exported file')
 
 
-def _apart(one: Tensor, other: Tensor) -> float:
+def _share_apart(one: Tensor, other: Tensor) -> float:
+    """Return the share of pixels in which two masks differ, of the pixels of both together."""
     return int((one ^ other).sum()) / max(int((one | other).sum()), LEAST_AREA)
 
 
@@ -151,4 +161,4 @@ def _match(these: InstanceData, those: InstanceData, found: Differences, thresho
         found.note('corners', gaps[nearest].item())
         found.note('scores', scores[nearest].item())
         if 'masks' in these:
-            found.note('shares of pixels', _apart(these.masks[number], those.masks[same[nearest]]))
+            found.note('shares of pixels', _share_apart(these.masks[number], those.masks[same[nearest]]))

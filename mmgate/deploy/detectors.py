@@ -18,8 +18,8 @@ from mmdet.structures.bbox import bbox_cxcywh_to_xyxy
 from mmengine.structures import InstanceData
 from torch import Tensor, nn
 
-from .boxes import Boxes, best, candidates, cut, decode
-from .network import Network, refuse
+from .boxes import Boxes, candidates, clip_boxes, decode, non_maximum_suppression
+from .network import Network, Samples, not_exportable
 from .operators import roi_align
 
 
@@ -30,12 +30,13 @@ class BoxNetwork(Network):
     where there is no box, and ``labels`` ``(B, K)``, int64; K is the config's ``max_per_img``.
     """
 
-    def results(self, outputs: Sequence[Tensor], samples: Any, rescale: bool) -> list[InstanceData]:
+    def results(self, outputs: Sequence[Tensor], samples: Samples, rescale: bool) -> list[InstanceData]:
         """Return the boxes of each image, and masks in the size of the original if the network has them."""
         images = zip(*outputs, strict=True)
         return [self._result(parts, sample.metainfo, rescale) for parts, sample in zip(images, samples, strict=True)]
 
     def _result(self, outputs: tuple[Tensor, ...], meta: dict[str, Any], rescale: bool) -> InstanceData:
+        """Return the boxes of an image from its outputs and meta information."""
         boxes, scores, labels = (output[outputs[1] > 0] for output in outputs[:3])
         if rescale:
             boxes = boxes / boxes.new_tensor(meta['scale_factor']).repeat(2)
@@ -53,7 +54,8 @@ class QueryNetwork(BoxNetwork):
         labels = index % head.num_classes
         place = index // head.num_classes
         boxes = bbox_cxcywh_to_xyxy(boxes.gather(1, place[..., None].expand(-1, -1, 4)))
-        return cut(boxes * sizes.flip(-1).repeat(1, 2)[:, None].to(boxes.dtype), sizes), scores, labels
+        boxes = boxes * sizes.flip(-1).repeat(1, 2)[:, None].to(boxes.dtype)
+        return clip_boxes(boxes, sizes), scores, labels
 
     def _queries(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits ``(B, Q, C)`` and boxes ``(B, Q, 4)`` as (centre, size), 0 to 1 over the unpadded image."""
@@ -67,10 +69,10 @@ class QueryNetwork(BoxNetwork):
         padding = (rows[:, None] >= sizes[:, :1, None]) | (columns >= sizes[:, 1:, None])  # (B, H, W)
         padding = padding[:, None].to(images.dtype)
         masks = [F.interpolate(padding, size=feature.shape[-2:])[:, 0] > 0.5 for feature in features]
-        positions = [
-            (host.positional_encoding(mask).flatten(2) + level[:, None]).transpose(1, 2)
-            for mask, level in zip(masks, host.level_embed, strict=True)
-        ]
+        positions = []
+        for mask, level in zip(masks, host.level_embed, strict=True):
+            encoding = host.positional_encoding(mask).flatten(2)
+            positions.append((encoding + level[:, None]).transpose(1, 2))
         mask = torch.cat([mask.flatten(1) for mask in masks], 1)
         ratios = torch.stack([host.get_valid_ratio(mask) for mask in masks], 1)
         to_encoder.update(feat_mask=mask, feat_pos=torch.cat(positions, 1), valid_ratios=ratios)
@@ -81,6 +83,7 @@ class QueryNetwork(BoxNetwork):
         return logits[-1], boxes[-1]
 
     def _decoded(self, **inputs: Any) -> dict[str, Any]:
+        """Return the decoder's states and references for the host's inputs of ``forward_decoder``."""
         if not isinstance(self.host, DINO):
             return self.host.forward_decoder(**inputs)
         # DINO's own method takes the length of the queries, which would fix the batch of the graph.
@@ -100,10 +103,11 @@ class AnchorNetwork(BoxNetwork):
         cfg = head.test_cfg
         # min_bbox_size is in pixels of the original image, whose size the graph does not know.
         if more or cfg.get('min_bbox_size', -1) > 0:
-            raise refuse(self.host, f'its {type(head).__name__} weights scores by another map, or has a min_bbox_size')
+            reason = f'its {type(head).__name__} weights scores by another map, or has a min_bbox_size'
+            raise not_exportable(self.host, reason)
         found = candidates(head, scores, deltas, sizes, cfg)
         # A file returns plain tuples only.
-        return tuple(best(found, cfg.nms, cfg.max_per_img))
+        return tuple(non_maximum_suppression(found, cfg.nms, cfg.max_per_img))
 
 
 class RoINetwork(BoxNetwork):
@@ -125,9 +129,11 @@ class RoINetwork(BoxNetwork):
         features = host.extract_feat(images)
         cfg = host.rpn_head.test_cfg
         scores, deltas = host.rpn_head(features)
-        proposals = best(candidates(host.rpn_head, scores, deltas, sizes, cfg), cfg.nms, cfg.max_per_img)
+        found = candidates(host.rpn_head, scores, deltas, sizes, cfg)
+        proposals = non_maximum_suppression(found, cfg.nms, cfg.max_per_img)
         cfg = roi_head.test_cfg
-        boxes, scores, labels = best(self._classified(features, proposals, sizes), cfg.nms, cfg.max_per_img)
+        found = self._classified(features, proposals, sizes)
+        boxes, scores, labels = non_maximum_suppression(found, cfg.nms, cfg.max_per_img)
         if not roi_head.with_mask:
             return boxes, scores, labels
         masks = roi_head.mask_head(self._align(roi_head.mask_roi_extractor, features, boxes)).sigmoid()
@@ -197,19 +203,22 @@ class MaskNetwork(Network):
         sample = SimpleNamespace(metainfo=dict(batch_input_shape=images.shape[-2:]))
         return self.host.panoptic_head.predict(self.host.extract_feat(images), [sample])
 
-    def results(self, outputs: Sequence[Tensor], samples: Any, rescale: bool) -> Any:
+    def results(self, outputs: Sequence[Tensor], samples: Samples, rescale: bool) -> Any:
         """Return the fusion head's results."""
         return self.host.panoptic_fusion_head.predict(*outputs, samples, rescale=rescale)
 
 
-def _plain_anchors(host: Any) -> bool:
+def _plain_anchors(host: nn.Module) -> bool:
+    """Return True if a detector's head makes boxes as mmdet's AnchorHead does."""
     head = getattr(host, 'bbox_head', None)
-    # These methods make boxes of a head's maps.
     names = ('predict_by_feat', '_predict_by_feat_single', '_bbox_post_process')
-    return isinstance(head, AnchorHead) and all(getattr(type(head), x) is getattr(AnchorHead, x) for x in names)
+    if not isinstance(head, AnchorHead):
+        return False
+    return all(getattr(type(head), name) is getattr(AnchorHead, name) for name in names)
 
 
 def _plain_rois(host: Any) -> bool:
+    """Return True if a detector's RoI head is mmdet's standard one, with average pooling from single levels."""
     head = host.roi_head
     if type(head) is not StandardRoIHead or head.with_shared_head:
         return False
@@ -223,7 +232,7 @@ def _plain_rois(host: Any) -> bool:
 
 
 # Class of hosts, their network, and a function that returns True for those that the network fits.
-NETWORKS: tuple[tuple[type, type[Network], Callable[[Any], bool]], ...] = (
+NETWORKS: tuple[tuple[type[nn.Module], type[Network], Callable[[nn.Module], bool]], ...] = (
     (DeformableDETR, QueryNetwork, lambda host: type(host) in (DeformableDETR, DINO)),
     (Mask2Former, MaskNetwork, lambda host: True),
     (TwoStageDetector, RoINetwork, _plain_rois),
@@ -233,4 +242,7 @@ NETWORKS: tuple[tuple[type, type[Network], Callable[[Any], bool]], ...] = (
 
 def detector(host: nn.Module) -> Network | None:
     """Return the network of a detector, or None if there is none for it."""
-    return next((network(host) for kind, network, known in NETWORKS if isinstance(host, kind) and known(host)), None)
+    for kind, network, fits in NETWORKS:
+        if isinstance(host, kind) and fits(host):
+            return network(host)
+    return None

@@ -26,9 +26,12 @@ from .time_limit import time_limit
 
 SUFFIXES = {'onnx': '.onnx', 'torch-export': '.pt2'}
 NEEDED = ('onnx', 'onnxscript', 'onnxruntime')
-OLDEST = (2, 9)  # first torch that can export whole detectors
-DIVISOR = 32  # of the sides, for backbones that need one
-TIME_LIMIT = 300.0  # seconds for writing one graph
+# First torch that can export whole detectors.
+OLDEST = (2, 9)
+# Divisor of the sides of images, for backbones that need one.
+DIVISOR = 32
+# Seconds for writing one graph.
+TIME_LIMIT = 300.0
 
 
 def check_format(format: str) -> None:
@@ -84,7 +87,10 @@ def export(
     inputs = net.preprocess(largest)
     problem = None
     divided = not any(side % DIVISOR for side in inputs[0].shape[-2:])
-    tried = [0] if fixed_size else [1, DIVISOR, 0] if divided else [1, 0]
+    # Divisors of the sides: 1 for any size, 0 for one size.
+    tried = [1, DIVISOR, 0] if divided else [1, 0]
+    if fixed_size:
+        tried = [0]
     with tempfile.TemporaryDirectory(dir=path.parent, prefix='.export-') as folder:
         check_finds_something(model, batches, threshold)
         new = Path(folder) / path.name
@@ -97,25 +103,27 @@ def export(
                 with time_limit(seconds):
                     takes = write(net, inputs, new, format=format, msda=msda, divisor=divisor)
                 found = _compared(model, batches, new, threshold)
-            except Exception as error:  # exporters and runtimes raise many kinds
+            # Exporters and runtimes raise many kinds of errors.
+            except Exception as error:
                 problem = error
-                said = f'{type(error).__name__}: {error}'.split('\n')[0]
+                reason = f'{type(error).__name__}: {error}'.split('\n')[0]
                 if isinstance(error, TimeoutError):
-                    said += '; --time-limit gives it more'
-                print_log(f'not to be written for images of {sides}: {said}', logger='current')
+                    reason += '; --time-limit gives it more'
+                print_log(f'not to be written for images of {sides}: {reason}', logger='current')
                 continue
             print_log(f'{path.name} takes {takes}, up to {MAX_BATCH} at a time', logger='current')
             os.replace(new, path)
             return found
-    raise ConfigError(f'{type(model).__name__} cannot be exported: {said}') from problem
+    raise ConfigError(f'{type(model).__name__} cannot be exported: {reason}') from problem
 
 
 def _compared(model: nn.Module, batches: Sequence[dict[str, Any]], path: Path, threshold: float) -> Differences:
+    """Compare the results of an exported file with its model's; refuse the file if they differ beyond tolerance."""
     run = Exported(path, trusted=True)
     net = build_network(model)
-    taken, what = _taken(net, batches, run)
-    found = compare(model, net, run, taken, threshold=threshold)
-    found.what = what
+    chosen, description = _batches_for(net, batches, run)
+    found = compare(model, net, run, chosen, threshold=threshold)
+    found.compared = description
     if not found.tolerated():
         raise ConfigError(f'the exported model differs from PyTorch and is not kept: {found}.')
     return found
@@ -126,30 +134,34 @@ def _part(batch: dict[str, Any], divisor: int, least: int) -> dict[str, Any]:
     part = deepcopy(batch)
     (image,) = part['inputs']
     (sample,) = part['data_samples']
-    height, width = (
-        max(int(side * share) // divisor * divisor, least)
-        for side, share in zip(image.shape[1:], (0.75, 0.8), strict=True)
-    )
+    height = max(int(image.shape[1] * 0.75) // divisor * divisor, least)
+    width = max(int(image.shape[2] * 0.8) // divisor * divisor, least)
     part['inputs'] = [image[:, :height, :width]]
     sample.set_metainfo(dict(img_shape=(height, width), ori_shape=(height, width), scale_factor=(1.0, 1.0)))
     return part
 
 
-def _taken(net: Network, batches: Sequence[dict[str, Any]], run: Exported) -> tuple[list[dict[str, Any]], str]:
+def _batches_for(net: Network, batches: Sequence[dict[str, Any]], run: Exported) -> tuple[list[dict[str, Any]], str]:
     """Return the batches for the comparison, and a description of them.
 
-    They are those that the file takes, a part of an image if it takes other sizes, and two images as one batch, padded
-    to one size if the file takes any size.
+    They are the images that the file takes, a part of an image if it takes other sizes, and two images as one batch,
+    padded to one size if the file takes any size.
     """
-    taken = [(size, batch) for batch in batches if run.takes(*(size := net.preprocess(batch)[0].shape[-2:]))]
-    listed = [batch for _, batch in taken]
-    words = [f'{len(taken)} of {len(batches)} images']
-    if run.notes['divisor']:
-        listed.append(_part(taken[0][1], run.notes['divisor'], run.notes['least']))
-        words.append('part of one')
+    chosen = []
+    sizes = []
+    for batch in batches:
+        size = net.preprocess(batch)[0].shape[-2:]
+        if run.takes(*size):
+            chosen.append(batch)
+            sizes.append(size)
+    description = [f'{len(chosen)} of {len(batches)} images']
     pads = 'sizes' in run.notes['inputs'] and run.notes['divisor'] == 1
-    pair = [batch for size, batch in taken if pads or size == taken[0][0]][:2]
+    pair = [batch for size, batch in zip(sizes, chosen, strict=True) if pads or size == sizes[0]][:2]
+    if run.notes['divisor']:
+        chosen.append(_part(chosen[0], run.notes['divisor'], run.notes['least']))
+        description.append('part of one')
     if len(pair) == 2:
-        listed.append({key: [part for batch in pair for part in batch[key]] for key in pair[0]})
-        words.append('two as one batch')
-    return listed, ', '.join(words)
+        first, second = pair
+        chosen.append({key: [*first[key], *second[key]] for key in first})
+        description.append('two as one batch')
+    return chosen, ', '.join(description)

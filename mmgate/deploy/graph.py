@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,8 +18,12 @@ from .runtime import NOTES_FILE, NOTES_KEY
 from .sampling import sampled_by
 from .tracing import plain_attention, traceable
 
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
 MAX_BATCH = 64
-LEAST = (33, 65, 129)  # smallest sides, one more than usual strides of the last maps
+# Smallest sides of images, one more than usual strides of the last maps.
+LEAST = (33, 65, 129)
 OPSET = 18
 
 
@@ -36,8 +40,8 @@ def write(net: Network, inputs: Sequence[Tensor], path: Path, *, format: str, ms
 
 def capture(
     network: Network, inputs: Sequence[Tensor], divisor: int, msda: str = 'gather'
-) -> tuple[Any, dict[str, Any]]:
-    """Return a network as a program of torch.export, and the images that it takes; torch may raise any error.
+) -> tuple[ExportedProgram, dict[str, Any]]:
+    """Capture a network as a program of torch.export; torch may raise any error.
 
     Args:
         network: Network to capture.
@@ -46,7 +50,7 @@ def capture(
         msda: Form of deformable attention, one of :data:`mmgate.deploy.sampling.SAMPLERS`.
 
     Returns:
-        The program, and a dict on the images that it takes: ``divisor`` and least value ``least`` of their sides,
+        The program, and a dict about the images that it takes: ``divisor`` and least value ``least`` of their sides,
         ``size`` of ``inputs``, and ``takes``, a description in words.
     """
     from torch.export import Dim
@@ -55,14 +59,16 @@ def capture(
     inputs = tuple(torch.cat([x, x])[:2] if len(x) == 1 else x for x in inputs)
     height, width = (int(side) for side in inputs[0].shape[-2:])
     # On smaller images the last maps of a pyramid have sides of one pixel, for which the graph is not valid.
-    least = max((side for side in LEAST if side <= min(height, width)), default=min(height, width))
+    shorter = min(height, width)
+    least = max((side for side in LEAST if side <= shorter), default=shorter)
     steps = -(-least // max(divisor, 1))
     least = steps * divisor
     batch = Dim('batch', min=1, max=MAX_BATCH)
     images: dict[int, Any] = {0: batch}
     if divisor:
-        sides = [Dim(name, min=steps) for name in ('height', 'width')]
-        images |= {axis: side if divisor == 1 else divisor * side for axis, side in zip((2, 3), sides, strict=True)}
+        for axis, name in ((2, 'height'), (3, 'width')):
+            side = Dim(name, min=steps)
+            images[axis] = side if divisor == 1 else divisor * side
     shapes = tuple(images if name == 'images' else {0: batch} for name in network.inputs)
     with traceable(sampled_by(msda)):
         program = torch.export.export(network, inputs, dynamic_shapes=shapes, strict=False)
@@ -71,10 +77,11 @@ def capture(
     return program, dict(divisor=divisor, least=least, size=[height, width], takes=f'images of {takes}')
 
 
-def write_onnx(program: Any, network: Network, path: Path, notes: Mapping[str, Any]) -> None:
+def write_onnx(program: ExportedProgram, network: Network, path: Path, notes: Mapping[str, Any]) -> None:
     """Write the program of :func:`capture` to ``path``, with ``notes`` in the file's metadata."""
+    # The exporter and its optimizer log their progress.
     silenced = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # exporter and optimizer log their progress
+    logging.disable(logging.WARNING)
     try:
         with plain_attention():
             written: Any = torch.onnx.export(

@@ -7,7 +7,7 @@ from typing import Any
 
 from mmgate.analysis.loading import LoadedModel, add_inputs, load_model
 from mmgate.errors import ConfigError
-from mmgate.train.config_file import merge_options, read_config
+from mmgate.train.gate_options import configured
 
 FOLDER = 'work_dirs/deploy'
 
@@ -20,9 +20,7 @@ def add_images(parser: argparse.ArgumentParser) -> None:
 
 def load_with_images(args: argparse.Namespace, *, whole: bool = False) -> tuple[LoadedModel, list[dict[str, Any]]]:
     """Return the model, and the images as batches of one."""
-    cfg = read_config(args.config)
-    merge_options(cfg, args.cfg_options or {})
-    loaded = load_model(cfg, args.checkpoint, whole=whole)
+    loaded = load_model(configured(args), args.checkpoint, whole=whole)
     batches = list(loaded.inputs(args))
     if not batches:
         raise ConfigError('there is no image to compare on: the data set is empty.')

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from mmengine.structures import BaseDataElement
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
+
+# A function of a network's inputs that returns its outputs, such as an exported file.
+Run: TypeAlias = Callable[..., Sequence[Tensor]]
+Samples: TypeAlias = Sequence[BaseDataElement]
 
 
 class Network(nn.Module):
@@ -31,7 +35,7 @@ class Network(nn.Module):
         super().__init__()
         self.host: Any = host
 
-    def feeds(self, images: Tensor, samples: Sequence[BaseDataElement]) -> tuple[Tensor, ...]:
+    def feeds(self, images: Tensor, samples: Samples) -> tuple[Tensor, ...]:
         """Return the :attr:`inputs` of a batch.
 
         Args:
@@ -46,27 +50,27 @@ class Network(nn.Module):
         data = self.host.data_preprocessor(deepcopy(batch), False)
         return self.feeds(data['inputs'], data['data_samples'])
 
-    def serve(self, run: Any) -> None:
+    def serve(self, run: Run) -> None:
         """Let the host predict with ``run``, a function of :attr:`inputs` that returns :attr:`outputs`.
 
         The host's code does all else, so that its tools test the exported file.
         """
         host = self.host
 
-        def predict(batch_inputs: Tensor, batch_data_samples: Any, rescale: bool = True) -> Any:
+        def predict(batch_inputs: Tensor, batch_data_samples: Samples, rescale: bool = True) -> Samples:
             outputs = run(*self.feeds(batch_inputs, batch_data_samples))
             results = self.results(outputs, batch_data_samples, rescale)
             return host.add_pred_to_datasample(batch_data_samples, results)
 
         host.predict = predict
 
-    def results(self, outputs: Sequence[Tensor], samples: Any, rescale: bool) -> Any:
+    def results(self, outputs: Sequence[Tensor], samples: Samples, rescale: bool) -> Any:
         """Return the host's results of a batch, in pixels of the original images, from the network's outputs."""
         raise NotImplementedError
 
 
-def refuse(host: nn.Module, reason: str) -> ConfigError:
-    """Return an error which says that a model cannot be exported."""
+def not_exportable(host: nn.Module, reason: str) -> ConfigError:
+    """Return an error with the reason why a model cannot be exported."""
     return ConfigError(
-        f'{type(host).__name__} cannot be exported: {reason}. What can be exported stands in tools/deploy/README.md.'
+        f'{type(host).__name__} cannot be exported: {reason}. tools/deploy/README.md lists the models that can.'
     )

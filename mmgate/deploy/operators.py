@@ -13,15 +13,15 @@ import mmcv.ops
 import torch
 from torch import Tensor
 
-from mmgate.ops.library import operator
+from mmgate.ops.custom_op import operator
 
-# Numbers of onnx.TensorProto.
+# Numbers of dtypes in onnx.TensorProto.
 BOOL = 9
 INT64 = 7
 
 
 @operator('nms_keep', fake=lambda boxes, scores, *_: torch.empty_like(scores, dtype=torch.bool))
-def keep(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+def nms_keep(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     """Return a mask ``(B, N)`` of boxes that overlap no better one by more than ``iou_threshold``."""
     kept = torch.zeros_like(scores, dtype=torch.bool)
     for image in range(len(boxes)):
@@ -47,17 +47,17 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     # Its methods take numbers, although they are typed for tensors only.
     op: Any = opset18
 
-    def nms_keep(boxes: FLOAT, scores: FLOAT, iou_threshold: float) -> Any:
+    def write_nms(boxes: FLOAT, scores: FLOAT, iou_threshold: float) -> Any:
         every = op.Constant(value_int=2**31 - 1)
         threshold = op.Constant(value_float=iou_threshold)
-        # (M, 3) as (image, class, box), for scores above the last argument
+        # The rows (M, 3) are (image, class, box). The last argument is the least score.
         chosen = op.NonMaxSuppression(boxes, op.Unsqueeze(scores, [1]), every, threshold, op.Constant(value_float=0.0))
         places = op.Gather(chosen, op.Constant(value_ints=[0, 2]), axis=1)  # (M, 2)
         ones = op.Squeeze(op.Add(op.Mul(op.Slice(places, [0], [1], [1]), 0), 1), [1])  # (M,)
         nothing = op.Cast(op.Mul(scores, 0.0), to=INT64)
         return op.Cast(op.ScatterND(nothing, places, ones), to=BOOL)
 
-    def align(
+    def write_roi_align(
         map_: FLOAT, rois: FLOAT, height: int, width: int, scale: float, sampling_ratio: int, aligned: bool
     ) -> Any:
         boxes = op.Slice(rois, [1], [5], [1])
@@ -73,4 +73,4 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
             spatial_scale=scale,
         )
 
-    return {torch.ops.mmgate.nms_keep.default: nms_keep, torch.ops.mmgate.roi_align.default: align}
+    return {torch.ops.mmgate.nms_keep.default: write_nms, torch.ops.mmgate.roi_align.default: write_roi_align}

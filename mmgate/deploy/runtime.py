@@ -14,8 +14,9 @@ from mmgate.errors import ConfigError
 
 from . import operators  # noqa: F401  (programs call them)
 
-NOTES_KEY = 'mmgate'  # in an ONNX file's metadata
-NOTES_FILE = 'mmgate.json'  # beside a program of torch.export
+# Key of the notes in an ONNX file's metadata, and their file beside a program of torch.export.
+NOTES_KEY = 'mmgate'
+NOTES_FILE = 'mmgate.json'
 
 
 class Exported:
@@ -77,12 +78,13 @@ class Exported:
         return not (height % divisor or width % divisor) and min(height, width) >= self.notes['least']
 
     def _open_onnx(self) -> str | None:
+        """Open an ONNX file and return its notes."""
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 3
-        # Without it the session's threads spin on after each run and slow PyTorch's threads down.
+        # Otherwise the session's threads spin on after each run and slow PyTorch's threads down.
         options.add_session_config_entry('session.force_spinning_stop', '1')
         try:
             session = onnxruntime.InferenceSession(self.path, options, providers=['CPUExecutionProvider'])
@@ -98,10 +100,12 @@ class Exported:
         return session.get_modelmeta().custom_metadata_map.get(NOTES_KEY)
 
     def _open_program(self) -> str | None:
+        """Open a program of torch.export and return its notes."""
         extra = {NOTES_FILE: ''}
         try:
             program = torch.export.load(self.path, extra_files=extra)
-        except Exception as error:  # torch raises many kinds
+        # torch raises many kinds of errors.
+        except Exception as error:
             raise ConfigError(f'{self.path} cannot be read as a program of torch: {error}') from error
         # The program was captured with a batch of two, and its guards would refuse a batch of one.
         self._run = program.module(check_guards=False)

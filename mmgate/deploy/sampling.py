@@ -16,8 +16,10 @@ from torch import Tensor
 from mmgate.ops.backend import Backend
 from mmgate.ops.ms_deform_attn import grid_sample
 from mmgate.ops.ms_deform_attn.reference import corners
+from mmgate.ops.ms_deform_attn.weights import attend_by
 
-from .sizes import Sizes
+from .sizes import SymbolicSizes
+from .tracing import Replacement
 
 # A function of the same name hides the package in ``mmgate.ops``.
 package = importlib.import_module('mmgate.ops.ms_deform_attn')
@@ -54,13 +56,13 @@ def grid(
 ) -> Tensor:
     """Sample each level by ``grid_sample``; arguments as :func:`gather`. Tokens of the levels follow one another."""
     areas = [height * width for height, width in spatial_shapes.tolist()]
-    starts: Any = Sizes([sum(areas[:level]) for level in range(len(areas))])
+    starts: Any = SymbolicSizes([sum(areas[:level]) for level in range(len(areas))])
     return grid_sample.sample(value, spatial_shapes, starts, sampling_locations, weights)
 
 
 SAMPLERS: dict[str, Callable[..., Tensor]] = {'gather': gather, 'grid': grid}
 
 
-def sampled_by(name: str) -> tuple[Any, str, Any]:
+def sampled_by(name: str) -> Replacement:
     """Return the replacement for :func:`.tracing.traceable` that samples by one of :data:`SAMPLERS`."""
-    return package, 'BACKENDS', (Backend(name, lambda value: None, package._sampled(SAMPLERS[name]), plain=True),)
+    return package, 'BACKENDS', (Backend(name, attend_by(SAMPLERS[name]), exportable=True),)

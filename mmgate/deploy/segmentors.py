@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-from mmengine.structures import BaseDataElement
 from mmseg.models.segmentors import EncoderDecoder
 from torch import Tensor, nn
 
-from .network import Network
+from .network import Network, Run, Samples
 
 
 class _Size(tuple):
     """Height and width, which may be symbolic: data samples copy them deeply, and symbols cannot be copied."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Size:
+    def __deepcopy__(self, memo: dict[int, object]) -> _Size:
         return self
 
 
@@ -33,13 +29,13 @@ class SegmentationNetwork(Network):
         size = _Size(images.shape[-2:])
         return (self.host.encode_decode(images, [dict(img_shape=size, pad_shape=size, ori_shape=size)]),)
 
-    def feeds(self, images: Tensor, samples: Sequence[BaseDataElement]) -> tuple[Tensor, ...]:
+    def feeds(self, images: Tensor, samples: Samples) -> tuple[Tensor, ...]:
         """Return the padded images or, if the host slides windows over them, the first window."""
         cfg = self.host.test_cfg
         height, width = cfg['crop_size'] if cfg.get('mode') == 'slide' else images.shape[-2:]
         return (images[..., :height, :width],)
 
-    def serve(self, run: Any) -> None:
+    def serve(self, run: Run) -> None:
         """Let ``run`` return the logits of whole images or of windows, depending on the host's ``test_cfg``."""
         self.host.encode_decode = lambda inputs, batch_img_metas: run(inputs)[0]
 

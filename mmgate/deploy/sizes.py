@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class Sizes:
+class SymbolicSizes:
     """Sizes that give numbers when they are indexed or unpacked, and act as an int64 tensor in all other uses.
 
     Args:
@@ -27,7 +27,7 @@ class Sizes:
     def tensor(self) -> Tensor:
         """Tensor of the sizes in the graph."""
         if isinstance(self.numbers[0], list):
-            return torch.stack([Sizes(row).tensor for row in self.numbers])
+            return torch.stack([SymbolicSizes(row).tensor for row in self.numbers])
         return torch.stack([torch.scalar_tensor(number, dtype=torch.int64) for number in self.numbers])
 
     def __getattr__(self, name: str) -> Any:
@@ -42,34 +42,40 @@ class Sizes:
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int):
             return self.numbers[index]
-        return Sizes(self.numbers[index]) if isinstance(index, slice) else self.tensor[index]
+        return SymbolicSizes(self.numbers[index]) if isinstance(index, slice) else self.tensor[index]
 
     def tolist(self) -> list[Any]:
         """Return the numbers."""
         return self.numbers
 
-    def to(self, *_: Any) -> Sizes:
+    def to(self, *_: object) -> SymbolicSizes:
         """Return the sizes unchanged, because a graph is captured on one device."""
         return self
 
     def view(self, *shape: int) -> Any:
-        """Return the rows of ``view(-1, n)`` as sizes, and a view of the tensor for any other shape."""
+        """Return sizes in rows of ``n`` for ``view(-1, n)``, and a view of the tensor for any other shape."""
         if len(shape) == 2 and shape[0] == -1:
             width = shape[1]
-            return Sizes([self.numbers[i : i + width] for i in range(0, len(self.numbers), width)])
+            return SymbolicSizes([self.numbers[i : i + width] for i in range(0, len(self.numbers), width)])
         return self.tensor.view(*shape)
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        cls,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Concatenate sizes as numbers, and call any other function with the tensor."""
-        if function is torch.cat and all(isinstance(part, Sizes) for part in args[0]):
-            return Sizes([number for part in args[0] for number in part])
-        return function(*(_plain(arg) for arg in args), **{k: _plain(v) for k, v in (kwargs or {}).items()})
+        if function is torch.cat and all(isinstance(part, SymbolicSizes) for part in args[0]):
+            return SymbolicSizes([number for part in args[0] for number in part])
+        options = {name: _plain(value) for name, value in (kwargs or {}).items()}
+        return function(*(_plain(arg) for arg in args), **options)
 
 
 def _plain(argument: Any) -> Any:
+    """Return an argument with sizes replaced by their tensor, in lists and tuples, too."""
     if isinstance(argument, (list, tuple)):
         return type(argument)(_plain(part) for part in argument)
-    return argument.tensor if isinstance(argument, Sizes) else argument
+    return argument.tensor if isinstance(argument, SymbolicSizes) else argument

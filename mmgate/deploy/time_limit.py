@@ -6,9 +6,9 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-AGAIN = 10.0  # seconds after which code that has caught the first stop is stopped again
+# Seconds after which code that has caught the first stop is stopped again.
+AGAIN = 10.0
 
 
 class _Stop(BaseException):
@@ -32,7 +32,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         return
     running = True
 
-    def stop(*_: Any) -> None:
+    def stop(*_: object) -> None:
         if running:
             raise _Stop
 

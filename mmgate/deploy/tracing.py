@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,10 @@ from torch import Tensor
 
 from mmgate._environment import available
 
-from .sizes import Sizes
+from .sizes import SymbolicSizes
+
+# Owner, name and value of an attribute that is replaced during a capture.
+Replacement: TypeAlias = tuple[Any, str, Any]
 
 
 def project(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None) -> list[Tensor]:
@@ -29,7 +32,7 @@ def project(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None)
     return [F.linear(x, weight, bias) for x, weight, bias in zip(inputs, w.chunk(3), biases, strict=True)]
 
 
-def adaptive_avg_pool2d(x: Tensor, output_size: Any) -> Tensor:
+def adaptive_avg_pool2d(x: Tensor, output_size: int | Sequence[int | None]) -> Tensor:
     """Return torch's adaptive average pooling of maps ``(..., H, W)``, computed by two matrix products."""
     height, width = (output_size, output_size) if isinstance(output_size, int) else output_size
     rows = _means(x.shape[-2] if height is None else height, x.shape[-2], x)
@@ -37,7 +40,7 @@ def adaptive_avg_pool2d(x: Tensor, output_size: Any) -> Tensor:
     return rows @ x @ columns.t()
 
 
-def _means(cells: Any, size: Any, like: Tensor) -> Tensor:
+def _means(cells: int, size: int, like: Tensor) -> Tensor:
     """Return a matrix ``(c, s)`` whose row i averages the pixels from ``floor(i s / c)`` to ``ceil((i + 1) s / c)``."""
     cell = torch.arange(cells, device=like.device)[:, None]
     pixel = torch.arange(size, device=like.device)
@@ -45,7 +48,7 @@ def _means(cells: Any, size: Any, like: Tensor) -> Tensor:
     return inside.to(like.dtype) / inside.sum(1, keepdim=True)
 
 
-def window_reverse(self: Any, windows: Tensor, H: Any, W: Any) -> Tensor:
+def window_reverse(self: Any, windows: Tensor, H: int, W: int) -> Tensor:
     """Return maps ``(B, H, W, C)`` of Swin's windows ``(B H/w W/w, w, w, C)``, like the hosts' method of this name."""
     side = self.window_size
     rows = windows.view(-1, H // side, W // side, side, side, windows.shape[-1])
@@ -61,19 +64,20 @@ def upsample(self: Any, x: Tensor) -> Tensor:
     return F.interpolate(x, size, None, self.mode, self.align_corners)
 
 
-def linspace(start: Any, end: Any, steps: Any, **options: Any) -> Tensor:
+def linspace(start: float, end: float, steps: int, **options: Any) -> Tensor:
     """Return the values of :func:`torch.linspace`; the number of steps may be symbolic."""
-    last = torch.scalar_tensor(steps - 1, **options).clamp(min=1)  # a single step is the start
+    # With a single step, the only value is the start.
+    last = torch.scalar_tensor(steps - 1, **options).clamp(min=1)
     span = torch.scalar_tensor(end, **options) - start
     return start + torch.arange(steps, **options) * (span / last)
 
 
-def replacements() -> Iterator[tuple[Any, str, Any]]:
+def replacements() -> Iterator[Replacement]:
     """Yield the owner, the name and the replacement of each function that is replaced during a capture."""
     yield F, '_in_projection_packed', project
     yield F, 'adaptive_avg_pool2d', adaptive_avg_pool2d
     # mmdet takes the sizes of its levels from it, and makes grids of the values.
-    yield torch, '_shape_as_tensor', lambda tensor: Sizes(tensor.shape)
+    yield torch, '_shape_as_tensor', lambda tensor: SymbolicSizes(tensor.shape)
     yield torch, 'linspace', linspace
     for host in filter(available, ('mmdet', 'mmseg')):
         swin = importlib.import_module(f'{host}.models.backbones.swin')
@@ -85,7 +89,7 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
 
 
 @contextmanager
-def traceable(*more: tuple[Any, str, Any]) -> Iterator[None]:
+def traceable(*more: Replacement) -> Iterator[None]:
     """Replace functions so that a host can be captured, those of ``more``, too, until the context closes."""
     from torch.fx.experimental import _config as symbols
 
@@ -104,7 +108,7 @@ def traceable(*more: tuple[Any, str, Any]) -> Iterator[None]:
         yield
 
 
-def plain_attention() -> Any:
+def plain_attention() -> AbstractContextManager[None]:
     """Return a context in which attention uses no fused kernel.
 
     The outputs of fused and plain kernels differ in their memory layout, and a view that fits one fails on the other.

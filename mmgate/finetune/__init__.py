@@ -1,4 +1,4 @@
-"""Gates as adapters: trained alone, kept in a file of their own, left out, and put on another's vanilla model."""
+"""Gates as adapters: trained alone, kept in files, put on another vanilla model, switched off and removed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
 from mmgate.hosts.map_size import keep_image_size
 from mmgate.registry import MODELS
+from mmgate.rules import shown_as_read
 from mmgate.swap import Rules, swap_attention
 
 from .files import gates_content, load_gates, put_gates, save_gates
@@ -44,14 +45,15 @@ def Gated(
     In a config that inherits an mm config, ``type='mmgate.Gated'``, ``host`` and ``attention`` are all that is added.
 
     Args:
-        host: What the model's ``type`` was: a registered name, such as ``'mmdet.DeformableDETR'``, or a class.
-        attention: A rule or a list of rules, see :func:`swap_attention`; left out where ``gates`` brings them.
-        gates: File of gates, see :func:`load_gates`.
+        host: The model's ``type`` without gates: a registered name, such as ``'mmdet.DeformableDETR'``, or a class.
+        attention: A rule or a list of rules, see :func:`swap_attention`. It may be left out beside ``gates``: a gates
+            file has its rules.
+        gates: Path of a gates file, see :func:`load_gates`.
         train: ``'all'``, ``'gates'`` or ``'attention'``, see :func:`train_only_gates`.
-        **host_cfg: The host's own config.
+        **host_cfg: The config of the host.
 
     Returns:
-        An instance of the host's own class: no wrapper, no prefix in the state dict.
+        An instance of the host's class: no wrapper, no prefix in the state dict.
 
     Raises:
         OptionError: No host, neither rules nor a file, or a rule is malformed, see :func:`swap_attention`.
@@ -64,7 +66,8 @@ def Gated(
         )
     if attention is None and gates is None:
         raise OptionError('mmgate.Gated needs attention (a rule or a list of rules) or gates (a file of gates).')
-    with MODELS.switch_scope_and_registry(None) as models:  # of the default scope, as mmengine looks up a type
+    # The default scope is where mmengine looks up a type.
+    with MODELS.switch_scope_and_registry(None) as models:
         if isinstance(host, str) and models.get(host) is None:
             raise ConfigError(
                 f'host={host!r} is not registered. Give the name with its scope, such as mmdet.DeformableDETR, and '
@@ -73,7 +76,8 @@ def Gated(
     model = MODELS.build(dict(type=host, **host_cfg))
     keep_image_size(model, host_cfg)
     if attention is not None:
-        names = swap_attention(model, attention)
+        with shown_as_read(attention):
+            names = swap_attention(model, attention)
         log(f'mmgate: gated {len(names)} attention modules of {type(model).__name__}')
     if gates is not None:
         content = put_gates(model, gates)

@@ -1,4 +1,4 @@
-"""Gates in files of their own, and put on the vanilla model of someone else."""
+"""Gates files: writing them, and putting their gates on a vanilla model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mmgate._environment import log
 from mmgate.checkpoints.gates_file import GatesFile, checksum, read_gates, write_gates
 from mmgate.errors import ConfigError
 from mmgate.layers.base.gated import current_key, gated_modules
-from mmgate.paths import SHARDED, own_model
 from mmgate.registry import MODELS
 from mmgate.starts import initialise_gates_last
 from mmgate.swap import swap_attention
+from mmgate.wrappers import SHARDED, unwrap_model
 
 from .removal import forget_trained, gates_disabled, restore
 from .training import gate_parameters
@@ -29,10 +29,10 @@ Rule = dict[str, Any]
 
 
 def save_gates(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write the gates of a model, and what :func:`train_only_gates` trained with them, into a safetensors file.
+    """Write the gates of a model, and all that :func:`train_only_gates` trained with them, into a safetensors file.
 
-    Beside the tensors it holds the rules that placed the gates, the names and shapes of the vanilla model's tensors,
-    and checksums of some.
+    The file also holds the rules that placed the gates, the names and shapes of the vanilla model's tensors, and
+    checksums of some of them.
 
     Raises:
         ConfigError: The model has no gates or is sharded, the file cannot be written, a rule has an option that JSON
@@ -42,10 +42,10 @@ def save_gates(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def gates_content(model: nn.Module) -> GatesFile:
-    """Return what :func:`save_gates` writes; it raises the same."""
+    """Return the content that :func:`save_gates` writes; the errors are those of :func:`save_gates`."""
     if any(SHARDED in name for name, _ in model.named_modules()):
         raise ConfigError('a sharded model (FSDP) has no whole gates to be saved; extract them from its checkpoints.')
-    model = own_model(model)
+    model = unwrap_model(model)
     rules = _rules(model)
     with gates_disabled(model):
         vanilla = model.state_dict(keep_vars=True)
@@ -57,7 +57,8 @@ def gates_content(model: nn.Module) -> GatesFile:
         raise ConfigError(f'this {type(model).__name__} has no gates to be saved.')
     trained = [vars(module).get('trained_with_gates') for module in model.modules()]
     train = next((mode for mode in trained if mode), 'all')
-    trains = {id(tensor) for tensor in state.values() if train != 'all' and tensor.requires_grad}  # left out: no
+    # Parts that gated modules leave out are not in this state dict: they do not train.
+    trains = {id(tensor) for tensor in state.values() if train != 'all' and tensor.requires_grad}
     also = {name: t for name, t in vanilla.items() if id(t) in trains and name not in gates}
     beside = {name: t for name, t in vanilla.items() if name not in gates}
     kept = [n for n, t in beside.items() if isinstance(t, nn.Parameter) and n not in also and state.get(n) is t]
@@ -68,36 +69,41 @@ def gates_content(model: nn.Module) -> GatesFile:
         rules=rules,
         shapes={name: list(tensor.shape) for name, tensor in beside.items()},
         trained=train,
-        # of a few, from the head down: backbones often are the same
+        # Some tensors suffice, from the head down: backbones often are the same.
         values={name: checksum(vanilla[name]) for name in kept[:: -max(1, len(kept) // 8)]},
     )
 
 
 def load_gates(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
-    """Put the gates of a file into a model, vanilla or with the same gates, and return the names of what was loaded.
+    """Put the gates of a file into a model and return the names of the tensors that were loaded.
 
-    What was trained beside the gates stays as the file has it when the model is initialised or a checkpoint without
-    gates is loaded afterwards. A model, and a checkpoint loaded afterwards, of other values than the vanilla model
-    beside which the gates were trained is warned of.
+    Other tensors that were trained with the gates stay as the file has them when the model is initialised, or when a
+    checkpoint without gates is loaded afterwards. A warning is logged if the vanilla tensors of the model, or those of
+    a checkpoint that is loaded afterwards, have other values than those that the gates were trained beside.
+
+    Args:
+        model: A vanilla model, or one with the same gates.
+        path: A gates file.
 
     Raises:
-        ConfigError: The file is none of gates, damaged, or its gates belong to a model of other tensors or are placed
-            by other rules than the model's. A model without gates is then as it was.
+        ConfigError: The file is no gates file or is damaged, its gates belong to a model of other tensors, or they are
+            placed by other rules than the model's. A model without gates is then as it was.
     """
     content = put_gates(model, path)
-    content.warn_of_other_values(path, own_model(model).state_dict())
+    content.warn_of_other_values(path, unwrap_model(model).state_dict())
     return list(content.tensors)
 
 
 def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
-    """Do as :func:`load_gates`, for a model whose values are yet to come."""
+    """Do the same as :func:`load_gates` for a model that is not yet initialised, without comparing its values."""
     content = read_gates(path)
-    model = own_model(model)
+    model = unwrap_model(model)
     with gates_disabled(model):
         own = set(gate_parameters(model))
         shapes = {name: list(t.shape) for name, t in model.state_dict().items() if name not in own}
     content.refuse_other(os.fspath(path), type(model).__name__, shapes)
-    there, wanted = _rules(model), {prefix: list(map(_described, rules)) for prefix, rules in content.rules.items()}
+    there = _rules(model)
+    wanted = {prefix: list(map(_described, rules)) for prefix, rules in content.rules.items()}
     for prefix, placed in there.items():
         if placed != wanted.get(prefix):
             raise ConfigError(
@@ -111,23 +117,24 @@ def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
     added = {prefix: model.get_submodule(prefix) for prefix in wanted if prefix not in there}
     try:
         for prefix, module in added.items():
-            for rule in wanted[prefix]:  # one by one: a later call of swap_attention may have met gates of an earlier
+            # One by one: gates of an earlier call of swap_attention may have been there when a later one was made.
+            for rule in wanted[prefix]:
                 swap_attention(module, rule)
         content = _by_current_names(model, content)
         _fill(model, content.tensors)
     except (RuntimeError, TypeError, ValueError) as error:
         restore(added)
         raise ConfigError(f'the gates of {path} do not fit: {error}') from error
-    hook = model._register_load_state_dict_pre_hook(partial(_meet_checkpoint, path, content))
+    hook = model._register_load_state_dict_pre_hook(partial(_meet_checkpoint, path, content), with_module=True)
     vars(model).update(gates_file=os.fspath(path), gates_file_hook=hook)
-    if content.also:
+    if content.host_tensors:
         initialise_gates_last(model)
-        vars(model)['after_init_weights'] = partial(_fill, model, content.also)
+        vars(model)['after_init_weights'] = partial(_fill, model, content.host_tensors)
     return content
 
 
 def _rules(model: nn.Module) -> dict[str, list[Rule]]:
-    """Return the rules that gated a model and the models inside it, in their order, by the names of those models."""
+    """Return the rules that gated a model and the models inside it, in order, by the names of these models."""
     found: dict[str, dict[int, Rule]] = {}
     for name, module in gated_modules(model):
         record = module.gating
@@ -138,10 +145,11 @@ def _rules(model: nn.Module) -> dict[str, list[Rule]]:
 
 
 def _described(rule: Mapping[str, Any]) -> Rule:
-    """Return a rule as a file of gates has it, so that rules that say the same are equal."""
+    """Return a rule as a gates file has it, in which equivalent rules are equal."""
     path = rule['path']
     plain = dict(rule, type=_named(rule['type']), path=[path] if isinstance(path, str) else list(path))
-    plain.pop('backend', None)  # of the machine, not of the gates
+    # The backend belongs to the machine, not to the gates.
+    plain.pop('backend', None)
     try:
         return json.loads(json.dumps(plain))
     except (TypeError, ValueError) as error:
@@ -163,7 +171,7 @@ def _named(kind: str | type[nn.Module]) -> str:
 
 
 def _by_current_names(model: nn.Module, content: GatesFile) -> GatesFile:
-    """Return the content of a file with the names that the gates have now: once they lay beside the projections."""
+    """Return the content of a file with the present names of gates, which in mmgate 0.1 lay beside projections."""
     names = {key: current_key(model, key) for key in content.gates}
     tensors = {names.get(key, key): tensor for key, tensor in content.tensors.items()}
     return replace(content, tensors=tensors, gates=list(names.values()))
@@ -176,9 +184,14 @@ def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         raise ConfigError(f'the model has no {", ".join(unknown[:3])}')
 
 
-def _meet_checkpoint(path: Any, content: GatesFile, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let a vanilla checkpoint leave alone what was trained beside the gates; one of the gated model fills all."""
+def _meet_checkpoint(
+    path: Any, content: GatesFile, model: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Keep tensors that were trained with the gates when a vanilla checkpoint is loaded; a gated one fills all."""
     here = {key.removeprefix(prefix): key for key in state if key.startswith(prefix)}
-    if here.keys().isdisjoint(content.gates):
-        content.warn_of_other_values(path, {name: state[key] for name, key in here.items()})
-        state.update({here[name]: tensor for name, tensor in content.also.items() if name in here})
+    # In checkpoints of mmgate 0.1 gates have other names.
+    former = here.keys() - model.state_dict().keys()
+    if not {*here, *(current_key(model, name) for name in former)}.isdisjoint(content.gates):
+        return
+    content.warn_of_other_values(path, {name: state[key] for name, key in here.items()})
+    state.update({here[name]: tensor for name, tensor in content.host_tensors.items() if name in here})

@@ -1,4 +1,4 @@
-"""Gates left out for a while, or taken off."""
+"""Gates switched off for a while, or removed."""
 
 from __future__ import annotations
 
@@ -7,52 +7,65 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.layers.base.gated import gated_modules, remove_gate, switched_off
 from mmgate.starts import own_gated_modules
 
 from .training import unfreeze
 
-SWAPPED = ('gates_file', 'init_weights', 'apply')  # what gating leaves on a model
+# Attributes that gating leaves on a model.
+SWAPPED = ('gates_file', 'init_weights', 'apply')
 
 
 def restore_attention(model: nn.Module) -> list[str]:
-    """Take the gates off, in ``model`` and in the modules inside; what is shared stays as it was trained.
+    """Remove the gates in ``model`` and in the modules inside it; the host's parameters stay as they were trained.
 
     Returns:
-        The names of the modules; none if nothing is gated.
+        The names of the modules, as :func:`swap_attention` returned them; none if nothing is gated.
     """
     return restore(dict(model.named_modules()))
 
 
 @contextmanager
 def gates_disabled(model: nn.Module) -> Iterator[None]:
-    """Let the vanilla modules compute instead of the gated ones.
+    """Switch the gates off in the context.
 
-    Attention with a gate that no rule put there stays. A mode that the model is given meanwhile is the gates', too,
-    afterwards; another device or dtype is to be given before or after.
+    An attention that was built with a gate, not by a rule, stays gated. A mode that is set meanwhile holds for the
+    gates afterwards. Move the model to another device or dtype before or after the context.
     """
-    with switched_off(*(module for _, module in gated_modules(model))):
-        yield
+    try:
+        with switched_off(*(module for _, module in gated_modules(model))):
+            switch_nested_tensors(model)
+            yield
+    finally:
+        switch_nested_tensors(model)
 
 
 def restore(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Take off the gates that rules for these models put there, by their names; see :func:`restore_attention`."""
+    """Remove the gates that rules for these models placed; see :func:`restore_attention`.
+
+    Args:
+        modules: The models, by the prefix of their names in what is returned.
+    """
     own = {prefix: own_gated_modules(module) for prefix, module in modules.items()}
     for module in modules.values():
         unfreeze(module)
         forget_trained(module)
     names = []
     for prefix, gated in own.items():
-        names += [f'{prefix}.{module.gating.name}'.lstrip('.') for module in gated]
         for module in gated:
+            record = module.gating
+            names.append(f'{prefix}.{record.chosen_name(record.name)}'.lstrip('.'))
             remove_gate(module)
-        for name in SWAPPED if gated else ():
-            vars(modules[prefix]).pop(name, None)
+        switch_nested_tensors(modules[prefix])
+        if gated:
+            for name in SWAPPED:
+                vars(modules[prefix]).pop(name, None)
     return names
 
 
 def forget_trained(model: nn.Module) -> None:
-    """Let a checkpoint that is loaded, or an initialisation, from now on fill what a file of gates had filled."""
+    """Let a checkpoint or an initialisation, from now on, fill the tensors that a gates file has filled."""
     vars(model).pop('after_init_weights', None)
     handle = vars(model).pop('gates_file_hook', None)
     if handle is not None:

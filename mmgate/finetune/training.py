@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,34 +12,40 @@ from torch import nn
 
 from mmgate._environment import log
 from mmgate.errors import ConfigError
+from mmgate.layers.base.dense import GatedMultiheadAttention
 from mmgate.layers.base.gate import Gate
 from mmgate.layers.base.gate import gate_parameters as named_gate_parameters
 from mmgate.layers.base.gated import GatedModule, gated_modules
-from mmgate.paths import own_model
+from mmgate.wrappers import unwrap_model
 
 TRAINS = ('gates', 'attention', 'all')
+# The attribute of a model whose frozen weights have been checked.
+CHECKED = 'checked_for_random_weights'
 
 
 def gate_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return by name the parameters that gates add to their hosts.
+    """Return the parameters that gates add to their hosts, by name.
 
     Args:
-        model: With gates, by whatever way they came in; a wrapper around it (DDP, EMA) adds its prefix to the names.
+        model: A gated model, by rules or built with gates. A wrapper (DDP, EMA) adds its prefix to the names.
     """
     return dict(named_gate_parameters(model))
 
 
 def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
-    """Freeze what is not to be trained, for an optimizer that is built afterwards.
+    """Freeze all parameters but those of the gates. Build the optimizer afterwards.
 
-    Frozen parameters get no gradient and no state of the optimizer, and what lies before the first gate keeps no graph.
-    Batch norms of the host keep their running statistics and, outside of gated attention, dropout is off, whatever the
-    mode.
+    Frozen parameters get no gradient and no state of the optimizer, and modules before the first gate keep no graph.
+    In training mode, batch norms of the host keep their running statistics, and dropout outside of gated attention is
+    off.
+
+    When the model is first set to training mode afterwards, a warning names frozen parts that look as if they had never
+    been trained.
 
     Args:
-        model: With gates.
-        train: ``'gates'``: their own parameters, in a backbone's frozen stages, too; ``'attention'``: all of the
-            gated modules; ``'all'``: everything that was trainable before.
+        model: A gated model.
+        train: ``'gates'``: the gates' parameters, in a backbone's frozen stages, too. ``'attention'``: all parameters
+            of the modules that the rules chose. ``'all'``: all parameters that were trainable before.
 
     Returns:
         The names of the parameters that train.
@@ -48,7 +55,7 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
     """
     if train not in TRAINS:
         raise ConfigError(f'train={train!r}: it is one of {", ".join(map(repr, TRAINS))}.')
-    model = own_model(model)
+    model = unwrap_model(model)
     gates = gate_parameters(model)
     if not gates:
         raise ConfigError(
@@ -59,12 +66,12 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
     if train != 'all':
         chosen = {id(parameter) for parameter in gates.values()}
         if train == 'attention':
-            chosen |= {id(parameter) for _, module in gated_modules(model) for parameter in module.parameters()}
+            chosen |= {id(parameter) for module in _gated_attention(model) for parameter in module.parameters()}
         frozen = [name for name, p in model.named_parameters() if id(p) not in chosen and p.requires_grad]
         for name in frozen:
             model.get_parameter(name).requires_grad_(False)
         vars(model).update(frozen_by_gates=frozen, trained_with_gates=train, train=partial(_set_mode, model))
-        model.train(model.training)
+        _rest(model, model.training)
     trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     total = sum(parameter.numel() for parameter in model.parameters())
     log(f'mmgate: trains {sum(trained.values()):,} of {total:,} parameters ({train})')
@@ -72,15 +79,15 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
 
 
 def frozen_parts_without_weights(model: nn.Module) -> list[str]:
-    """Return the parts of a model that :func:`train_only_gates` froze and that no ``init_cfg`` fills from a checkpoint.
+    """Return the frozen parts of a model that no ``init_cfg`` fills from a checkpoint.
 
     Args:
-        model: Before its ``init_weights``; a wrapper around it is looked through.
+        model: A model after :func:`train_only_gates` and before ``init_weights``, or a wrapper around it.
 
     Returns:
         Names of children of the model, such as ``'backbone'``; none if everything trains.
     """
-    model = own_model(model)
+    model = unwrap_model(model)
     filled = tuple(f'{name}.' if name else '' for name, module in model.named_modules() if _is_pretrained(module))
     frozen = [
         f'{prefix}.{name}'.lstrip('.')
@@ -88,6 +95,48 @@ def frozen_parts_without_weights(model: nn.Module) -> list[str]:
         for name in vars(module).get('frozen_by_gates', ())
     ]
     return list(dict.fromkeys(name.partition('.')[0] for name in frozen if not name.startswith(filled)))
+
+
+def untrained_parts(model: nn.Module) -> list[str]:
+    """Return the frozen parts of a model in which the weights of all norms are 1, as they start.
+
+    Args:
+        model: A model after :func:`train_only_gates`.
+
+    Returns:
+        Names of children of the model, such as ``'backbone'``. A part without a frozen norm is not among them.
+    """
+    starts: dict[str, bool] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in vars(model).get('frozen_by_gates', ()):
+        weight = parameters.get(name)
+        # Sharding renames parameters, and may leave none of a weight here.
+        if weight is None or weight.is_meta or not weight.numel():
+            continue
+        if not name.endswith('weight') or weight.dim() != 1:
+            continue
+        part = name.partition('.')[0]
+        starts[part] = starts.get(part, True) and bool((weight == 1).all())
+    return [part for part, at_start in starts.items() if at_start]
+
+
+def warn_of_random_weights(model: nn.Module, parts: Sequence[str], evidence: str) -> None:
+    """Log that gates train beside frozen weights that no checkpoint has filled; afterwards no other check does so.
+
+    Args:
+        model: A model after :func:`train_only_gates`, or a wrapper around it.
+        parts: Names of its parts with random weights; nothing is logged if there are none.
+        evidence: The reason, as the words of the message before the names of the parts.
+    """
+    model = unwrap_model(model)
+    if parts:
+        log(
+            f'The gates train beside frozen weights that are drawn at random: {evidence} {", ".join(parts)}. Give the '
+            'checkpoint of the trained vanilla model: --cfg-options load_from=vanilla.pth, or in Python '
+            "load_checkpoint(model, 'vanilla.pth') before the training.",
+            logging.WARNING,
+        )
+        vars(model)[CHECKED] = True
 
 
 def _is_pretrained(module: nn.Module) -> bool:
@@ -98,27 +147,44 @@ def _is_pretrained(module: nn.Module) -> bool:
 
 
 def unfreeze(model: nn.Module) -> None:
-    """Let everything train that did before :func:`train_only_gates`."""
+    """Undo :func:`train_only_gates`."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in set(vars(model).pop('frozen_by_gates', ())) & parameters.keys():
         parameters[name].requires_grad_(True)
+    vars(model).pop(CHECKED, None)
     if vars(model).pop('trained_with_gates', None):
         del vars(model)['train']
         model.train(model.training)
 
 
 def _set_mode(model: Any, mode: bool = True) -> nn.Module:
+    if mode and CHECKED not in vars(model):
+        warn_of_random_weights(model, untrained_parts(model), 'no norm has moved from its start in')
+        vars(model)[CHECKED] = True
+    return _rest(model, mode)
+
+
+def _rest(model: Any, mode: bool) -> nn.Module:
+    """Set the mode of a model whose gates train alone; norms and dropout outside of the gates stay in eval mode."""
     type(model).train(model, mode)
-    for parameter in gate_parameters(model).values():  # backbones freeze stages, gates included, with every mode
+    # Backbones freeze their stages, gates included, whenever a mode is set.
+    for parameter in gate_parameters(model).values():
         parameter.requires_grad_(True)
     if mode:
-        gates = [module for module in model.modules() if isinstance(module, (Gate, GatedModule))]
-        gated = {id(part) for gate in gates for part in gate.modules()}
+        gates = [module for module in model.modules() if isinstance(module, Gate)]
+        gated = {id(part) for module in (*_gated_attention(model), *gates) for part in module.modules()}
         for module in model.modules():
-            # heads and detectors ask for the mode to know whether they train; what drops and what counts are leaves,
-            # and attention that drops by a function
+            # Heads and detectors look at their mode to know if they train, so that it stays. Dropout layers and batch
+            # norms are leaves; attention may drop weights by a function.
             drops = not any(True for _ in module.children())
             drops = drops or re.search(r'Attention$|Attn$|MSA$', type(module).__name__) is not None
             if (drops and id(module) not in gated) or getattr(module, 'running_mean', None) is not None:
-                module.training = False  # its own, not that of a gate inside
+                # The attribute, as eval() would reach a gate inside.
+                module.training = False
     return model
+
+
+def _gated_attention(model: nn.Module) -> list[nn.Module]:
+    """Return the attention modules that rules have chosen to gate, and those of a class that has a gate by itself."""
+    chosen = [model.get_submodule(module.gating.chosen_name(name)) for name, module in gated_modules(model)]
+    return [*chosen, *(part for part in model.modules() if isinstance(part, (GatedModule, GatedMultiheadAttention)))]

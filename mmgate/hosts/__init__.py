@@ -1,6 +1,7 @@
-"""Which gate replaces which host class: one file a package, imported only where the package is.
+"""Adapters, which let gates into the attention of other packages: one file a package.
 
-Those of timm and transformers, whose import takes seconds, are imported once a model of theirs is met.
+A file is imported only where its package is installed. The files of timm and transformers, whose import takes seconds,
+are imported when the first module of theirs is met.
 """
 
 from importlib import import_module

@@ -1,11 +1,12 @@
-"""The map that an attention sees in pre-training, read off a pass of its host's backbone without numbers."""
+"""The map that an attention sees in pre-training, read off a pass of its host's backbone on the device ``meta``."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
@@ -16,13 +17,13 @@ from mmgate._environment import log
 from mmgate.errors import ConfigError
 from mmgate.hosts.table import options_of
 
-BACKBONES = ('backbone', 'image_encoder')  # what a model calls the part that takes images
-IMAGE_SIZES = ('pretrain_img_size', 'img_size')  # what backbones call the size of images in pre-training
-IMAGE = 224  # side in pixels, of a backbone that does not keep its own
-# what a rule may have to say, and what it means
+BACKBONES = ('backbone', 'image_encoder')  # names of the part of a model that takes images
+IMAGE_SIZES = ('pretrain_img_size', 'img_size')  # backbones' names of the size of images in pre-training
+IMAGE = 224  # side in pixels, for a backbone that keeps no such size
+# The options that a rule may have to set, and their meaning.
 MEANS = dict(
     map_size='the height and width of the map in pre-training',
-    class_token='whether a class token comes before the tokens of the map',
+    class_token='True if a class token comes before the tokens of the map, or the number of tokens that do',
 )
 EXAMPLES = dict(
     map_size='map_size=(14, 14) for images of 224 pixels and a stride of 16', class_token='class_token=False'
@@ -32,14 +33,15 @@ EXAMPLES = dict(
 def map_options(
     model: nn.Module, names: Collection[str], gate: type, options: Mapping[str, Any]
 ) -> tuple[dict[int, dict[str, Any]], dict[int, tuple[int, int]]]:
-    """Return ``map_size`` and ``class_token``, those that a gate needs, by attention's id; and the maps that it saw.
+    """Return ``map_size`` and ``class_token`` by attention's id, as far as a gate needs them, and the maps by id.
 
     The size is that of the map for images of the backbone's ``pretrain_img_size`` or ``img_size``, see
-    :func:`keep_image_size`, or of 224 x 224 pixels. A copy of the backbone on the device ``meta`` runs once. What the
-    rule sets stands; a warning says if that is one ``map_size`` for stages whose maps differ.
+    :func:`keep_image_size`, or of 224 x 224 pixels. A copy of the backbone on the device ``meta`` runs once. Options
+    that the rule sets are kept. A warning is logged if the rule sets one ``map_size`` for stages whose maps differ.
 
     Raises:
-        ConfigError: They cannot be derived, and the message says what to write; or more tokens than one precede a map.
+        ConfigError: They cannot be derived, and the message has the options to write; or more tokens than one precede a
+            map.
     """
     told = all('hw_shape' in inspect.signature(model.get_submodule(name).forward).parameters for name in names)
     wanted = dict(map_size=needs_map_size(gate), class_token=not told and 'class_token' in options_of(gate))
@@ -47,24 +49,28 @@ def map_options(
     one_size = wanted['map_size'] and options.get('map_size') is not None and _of_several_stages(model, names)
     if not names or not (needed or one_size):
         return {}, {}
-    parts = next(iter(names)).split('.')
+    first = next(iter(names))
+    parts = first.split('.')
     prefix = next(('.'.join(parts[: i + 1]) for i, part in enumerate(parts) if part in BACKBONES), '')
     owner = model.get_submodule(prefix)
+    image = _image_size(owner, _of_timm(model, first))
     found: dict[int, dict[str, Any]] = {}
     try:
         copied = deepcopy(owner).to('meta')
-        copied.eval()  # some hosts' return nothing
+        # Some hosts' ``eval`` returns nothing, so that the calls are not chained.
+        copied.eval()
         for name in names:
-            note = _noting(found, id(model.get_submodule(name)), name, owner)
+            told_by = _TimmMap(_of_timm(model, name), image)
+            note = _noting(found, id(model.get_submodule(name)), name, owner, told_by)
             counterpart = copied.get_submodule(name.removeprefix(f'{prefix}.'))
             counterpart.register_forward_pre_hook(note, with_kwargs=True)
         with torch.no_grad():
-            copied(torch.empty(1, 3, *_image_size(owner), device='meta'))
+            copied(torch.empty(1, 3, *image, device='meta'))
         missing = ', '.join(name for name in names if id(model.get_submodule(name)) not in found)
         reason = f'{missing} did not run' if missing else ''
     except ConfigError as error:
         raise ConfigError(f'{gate.__name__}: {error}') from error
-    except Exception as error:  # whatever a host may raise on images of this size or on this device
+    except Exception as error:  # a host may raise anything on images of this size or on this device
         reason = f'{type(error).__name__}: {error}'
     if reason and needed:
         lacking = ' and '.join(f'{option}, {MEANS[option]},' for option in needed)
@@ -78,8 +84,8 @@ def map_options(
         maps = ', '.join(f'{height} x {width}' for height, width in sizes)
         log(
             f"mmgate: map_size={tuple(options['map_size'])} is one for all of {gate.__name__}'s maps in "
-            f'{type(owner).__name__}, which are of {maps} at the image size of pre-training. Leave it out for each to '
-            'have its own, or write a rule for each stage.',
+            f'{type(owner).__name__}, which are of {maps} at the image size of pre-training. Leave it out, so that '
+            'each gets that of its map, or write a rule for each stage.',
             logging.WARNING,
         )
     derived = {key: {name: read[name] for name in needed} for key, read in found.items()}
@@ -87,7 +93,7 @@ def map_options(
 
 
 def keep_image_size(part: nn.Module, cfg: Mapping[str, Any]) -> None:
-    """Leave the size of images that ``cfg`` says at the parts of a model built from it: most hosts forget theirs."""
+    """Set the size of images in ``cfg`` on the parts of the model built from it; most hosts do not keep it."""
     for name, value in cfg.items():
         built = getattr(part, name, None)
         if name in IMAGE_SIZES and built is None:
@@ -96,27 +102,54 @@ def keep_image_size(part: nn.Module, cfg: Mapping[str, Any]) -> None:
             keep_image_size(built, value)
 
 
-def needs_map_size(gate: Any) -> bool:
-    """Return whether ``gate`` is not made without a ``map_size``."""
+def needs_map_size(gate: type) -> bool:
+    """Return True if ``gate`` is not made without a ``map_size``."""
     parameter = options_of(gate).get('map_size')
     return parameter is not None and parameter.default is parameter.empty
 
 
 def _of_several_stages(model: nn.Module, names: Collection[str]) -> bool:
-    """Return whether attentions differ in width, as those of stages of different maps do."""
+    """Return True if attentions differ in width, as those of stages of different maps do."""
     return len({next(model.get_submodule(name).parameters()).shape for name in names}) > 1
 
 
-def _kept_size(owner: Any) -> Any:
+def _of_timm(model: nn.Module, name: str) -> Any:
+    """Return the nearest module around an attention that embeds patches as timm does, or None."""
+    parts = name.split('.')
+    around = (model.get_submodule('.'.join(parts[:count])) for count in range(len(parts) - 1, -1, -1))
+    found = next((part for part in around if hasattr(part, 'patch_embed')), None)
+    return found if hasattr(getattr(found, 'patch_embed', None), 'dynamic_feat_size') else None
+
+
+@dataclass(frozen=True)
+class _TimmMap:
+    """The map and the tokens before it of a timm model, or of none, for images of a size."""
+
+    owner: Any
+    image: tuple[int, int]
+
+    @property
+    def sides(self) -> tuple[int, int] | None:
+        """Height and width of the map that images are cut into."""
+        return None if self.owner is None else self.owner.patch_embed.dynamic_feat_size(self.image)
+
+    @property
+    def before(self) -> int | None:
+        """Number of class and register tokens."""
+        return getattr(self.owner, 'num_prefix_tokens', None)
+
+
+def _kept_size(owner: Any, of_timm: Any = None) -> Any:
     """Return the size of images that a backbone keeps, or None."""
     embedding = getattr(owner, 'patch_embed', None)
     kept = [*(getattr(owner, name, None) for name in IMAGE_SIZES), getattr(embedding, 'init_input_size', None)]
+    kept.append(None if of_timm is None else of_timm.patch_embed.img_size)
     return next((size for size in kept if size), None)
 
 
-def _image_size(owner: Any) -> tuple[int, int]:
-    size = _kept_size(owner) or IMAGE
-    if _kept_size(owner) is None:
+def _image_size(owner: Any, of_timm: Any) -> tuple[int, int]:
+    size = _kept_size(owner, of_timm) or IMAGE
+    if _kept_size(owner, of_timm) is None:
         name = type(owner).__name__
         log(
             f'mmgate: {name} keeps no pretrain_img_size, so that maps are taken as those of images of {IMAGE} pixels. '
@@ -126,11 +159,25 @@ def _image_size(owner: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[-1]))
 
 
-def _noting(found: dict[int, dict[str, Any]], key: int, name: str, owner: Any) -> Any:
+def _noting(
+    found: dict[int, dict[str, Any]], key: int, name: str, owner: Any, of_timm: _TimmMap
+) -> Callable[..., None]:
+    """Return a hook that enters map and class token of the attention ``name`` into ``found`` under ``key``."""
+
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-        tokens = next(iter(given.values())).shape[1]
-        # of a backbone that forgets its image size, the resolution is of other images than those of this pass
+        states = next(iter(given.values()))
+        if states.dim() == 4:  # (B, H, W, C), as in timm's Swin
+            found[key] = dict(map_size=(states.shape[1], states.shape[2]), class_token=False)
+            return
+        tokens = states.shape[1]
+        if of_timm.before is not None:
+            sides = of_timm.sides
+            if sides is None or tokens != of_timm.before + sides[0] * sides[1]:
+                raise ValueError(f'{tokens} tokens of {name} are not {of_timm.before} and those of a map of {sides}')
+            found[key] = dict(map_size=(int(sides[0]), int(sides[1])), class_token=of_timm.before)
+            return
+        # The resolution of a backbone that keeps no image size is of other images than those of this pass.
         resolution = None if _kept_size(owner) is None else getattr(owner, 'patch_resolution', None)
         told = given.get('hw_shape') or resolution
         sides = told or (isqrt(tokens),) * 2

@@ -1,11 +1,11 @@
-"""mmcv's attentions as hosts, or what stands in where there is no mmcv."""
+"""Adapters of mmcv's attentions, or of the modules that replace them where there is no mmcv."""
 
 from __future__ import annotations
 
 from mmgate.hosts.table import adapts, adapts_inside
 from mmgate.layers.base.deformable import DeformableGate, GatedDeformableAttention
 from mmgate.layers.base.dense import DenseGate
-from mmgate.layers.base.of_mmcv import MMCVMultiScaleDeformableAttention, MultiheadAttention
+from mmgate.layers.base.mmcv_or_torch import MMCVMultiScaleDeformableAttention, MultiheadAttention
 
 adapts(DeformableGate, MMCVMultiScaleDeformableAttention)(GatedDeformableAttention)
 adapts_inside(DenseGate, 'attn', MultiheadAttention)

@@ -1,4 +1,4 @@
-"""mmdet's attentions as hosts."""
+"""Adapters of mmdet's attentions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmgate.hosts.table import adapts
 from mmgate.hosts.torch import adapt_reduced
 from mmgate.hosts.window import adapt_swin
-from mmgate.layers.base.dense import DenseGate, DenseHost, refuse_finish
+from mmgate.layers.base.dense import DenseGate, DenseHost, check_output_width
 from mmgate.layers.base.gate import Gate, Sizes
 
 adapt_swin(WindowMSA, ShiftWindowMSA)
@@ -25,7 +25,7 @@ adapt_reduced(SpatialReductionAttention)
 class GatedConditionalAttention(DenseHost):
     """Adapter of ``ConditionalAttention`` (Conditional DETR, DAB-DETR).
 
-    Content and position are projected apart there, and in cross-attention their heads stand side by side; the gate
+    The host projects content and position separately. In cross-attention it concatenates them in every head. The gate
     reads their sum, as it would in DETR.
     """
 
@@ -41,8 +41,8 @@ class GatedConditionalAttention(DenseHost):
     proj_drop: nn.Module
 
     @classmethod
-    def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Refuse two streams in cross-attention, where the halves of a head are content and position."""
+    def refuses(cls, host: ConditionalAttention, gate: DenseGate) -> str | None:
+        """Refuse a gate of two streams in cross-attention, where the halves of a head are content and position."""
         if host.cross_attn and gate.two_streams:
             return (
                 'the gate splits heads into two streams, but those of a conditional cross-attention are content and '
@@ -61,9 +61,15 @@ class GatedConditionalAttention(DenseHost):
         key_padding_mask: Tensor | None = None,
         is_first: bool = False,
     ) -> Tensor:
-        """Attend and add ``query``; the arguments are those of ``ConditionalAttention``, ``(B, N|M, C)``."""
+        """Attend and add ``query``; the arguments are those of ``ConditionalAttention``, ``(B, N|M, C)``.
+
+        Raises:
+            ValueError: A cross-attention without ``key_pos`` or ``ref_sine_embed``.
+        """
         if not self.cross_attn:
-            key, key_pos, ref_sine_embed = query, query_pos, None
+            key = query
+            key_pos = query_pos
+            ref_sine_embed = None
         elif key_pos is None or ref_sine_embed is None:
             raise ValueError('Conditional cross-attention needs key_pos and ref_sine_embed.')
         with_query_pos = is_first or self.keep_query_pos or not self.cross_attn
@@ -77,7 +83,7 @@ class GatedConditionalAttention(DenseHost):
             k = k + k_pos
             gate_query = gate_query + query_pos
         split = self.gate.split_heads
-        q, k, v = split(q), split(k), split(v)
+        q, k, v = (split(x) for x in (q, k, v))
         if ref_sine_embed is not None:
             q = torch.cat([q, split(self.qpos_sine_proj(ref_sine_embed))], -1)  # (B, H, N, 2 d)
             k = torch.cat([k, split(k_pos)], -1)
@@ -93,8 +99,8 @@ class GatedConditionalAttention(DenseHost):
 class GatedBiMultiHeadAttention(DenseHost):
     """Adapter of ``BiMultiHeadAttention`` (GLIP, Grounding DINO), with a gate for each direction.
 
-    The host's two directions share their logits; with a gate each of its own, here they are computed for each. The
-    host's clamp of logits to +-50000, which keeps half precision finite, is not needed: both are formed in float32.
+    The two directions of the host share their logits. Here each direction has its gate, and logits are computed for
+    each. The host clamps logits to +-50000 to keep half precision finite. Here they are formed in float32 instead.
     """
 
     old_names = {'gate_v.': 'gate.vision.', 'gate_l.': 'gate.language.'}
@@ -107,17 +113,18 @@ class GatedBiMultiHeadAttention(DenseHost):
     out_l_proj: nn.Module
 
     @classmethod
-    def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
-        """Return the gates, ``vision``, which attends to language, and ``language``.
+    def make_gate(cls, host: BiMultiHeadAttention, gate_type: type[Gate], **options: Any) -> nn.Module:
+        """Return two gates: ``vision``, whose queries attend to language, and ``language``, the other direction.
 
         Raises:
-            ValueError: A gate that acts on the output, whose width is that of vision or language.
+            ValueError: The gate acts on the output, whose width here is that of vision or of language.
         """
 
-        def make(own: int, other: int) -> Gate:
-            sizes = Sizes(host.embed_dim, host.num_heads, inputs=(own, other, other), dropout=host.dropout)
+        def make(query_width: int, key_width: int) -> Gate:
+            inputs = (query_width, key_width, key_width)
+            sizes = Sizes(host.embed_dim, host.num_heads, inputs=inputs, dropout=host.dropout)
             gate: Any = gate_type(sizes, **options)
-            refuse_finish(gate, own)
+            check_output_width(gate, query_width)
             return gate
 
         return nn.ModuleDict(dict(vision=make(host.v_dim, host.l_dim), language=make(host.l_dim, host.v_dim)))
@@ -139,12 +146,14 @@ class GatedBiMultiHeadAttention(DenseHost):
                 nothing: the host adds it to the logits.
 
         Returns:
-            What language adds to vision ``(B, N, Cv)``, and vision to language ``(B, M, Cl)``.
+            The update of vision ``(B, N, Cv)`` and that of language ``(B, M, Cl)``.
         """
         gates = self.gate
         split = gates['vision'].split_heads
-        states_v, states_l = split(self.v_proj(vision)), split(self.l_proj(lang))  # (B, H, N|M, d)
-        values_v, values_l = split(self.values_v_proj(vision)), split(self.values_l_proj(lang))
+        states_v = split(self.v_proj(vision))  # (B, H, N, d)
+        states_l = split(self.l_proj(lang))  # (B, H, M, d)
+        values_v = split(self.values_v_proj(vision))
+        values_l = split(self.values_l_proj(lang))
         bias = None
         if attention_mask_l is not None and attention_mask_l.dtype != torch.bool:
             masked = (attention_mask_l == 0)[:, None, None]

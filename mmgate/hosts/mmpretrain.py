@@ -198,7 +198,7 @@ class MixedTokenAttention(MapHost):
         """Project the output, scale it, and drop what the host drops."""
         return self.out_drop(self.gamma1(self.proj_drop(self.proj(x))))
 
-    def placed(self, model: nn.Module) -> None:
+    def after_gating(self, model: nn.Module) -> None:
         """Let the embedding of the nearest backbone around the host note its map."""
         names = self.gating.name.split('.')
         around = [model.get_submodule('.'.join(names[:count])) for count in range(len(names))]
@@ -292,9 +292,9 @@ class GatedXCA(DenseHost):
         tokens = x.shape[1]
         # what attends here divides its products by the square root of their length
         query = F.normalize(query, dim=-1) * (self.temperature * tokens**0.5).to(query.dtype)
-        out = self.gate.attend_gated(query, F.normalize(key, dim=-1), value, self._pairs(x), None)
+        out = self.gate.attend_by_vectors(query, F.normalize(key, dim=-1), value, self._pairs(x), None)
         return self.proj_drop(self.proj(out.permute(0, 3, 1, 2).flatten(2)))
 
     def _pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        query, key = (F.normalize(gate.transpose(-1, -2), dim=-1) for gate in self.gate.factors((x, x, x)))
+        query, key = (F.normalize(gate.transpose(-1, -2), dim=-1) for gate in self.gate.gate_vectors((x, x, x)))
         return query * x.shape[1] ** 0.5, key  # (B, H|1, d, N)

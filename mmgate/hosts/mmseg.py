@@ -1,8 +1,8 @@
-"""mmseg's attentions as hosts."""
+"""Adapters of mmseg's attentions."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmgate.hosts.table import adapts
 from mmgate.hosts.torch import adapt_reduced
 from mmgate.hosts.window import adapt_swin
-from mmgate.layers.base.dense import DenseGate, DenseHost, refuse_scale
+from mmgate.layers.base.dense import DenseGate, DenseHost, refuses_scale
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import MapGate, MapHost, Size
 
@@ -24,13 +24,28 @@ adapt_swin(WindowMSA, ShiftWindowMSA)
 adapt_reduced(EfficientMultiheadAttention, GlobalSubsampledAttention)
 
 
+class Scaled(Protocol):
+    """Attributes of a host that give its heads and the scale of its logits."""
+
+    embed_dims: int
+    num_heads: int
+    scale: float
+
+
+class LocalAttention(Scaled, Protocol):
+    """Attributes of Twins' attention in windows that give its sizes."""
+
+    attn_drop: nn.Dropout
+    qkv: nn.Linear
+
+
 class PlainScale(DenseHost):
-    """Base of the adapters of hosts that may have a ``qk_scale``."""
+    """Base of the adapters of hosts that may have a ``qk_scale``, which gates do not take over."""
 
     @classmethod
-    def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Refuse another scale of the logits."""
-        return refuse_scale(host)
+    def refuses(cls, host: Scaled, gate: DenseGate) -> str | None:
+        """Refuse a host that scales its logits by another number than ``1 / sqrt(d)``."""
+        return refuses_scale(host)
 
 
 @adapts(DenseGate, BEiTAttention, MAEAttention)
@@ -48,7 +63,7 @@ class GatedBEiTAttention(PlainScale):
     proj_drop: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend over ``(B, N, C)``, class token first."""
+        """Attend over tokens ``(B, N, C)``, the class token first."""
         bias: Any = self.qkv.bias
         if self.bias == 'qv_bias':
             bias = torch.cat((self.q_bias, torch.zeros_like(self.v_bias), self.v_bias))
@@ -61,7 +76,7 @@ class GatedBEiTAttention(PlainScale):
 
 @adapts(DenseGate, LocallyGroupedSelfAttention)
 class GatedLocallyGroupedSelfAttention(PlainScale):
-    """Adapter of Twins' ``LocallyGroupedSelfAttention``."""
+    """Adapter of Twins' ``LocallyGroupedSelfAttention``, for gates inside its windows."""
 
     num_heads: int
     window_size: int
@@ -71,14 +86,18 @@ class GatedLocallyGroupedSelfAttention(PlainScale):
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend within windows of a map of tokens ``(B, H W, C)``."""
-        (height, width), side = hw_shape, self.window_size
-        bottom, right = -height % side, -width % side
+        height, width = hw_shape
+        side = self.window_size
+        bottom = -height % side
+        right = -width % side
         map_ = F.pad(x.unflatten(1, (height, width)), (0, 0, 0, right, 0, bottom))  # (B, H', W', C)
-        rows, columns = map_.shape[1] // side, map_.shape[2] // side
+        rows = map_.shape[1] // side
+        columns = map_.shape[2] // side
         windows = self._windows(map_, rows, columns)  # (B nW, N, C)
         query, key, value = self.qkv(windows).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         bias = None
-        # The host masks padding only where both sides have some; a slice from -0 marks its whole map as padding.
+        # The host masks padding only if there is some both below and on the right: where one is 0, its slice from -0
+        # marks the whole map as padding, which masks nothing.
         if bottom and right:
             padded = map_.new_ones(1, rows * side, columns * side, 1)
             padded[:, :height, :width] = 0
@@ -104,13 +123,13 @@ class UngroupedSelfAttention(MapHost):
     proj_drop: nn.Module
 
     @classmethod
-    def sizes(cls, host: Any) -> Sizes:
+    def sizes(cls, host: LocalAttention) -> Sizes:
         """Return the sizes of a host."""
         bias = host.qkv.bias is not None
         return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop.p, scale=host.scale, bias=bias)
 
     def finish(self, x: Tensor) -> Tensor:
-        """Project the output, and drop what the host drops."""
+        """Project the output and apply the host's dropout."""
         return self.proj_drop(self.proj(x))
 
     def forward(self, x: Tensor, hw_shape: Size) -> Tensor:

@@ -1,25 +1,37 @@
-"""Sampling points of transformers' multi-scale deformable attentions, gated or not, without that import."""
+"""Sampling points of transformers' multi-scale deformable attentions, gated or not, without importing transformers."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
-def points_of(module: Any) -> int:
+class DeformableAttention(Protocol):
+    """Attributes that transformers' multi-scale deformable attentions have in common."""
+
+    n_heads: int
+    n_levels: int
+    n_points: int | Sequence[int]
+    sampling_offsets: nn.Module
+    attention_weights: nn.Module
+
+
+def points_of(module: DeformableAttention) -> int:
     """Return the number of points of a head and level."""
     points = module.n_points
-    return points[0] if isinstance(points, (list, tuple)) else points
+    return points if isinstance(points, int) else points[0]
 
 
-def sampled(module: Any, query: Tensor, reference_points: Tensor) -> tuple[Tensor, Tensor]:
+def sampled(module: DeformableAttention, query: Tensor, reference_points: Tensor) -> tuple[Tensor, Tensor]:
     """Return offsets ``(B, Q, H, L, P, 2)`` and logits ``(B, Q, H, L, P)`` of a module.
 
     ``query (B, Q, C)`` has its position; ``reference_points`` are ``(B, Q, L|1, 2 or 4)``.
     """
     sizes = (module.n_heads, module.n_levels, points_of(module))
     offsets = module.sampling_offsets(query).unflatten(-1, (*sizes, 2))
-    if reference_points.shape[-1] == 4:  # the operator moves points by half a box at most; D-FINE has an option for it
+    if reference_points.shape[-1] == 4:
+        # The operator moves points by half a box at most; D-FINE has an option for it.
         offsets = offsets * (2 * getattr(module, 'offset_scale', 0.5))
     return offsets, module.attention_weights(query).unflatten(-1, sizes)

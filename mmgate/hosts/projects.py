@@ -1,10 +1,15 @@
-"""Attentions of projects that are cloned, not installed, as hosts: known by name, met when a model holds one."""
+"""Adapters of attentions of projects that are cloned, or not imported here.
+
+Their classes are known by name. They are met when a model holds one.
+"""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from mmgate.hosts.relative_positions import GatedRelativeAttention
@@ -12,22 +17,46 @@ from mmgate.hosts.table import adapts, full_name
 from mmgate.layers.base.deformable import DeformableGate, DeformableHost
 from mmgate.layers.base.dense import DenseGate
 from mmgate.layers.base.gate import Gate, Sizes
+from mmgate.ops.ms_deform_attn.levels import levels_on
 
-VITDET = 'vitdet.vit.Attention'  # mmdet's projects/ViTDet
-MS_DEFORM_ATTN = 'ms_deform_attn.MSDeformAttn'  # Deformable DETR's own, which Mask DINO and ViT-Adapter carry, too
-SIZES = ('d_model', 'n_levels', 'n_heads', 'n_points', 'ratio', 'im2col_step')
-ARGUMENTS = ('query', 'reference_points', 'input_flatten', 'input_spatial_shapes', 'input_level_start_index')
+# The attention of projects/ViTDet in mmdet's repository.
+VITDET = 'vitdet.vit.Attention'
+# The attention of Deformable DETR's repository, which those of Mask DINO and ViT-Adapter carry, and rfdetr.
+MS_DEFORM_ATTN = 'ms_deform_attn.MSDeformAttn'
+# The attention of Grounding DINO's repository, and of those that copy it.
+GROUNDING_DINO = 'ms_deform_attn.MultiScaleDeformableAttention'
+DETREX = 'detrex.layers.multi_scale_deform_attn.MultiScaleDeformableAttention'
+# The attention of RT-DETR's repository in both versions, and of D-FINE's, DEIM's and RT-DETRv4's.
+RT_DETR = (
+    'rtdetr_decoder.MSDeformableAttention',
+    'rtdetrv2_decoder.MSDeformableAttention',
+    'dfine_decoder.MSDeformableAttention',
+)
+ULTRALYTICS = 'ultralytics.nn.modules.transformer.MSDeformAttn'
 
 adapts(DenseGate, VITDET)(GatedRelativeAttention)
 
 
-@adapts(DeformableGate, MS_DEFORM_ATTN)
-class GatedMSDeformAttn(DeformableHost):
-    """Adapter of ``MSDeformAttn`` of Deformable DETR's repository and of those that carry a copy."""
+class GatedProjectAttention(DeformableHost):
+    """Base of the adapters of deformable attentions that are known by name.
 
-    n_heads: int
-    n_levels: int
-    n_points: int
+    A project may have changed its copy of a class. A subclass therefore names what it knows of a constructor and of a
+    call, and a class that takes anything else is refused.
+
+    Attributes:
+        constructed_with: The arguments of a host's constructor that it knows.
+        called_with: The first arguments of a host's ``forward``.
+        channels_at: Name of the host's attribute that holds its channels.
+        heads_at: Name of the one that holds its heads.
+        levels_at: Name of the one that holds its levels.
+    """
+
+    constructed_with: ClassVar[tuple[str, ...]]
+    called_with: ClassVar[tuple[str, ...]]
+    channels_at: ClassVar[str] = 'd_model'
+    heads_at: ClassVar[str] = 'n_heads'
+    levels_at: ClassVar[str] = 'n_levels'
+
     value_proj: nn.Module
     sampling_offsets: nn.Module
     attention_weights: nn.Module
@@ -36,26 +65,98 @@ class GatedMSDeformAttn(DeformableHost):
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
         """Return the sizes of a host."""
-        inputs = (host.d_model, host.d_model, host.d_model)
-        channels = host.value_proj.out_features  # fewer in ViT-Adapter
-        return Sizes(channels, host.n_heads, inputs=inputs, levels=host.n_levels, points=host.n_points)
+        width = getattr(host, cls.channels_at)
+        # In ViT-Adapter values have fewer channels than queries.
+        channels = host.value_proj.out_features if hasattr(host, 'value_proj') else width
+        return Sizes(
+            channels,
+            getattr(host, cls.heads_at),
+            inputs=(width, width, width),
+            levels=getattr(host, cls.levels_at),
+            points=cls.points(host),
+        )
+
+    @classmethod
+    def points(cls, host: Any) -> int:
+        """Return the number of points of a head and level."""
+        return host.n_points
 
     @classmethod
     def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
         """Return the gate for a host.
 
         Raises:
-            ValueError: A class of this name that is called otherwise, or that has further options.
+            ValueError: The host's class is called with other arguments, or has further options; or an option makes
+                the host compute something else.
         """
+        name = full_name(type(host))
         called = tuple(inspect.signature(host.forward).parameters)
-        further = [name for name in inspect.signature(type(host)).parameters if name not in SIZES]
-        if called[:5] != ARGUMENTS or further:
+        further = [option for option in inspect.signature(type(host)).parameters if option not in cls.constructed_with]
+        if called[: len(cls.called_with)] != cls.called_with or further:
             differs = f'takes {", ".join(further)}' if further else f'is called with {", ".join(called)}'
             raise ValueError(
-                f'this {full_name(type(host))} {differs} and may compute something else; write its adapter with '
-                'mmgate.adapts.'
+                f'this {name} {differs} and may compute something else; write its adapter with mmgate.adapts.'
             )
+        reason = cls.computes_otherwise(host)
+        if reason:
+            raise ValueError(f'this {name} {reason}.')
         return super().make_gate(host, gate_type, **options)
+
+    @classmethod
+    def computes_otherwise(cls, host: Any) -> str | None:
+        """Return which option makes a host compute something else, or None; the end of a sentence."""
+        return None
+
+    def project(self, value: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Return the values ``(B, S, H, d)`` of the levels ``(B, S, C)``; ``padding (B, S)`` is True where it is."""
+        value = self.value_proj(value)
+        if padding is not None:
+            value = value.masked_fill(padding[..., None], 0.0)
+        return value.unflatten(-1, (getattr(self, self.heads_at), -1))
+
+    def attended(
+        self,
+        query: Tensor,
+        value: Tensor,
+        spatial_shapes: Tensor,
+        level_start_index: Tensor,
+        reference_points: Tensor,
+        scale: float = 0.5,
+    ) -> Tensor:
+        """Return what queries ``(B, Q, C)``, with their position, make of values ``(B, S, H, d)``, not yet projected.
+
+        Args:
+            query: The queries.
+            value: The values of all levels.
+            spatial_shapes: ``(L, 2)`` as (height, width), integer.
+            level_start_index: ``(L,)``, integer.
+            reference_points: ``(B, Q, L|1, 2)`` as (x, y), or ``(B, Q, L|1, 4)`` as (x, y, w, h), in 0 to 1.
+            scale: How far from the centre of a box its last point lies at first, over the box's side.
+        """
+        sizes = (getattr(self, self.heads_at), getattr(self, self.levels_at), self.points(self))
+        offsets = self.sampling_offsets(query).unflatten(-1, (*sizes, 2))
+        if reference_points.shape[-1] == 4 and scale != 0.5:  # the operator moves points by half a box at most
+            offsets = offsets * (2 * scale)
+        logits = self.attention_weights(query).unflatten(-1, sizes)
+        return self.sample(query, value, spatial_shapes, level_start_index, offsets, logits, reference_points)
+
+
+@adapts(DeformableGate, MS_DEFORM_ATTN)
+class GatedMSDeformAttn(GatedProjectAttention):
+    """Adapter of ``MSDeformAttn`` of Deformable DETR's repository and of those that carry a copy, such as rfdetr.
+
+    IDEA-Research's copies (DINO, DN-DETR, Lite-DETR, TAPTR) have ``use_4D_normalizer``, which moves points otherwise.
+    """
+
+    constructed_with = ('d_model', 'n_levels', 'n_heads', 'n_points', 'ratio', 'im2col_step', 'use_4D_normalizer')
+    called_with = ('query', 'reference_points', 'input_flatten', 'input_spatial_shapes', 'input_level_start_index')
+
+    @classmethod
+    def computes_otherwise(cls, host: Any) -> str | None:
+        """Return that points move by sizes of levels and boxes at once."""
+        if getattr(host, 'use_4D_normalizer', False):
+            return 'has use_4D_normalizer=True, which moves points by the size of a level and of a box at once'
+        return None
 
     def forward(
         self,
@@ -65,6 +166,7 @@ class GatedMSDeformAttn(DeformableHost):
         input_spatial_shapes: Tensor,
         input_level_start_index: Tensor,
         input_padding_mask: Tensor | None = None,
+        input_spatial_shapes_hw: Sequence[tuple[int, int]] | None = None,
     ) -> Tensor:
         """Attend from ``query (B, Q, C)`` to the levels in ``input_flatten (B, S, C)``.
 
@@ -75,13 +177,232 @@ class GatedMSDeformAttn(DeformableHost):
             input_spatial_shapes: ``(L, 2)`` as (height, width), integer.
             input_level_start_index: ``(L,)``, integer.
             input_padding_mask: ``(B, S)``, True where there is padding.
+            input_spatial_shapes_hw: The shapes as numbers, which rfdetr hands in; then they are the ones that are used.
         """
-        value = self.value_proj(input_flatten)
-        if input_padding_mask is not None:
-            value = value.masked_fill(input_padding_mask[..., None], 0.0)
-        value = value.unflatten(-1, (self.n_heads, -1))  # (B, S, H, d)
-        sizes = (self.n_heads, self.n_levels, self.n_points)
-        offsets = self.sampling_offsets(query).unflatten(-1, (*sizes, 2))
-        logits = self.attention_weights(query).unflatten(-1, sizes)
-        levels = (input_spatial_shapes, input_level_start_index)
-        return self.output_proj(self.sample(query, value, *levels, offsets, logits, reference_points))
+        value = self.project(input_flatten, input_padding_mask)
+        shapes, starts = input_spatial_shapes, input_level_start_index
+        if input_spatial_shapes_hw is not None:  # which no device has to be waited for, and which exports can trace
+            shapes, starts = levels_on(query.device, input_spatial_shapes_hw)
+        return self.output_proj(self.attended(query, value, shapes, starts, reference_points))
+
+
+@adapts(DeformableGate, GROUNDING_DINO)
+class GatedGroundingDINOAttention(GatedProjectAttention):
+    """Adapter of ``MultiScaleDeformableAttention`` of Grounding DINO's repository: mmcv's without what it adds."""
+
+    constructed_with: ClassVar[tuple[str, ...]] = (
+        'embed_dim',
+        'num_heads',
+        'num_levels',
+        'num_points',
+        'img2col_step',
+        'batch_first',
+    )
+    called_with: ClassVar[tuple[str, ...]] = (
+        'query',
+        'key',
+        'value',
+        'query_pos',
+        'key_padding_mask',
+        'reference_points',
+        'spatial_shapes',
+        'level_start_index',
+    )
+    channels_at = 'embed_dim'
+    heads_at = 'num_heads'
+    levels_at = 'num_levels'
+
+    batch_first: bool
+
+    @classmethod
+    def points(cls, host: Any) -> int:
+        """Return the number of points of a head and level."""
+        return host.num_points
+
+    def attend(
+        self,
+        query: Tensor,
+        value: Tensor | None,
+        query_pos: Tensor | None,
+        key_padding_mask: Tensor | None,
+        reference_points: Tensor | None,
+        spatial_shapes: Tensor | None,
+        level_start_index: Tensor | None,
+    ) -> Tensor:
+        """Return the projected output, of the shape of ``query``; the arguments are those of :meth:`forward`."""
+        if reference_points is None or spatial_shapes is None or level_start_index is None:
+            raise ValueError(
+                'reference_points, spatial_shapes and level_start_index are needed by deformable attention.'
+            )
+        value = query if value is None else value
+        query = query if query_pos is None else query + query_pos
+        if not self.batch_first:
+            query, value = query.transpose(0, 1), value.transpose(0, 1)
+        values = self.project(value, key_padding_mask)
+        output = self.attended(query, values, spatial_shapes, level_start_index, reference_points)
+        output = self.output_proj(output)
+        return output if self.batch_first else output.transpose(0, 1)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        query_pos: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        reference_points: Tensor | None = None,
+        spatial_shapes: Tensor | None = None,
+        level_start_index: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attend from ``query`` to the levels in ``value``.
+
+        Args:
+            query: ``(Q, B, C)``, or ``(B, Q, C)`` if ``batch_first``, as all of the following.
+            key: Not used, as in the host.
+            value: ``(S, B, C)``, the levels one after the other; default ``query``.
+            query_pos: Position embedding, added to ``query``.
+            key_padding_mask: ``(B, S)``, True where ``value`` is padding.
+            reference_points: ``(B, Q, L, 2)`` as (x, y), or ``(B, Q, L, 4)`` as (x, y, w, h), in 0 to 1.
+            spatial_shapes: ``(L, 2)`` as (height, width), integer.
+            level_start_index: ``(L,)``, integer.
+            **kwargs: What layers hand to every attention; not used, as in the host.
+
+        Raises:
+            ValueError: ``reference_points``, ``spatial_shapes`` or ``level_start_index`` missing.
+        """
+        levels = (reference_points, spatial_shapes, level_start_index)
+        return self.attend(query, value, query_pos, key_padding_mask, *levels)
+
+
+@adapts(DeformableGate, DETREX)
+class GatedDetrexAttention(GatedGroundingDINOAttention):
+    """Adapter of detrex' ``MultiScaleDeformableAttention``, which drops from its output and adds an identity."""
+
+    constructed_with = (*GatedGroundingDINOAttention.constructed_with, 'dropout')
+    called_with = (
+        'query',
+        'key',
+        'value',
+        'identity',
+        'query_pos',
+        'key_padding_mask',
+        'reference_points',
+        'spatial_shapes',
+        'level_start_index',
+    )
+
+    dropout: nn.Module
+
+    def forward(  # type: ignore[override]
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        identity: Tensor | None = None,
+        query_pos: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        reference_points: Tensor | None = None,
+        spatial_shapes: Tensor | None = None,
+        level_start_index: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attend and add ``identity``, by default ``query``; the others are as in Grounding DINO's."""
+        levels = (reference_points, spatial_shapes, level_start_index)
+        output = self.attend(query, value, query_pos, key_padding_mask, *levels)
+        return self.dropout(output) + (query if identity is None else identity)
+
+
+@adapts(DeformableGate, *RT_DETR)
+class GatedMSDeformableAttention(GatedProjectAttention):
+    """Adapter of ``MSDeformableAttention`` of RT-DETR's repository in both versions, of D-FINE's and of DEIM's.
+
+    In D-FINE and DEIM the decoder projects the values once and hands in a list of levels.
+    """
+
+    constructed_with = (
+        'embed_dim',
+        'num_heads',
+        'num_levels',
+        'num_points',
+        'method',
+        'offset_scale',
+        'value_shape',
+    )
+    called_with = ('query', 'reference_points', 'value', 'value_spatial_shapes')
+    channels_at = 'embed_dim'
+    heads_at = 'num_heads'
+    levels_at = 'num_levels'
+
+    @classmethod
+    def points(cls, host: Any) -> int:
+        """Return the number of points of a head and level."""
+        return host.num_points_list[0] if hasattr(host, 'num_points_list') else host.num_points
+
+    @classmethod
+    def computes_otherwise(cls, host: Any) -> str | None:
+        """Return that levels have different numbers of points, or that points are rounded to pixels."""
+        points = getattr(host, 'num_points_list', ())
+        if len(set(points)) > 1:
+            return f'has num_points={list(points)}, and the gates need one number of points for all levels'
+        method = getattr(host, 'method', 'default')
+        if method != 'default':
+            return f'has method={method!r}, and the gates sample bilinearly'
+        return None
+
+    def forward(
+        self,
+        query: Tensor,
+        reference_points: Tensor,
+        value: Tensor | Sequence[Tensor],
+        value_spatial_shapes: Sequence[Sequence[int]],
+        value_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from ``query (B, Q, C)`` to the levels in ``value``.
+
+        Args:
+            query: The queries, with their position.
+            reference_points: ``(B, Q, L, 2)`` as (x, y), or ``(B, Q, L|1, 4)`` as (x, y, w, h), in 0 to 1.
+            value: The levels one after the other, ``(B, S, C)``; where the host does not project them ``(B, S, H, d)``,
+                or a list of levels ``(B, H, d, h w)``.
+            value_spatial_shapes: Height and width of the levels.
+            value_mask: ``(B, S)``, False where there is padding.
+        """
+        if not isinstance(value, Tensor):
+            value = torch.cat([*value], -1).permute(0, 3, 1, 2)  # (B, S, H, d)
+        elif value.dim() == 3:
+            padding = None if value_mask is None else value_mask == 0
+            value = self.project(value, padding)
+        shapes, starts = levels_on(query.device, value_spatial_shapes)
+        scale = getattr(self, 'offset_scale', 0.5)
+        output = self.attended(query, value, shapes, starts, reference_points, scale)
+        return self.output_proj(output) if hasattr(self, 'output_proj') else output
+
+
+@adapts(DeformableGate, ULTRALYTICS)
+class GatedUltralyticsAttention(GatedProjectAttention):
+    """Adapter of ``MSDeformAttn`` of ultralytics, in its RT-DETR. That package is never imported here: it is AGPL."""
+
+    constructed_with = ('d_model', 'n_levels', 'n_heads', 'n_points')
+    called_with = ('query', 'refer_bbox', 'value', 'value_shapes', 'value_mask')
+
+    def forward(
+        self,
+        query: Tensor,
+        refer_bbox: Tensor,
+        value: Tensor,
+        value_shapes: Sequence[Sequence[int]],
+        value_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from ``query (B, Q, C)`` to the levels in ``value (B, S, C)``.
+
+        Args:
+            query: The queries, with their position.
+            refer_bbox: ``(B, Q, 1|L, 2)`` as (x, y), or ``(B, Q, 1|L, 4)`` as (x, y, w, h), in 0 to 1.
+            value: The levels one after the other.
+            value_shapes: Height and width of the levels.
+            value_mask: ``(B, S)``, True where there is padding.
+        """
+        shapes, starts = levels_on(query.device, value_shapes)
+        values = self.project(value, value_mask)
+        return self.output_proj(self.attended(query, values, shapes, starts, refer_bbox))

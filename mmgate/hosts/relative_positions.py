@@ -1,8 +1,8 @@
-"""Gated attention over a map with decomposed relative positions, as in ViTDet and in SAM's image encoder."""
+"""Adapter of attention over a map with decomposed relative positions, as in ViTDet and in SAM's image encoder."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,13 @@ from torch import Tensor, nn
 from mmgate.layers.base.dense import DenseHost
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.parts.resizing import resize_axis
+
+
+class RelativeAttention(Protocol):
+    """Attributes of a host that give its sizes."""
+
+    qkv: nn.Linear
+    num_heads: int
 
 
 class GatedRelativeAttention(DenseHost):

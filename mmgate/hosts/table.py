@@ -1,4 +1,4 @@
-"""The table of pairs: a kind of gate, a host's class, and the adapter of the host's family."""
+"""Table of adapters, by a class of gates and the class of a host."""
 
 from __future__ import annotations
 
@@ -10,46 +10,67 @@ from typing import Any
 
 from torch import nn
 
-from mmgate._environment import log, why_not
+from mmgate import _environment
+from mmgate._environment import log
+from mmgate.hosts.interface import goes_through_interface
 from mmgate.layers.base.gate import Gate
-from mmgate.layers.base.gated import GatedModule
+from mmgate.layers.base.gated import GatedModule, host_class
 from mmgate.registry import MODELS
 
 Host = type[nn.Module] | str
 Adapter = type[GatedModule]
+# Packages whose import takes seconds. Their adapters are imported once a module of theirs is met.
 LATE = ('timm', 'transformers')
 
 
 @dataclass(frozen=True)
 class Inside:
-    """An entry for a host whose attention is a child, which is gated instead.
+    """Entry of a host that holds an attention, which is gated instead of the host.
 
     Attributes:
-        child: Its name.
+        child: Name of the child that is the attention.
     """
 
     child: str
 
 
+@dataclass(frozen=True)
+class Pattern:
+    """An entry for hosts that are told by what their class does instead of by its name.
+
+    Attributes:
+        adapter: Of the hosts that it fits.
+        concerns: Takes a class and returns whether it is of this kind.
+        why_not: Takes a module of that kind and returns why the adapter does not fit it, or None; the end of a sentence
+            about its class.
+    """
+
+    adapter: Adapter
+    concerns: Callable[[type[nn.Module]], bool]
+    why_not: Callable[[nn.Module], str | None]
+
+
 _ADAPTERS: dict[tuple[type, type | str], Adapter | Inside] = {}
+_PATTERNS: list[tuple[type, Pattern]] = []
 
 
 def adapts(gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = None) -> Callable[[Adapter], Adapter]:
-    """Say how modules of the classes ``hosts`` are gated.
+    """Register the adapter of host classes.
 
-    As a decorator it enters an adapter, a subclass of :class:`~mmgate.layers.base.gated.GatedModule` whose
-    ``forward`` has the host's signature and calls the gate. With ``like`` there is nothing to decorate:
-    ``adapts(Gate, Sub, like=Base)`` says that ``Sub`` computes what ``Base`` does.
+    It decorates the adapter, a subclass of :class:`~mmgate.layers.base.gated.GatedModule` whose ``forward`` has the
+    host's signature and calls the gate. With ``like`` there is nothing to decorate: ``adapts(Gate, Sub, like=Base)``
+    declares that ``Sub`` computes the same as ``Base``.
 
     Args:
-        gate: The gate, or what a rule names; its subclasses are served, too, unless one has an adapter itself.
-        hosts: Host classes. They match exactly: a subclass may compute something else. One that need not be
-            importable here is given by its dotted name, of which leading packages may be left out: ``'vit.Attention'``
-            is also ``projects.ViTDet.vitdet.vit.Attention``.
-        like: A host class whose adapter serves ``hosts`` as well.
+        gate: Class of gates, or an attention that a rule names by its type. The adapter serves its subclasses, too,
+            unless they have adapters themselves.
+        hosts: Host classes. They match exactly: a subclass may compute something else. A class that cannot be imported
+            everywhere is given by its dotted name. Leading packages may be left out: ``'vit.Attention'`` is also
+            ``projects.ViTDet.vitdet.vit.Attention``.
+        like: A host class whose adapter serves ``hosts``, too.
 
     Raises:
-        TypeError: Something else than a class or a dotted name.
+        TypeError: An argument is neither a class nor a dotted name.
         LookupError: ``gate`` has no adapter for ``like``.
     """
     for cls in (gate, *hosts, gate if like is None else like):
@@ -73,46 +94,98 @@ def adapts(gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = N
 
 
 def adapts_inside(gate: type[nn.Module], child: str, *hosts: Host) -> None:
-    """Say that modules of the classes ``hosts`` are gated in their child of that name."""
+    """Register host classes whose child of the name ``child`` is gated instead of them."""
     adapts(gate, *hosts)(Inside(child))  # type: ignore[arg-type]
 
 
+def adapts_pattern(
+    gate: type[nn.Module], concerns: Callable[[type[nn.Module]], bool], why_not: Callable[[nn.Module], str | None]
+) -> Callable[[Adapter], Adapter]:
+    """Enter an adapter for hosts that have no entry of their class, as a decorator; see :class:`Pattern`."""
+
+    def register(adapter: Adapter) -> Adapter:
+        _PATTERNS.append((gate_of_type(gate) or gate, Pattern(adapter, concerns, why_not)))
+        return adapter
+
+    return register
+
+
 def gate_of_type(kind: Any) -> type[Gate] | None:
-    """Return the gate's class that a rule's type names: itself, or that of the attention of that name; else None."""
+    """Return the class of the gate that a rule's type names, or None.
+
+    Args:
+        kind: A gate's class, which is returned, or an attention whose ``gate_type`` is.
+    """
     found = getattr(kind, 'gate_type', kind)
     return found if inspect.isclass(found) and issubclass(found, Gate) else None
 
 
 def adapter_for(kind: type, host: nn.Module) -> tuple[Adapter, str] | None:
-    """Return the adapter that lets a gate of ``kind`` into ``host``, and where: a child's name, or '' for the host.
+    """Return the adapter that lets a gate into a host, and the path to the module that is gated, or None.
 
     The host's class has to match exactly: a subclass may compute something else, which a gate would lose in silence.
+
+    Args:
+        kind: Class of the gate, or an attention that a rule names by its type.
+        host: A module. The path from it is empty if it is gated itself.
     """
-    _import_late(type(host).__module__.partition('.')[0])
-    entry = _adapter(gate_of_type(kind) or kind, type(host))
+    known: Any = type(host)
+    _import_late(_package(known))
+    kind = gate_of_type(kind) or kind
+    entry = _adapter(kind, type(host))
     if isinstance(entry, Inside):
         inner = adapter_for(kind, host.get_submodule(entry.child))
         return None if inner is None else (inner[0], f'{entry.child}.{inner[1]}'.rstrip('.'))
+    if entry is None:
+        pattern = _pattern(kind, host)
+        entry = pattern.adapter if pattern is not None and pattern.why_not(host) is None else None
     return None if entry is None else (entry, '')
 
 
+def why_not(kind: type, host: nn.Module) -> str | None:
+    """Return why an adapter by pattern does not fit a module of its kind, the end of a sentence, or None."""
+    kind = gate_of_type(kind) or kind
+    pattern = _pattern(kind, host) if _adapter(kind, type(host)) is None else None
+    return None if pattern is None else pattern.why_not(host)
+
+
+def held_attention(host: nn.Module, *, exactly: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the name and the module of each attention in a host that is gated instead of the host.
+
+    Args:
+        host: A module, gated or not.
+        exactly: True leaves out subclasses of registered hosts. Gates do not fit them, but mmgate's attentions with a
+            gate are subclasses of mmcv's.
+    """
+    vanilla = host_class(host)
+    children = dict(host.named_children())
+    found: dict[str, nn.Module] = {}
+    for (kind, known), entry in _ADAPTERS.items():
+        if not isinstance(entry, Inside) or entry.child not in children:
+            continue
+        derived = inspect.isclass(known) and isinstance(host, known) and not exactly
+        if derived or _adapter(kind, vanilla) == entry:
+            found[entry.child] = children[entry.child]
+    yield from found.items()
+
+
 def gates_for(host: nn.Module) -> list[type]:
-    """Return what rules may name as ``type`` for ``host``."""
+    """Return the classes that rules may name as ``type`` for ``host``."""
     return [kind for kind in registered_gates() if adapter_for(kind, host) is not None]
 
 
 def hosts_of(kind: type) -> list[type]:
-    """Return the host classes that a gate of ``kind`` has an adapter for, less those that are known by name."""
+    """Return the host classes that a gate has an adapter for, without those that are known by name."""
     return [host for host in _hosts(kind) if not isinstance(host, str)]
 
 
 def host_names(kind: type) -> list[str]:
-    """Return the names of all host classes that a gate of ``kind`` has an adapter for; empty if it is no gate."""
+    """Return the names of all host classes that a gate has an adapter for; empty if ``kind`` is no gate."""
     return [host if isinstance(host, str) else full_name(host) for host in _hosts(kind)]
 
 
 def options_of(kind: type) -> dict[str, inspect.Parameter]:
-    """Return the options of a gate, its keyword-only arguments, those of its bases after ``**kwargs`` among them."""
+    """Return the options of a gate by name: its keyword-only arguments, and those that ``**kwargs`` hands to a base."""
     found: dict[str, inspect.Parameter] = {}
     for cls in (gate_of_type(kind) or kind).__mro__:
         if '__init__' in vars(cls):
@@ -124,12 +197,12 @@ def options_of(kind: type) -> dict[str, inspect.Parameter]:
 
 
 def full_name(cls: type) -> str:
-    """Return a class's name with its module: mmdet and mmseg have classes of one name."""
+    """Return the name of a class with its module, as mmdet and mmseg have classes of one name."""
     return f'{cls.__module__}.{cls.__qualname__}'
 
 
 def registered_gates() -> Iterator[type]:
-    """Yield what rules may name: the registered classes with a gate."""
+    """Yield the classes that rules may name: those that are registered and have a gate."""
     for registered in MODELS.module_dict.values():
         if gate_of_type(registered) is not None:
             yield registered
@@ -143,9 +216,24 @@ def _hosts(kind: type) -> Iterator[type | str]:
 @cache
 def _import_late(package: str) -> None:
     """Import the adapters of a package that nothing here imports, once a module of it is met."""
-    problem = why_not(f'{__package__}.{package}') if package in LATE else None
-    if problem:  # too old, for instance: mm models of language hold modules of any transformers
+    problem = _environment.why_not(f'{__package__}.{package}') if package in LATE else None
+    # A package may be too old, for instance: mm's models of language hold modules of any transformers.
+    if problem:
         log(f'mmgate has no adapters for {package} here: {problem}')
+
+
+@cache
+def _package(host: Any) -> str:
+    """Return the package whose adapters may fit a class: its own, or transformers where it attends through that."""
+    package = host.__module__.partition('.')[0]
+    return package if package in LATE or not goes_through_interface(host) else 'transformers'
+
+
+def _pattern(kind: type, host: nn.Module) -> Pattern | None:
+    if isinstance(host, GatedModule):
+        return None
+    found = (pattern for base, pattern in _PATTERNS if issubclass(kind, base) and pattern.concerns(type(host)))
+    return next(found, None)
 
 
 def _adapter(kind: type, host: type) -> Adapter | Inside | None:

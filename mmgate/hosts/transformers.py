@@ -1,8 +1,11 @@
-"""transformers' attentions as hosts: those behind its attention interface, Mask2Former's, and deformable ones."""
+"""transformers' attentions as hosts: those of its attention interface, Mask2Former's, and deformable ones."""
 
 from __future__ import annotations
 
-from copy import copy
+import inspect
+from collections.abc import Iterator
+from copy import copy, deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,35 +14,18 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from mmgate.hosts.interface import Reading, goes_through_interface, read
 from mmgate.hosts.points import points_of, sampled
-from mmgate.hosts.table import adapts, full_name
+from mmgate.hosts.table import adapts, adapts_pattern, full_name
 from mmgate.layers.base.deformable import DeformableGate, DeformableHost
 from mmgate.layers.base.dense import DenseGate, DenseHost, Inputs
 from mmgate.layers.base.gate import Gate, Sizes
+from mmgate.layers.base.gated import Record, gate_module
 from mmgate.ops.masks import merge_masks
 from mmgate.ops.ms_deform_attn import attention_weights
+from mmgate.ops.ms_deform_attn.levels import levels_on
 
 NAME = 'mmgate'  # of the attention implementation
-READ = ('q_proj', 'k_proj', 'v_proj')
-HOSTS = (
-    'modeling_vit.ViTAttention',
-    'modeling_deit.DeiTAttention',
-    'modeling_dinov2.Dinov2Attention',
-    'modeling_dinov2_with_registers.Dinov2WithRegistersAttention',
-    'modeling_dinov3_vit.DINOv3ViTAttention',
-    'modeling_swin.SwinAttention',
-    'modeling_segformer.SegformerAttention',
-    'modeling_detr.DetrSelfAttention',
-    'modeling_detr.DetrCrossAttention',
-    'modeling_deformable_detr.DeformableDetrSelfAttention',
-    'modeling_rt_detr.RTDetrSelfAttention',
-    'modeling_rt_detr_v2.RTDetrV2SelfAttention',
-    'modeling_d_fine.DFineSelfAttention',
-    'modeling_deimv2.Deimv2SelfAttention',
-    'modeling_rf_detr.RfDetrDinov2Attention',
-)
-ROTATED = ('DINOv3ViTAttention',)  # halves of their heads belong together
-
 DEFORMABLE = {
     'deformable_detr': 'DeformableDetr',
     'rt_detr': 'RTDetr',
@@ -52,15 +38,154 @@ DEFORMABLE = {
     'oneformer': 'OneFormerPixelDecoderEncoder',
     'd_fine': 'DFine',
     'deimv2': 'Deimv2',
+    'omdet_turbo': 'OmDetTurbo',
+    'pp_doclayout_v2': 'PPDocLayoutV2',
+    'pp_doclayout_v3': 'PPDocLayoutV3',
+    'pp_doclayout_v4': 'PPDocLayoutV4',
 }
 DEFORMABLE_HOSTS = tuple(f'modeling_{model}.{name}MultiscaleDeformableAttention' for model, name in DEFORMABLE.items())
 
 
-@adapts(DenseGate, *HOSTS)
-class GatedInterfaceAttention(DenseHost):
-    """Adapter of modules behind the attention interface, whose attention function becomes ours.
+# What a trial on the device meta calls a forward with: images of so many tokens, in one row or as a map.
+SIDE = 16
+TRIALS = ((2, SIDE * SIDE), (2, SIDE, SIDE))
+POSITIONS = 'position_embeddings'  # the argument of rotary positions, cosines and sines
+NUMBERS = ('height', 'width')  # arguments that are the map's sides
 
-    A gate reads what the projections of query, key and value have read, which they note while the host runs.
+
+class OtherTokensError(ValueError):
+    """An attention between other tokens than those that its projections have read."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a trial of a forward has found: heads H and their width d."""
+
+    heads: int
+    head_dim: int
+
+
+class _TrialGate(nn.Module):
+    """A gate that keeps the shapes of heads, and computes nothing."""
+
+    acts_after_projection = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[torch.Size, ...]] = []
+
+    def seen_heads(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Keep the shapes, and return heads ``(B, N, H, d)``."""
+        self.seen.append((query.shape, key.shape, value.shape))
+        return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
+
+
+_TRIED: dict[Any, Trial | str] = {}
+
+
+def why_not(host: nn.Module) -> str | None:
+    """Return why a module that goes through the attention interface is not gated by pattern, or None."""
+    try:
+        tried(host)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def tried(host: Any) -> Trial:
+    """Return what a trial of a host's forward finds; hosts of one class and of the same sizes are tried once.
+
+    Raises:
+        ValueError: The host does not fit; the message is the end of a sentence about its class.
+    """
+    sizes = [(name, tuple(parameter.shape)) for name, parameter in host.named_parameters()]
+    numbers = [(name, repr(one)) for name, one in vars(host).items() if isinstance(one, (int, float, str, tuple))]
+    key = (type(host), *sizes, *sorted(pair for pair in numbers if pair[0] != 'training'))
+    if key not in _TRIED:
+        try:
+            _TRIED[key] = _try(host)
+        except ValueError as error:
+            _TRIED[key] = str(error)
+    found = _TRIED[key]
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
+
+
+def _try(host: Any) -> Trial:
+    reading = read(type(host), host)
+    if not hasattr(getattr(host, 'config', None), '_attn_implementation'):
+        raise ValueError('has no config that names its attention function')
+    reason = 'has not called its attention function'
+    for arguments in _arguments(host, reading):
+        copied = _on_meta(host)
+        gate = _TrialGate()
+        gate_module(copied, GatedInterfaceAttention, gate, Record(GatedInterfaceAttention, type(host), '', {}))
+        try:
+            with torch.no_grad():
+                copied(**arguments)
+        except OtherTokensError as error:
+            reason = f'attends between other tokens than it projects: {error}'
+            continue
+        except Exception as error:  # whatever a forward may raise on arguments of other shapes
+            reason = f'does not run in a trial ({type(error).__name__}: {str(error).strip().splitlines()[0][:200]})'
+            continue
+        if gate.seen:
+            query, key, value = gate.seen[0]
+            if key[1] != query[1] or value[1] != query[1]:
+                raise ValueError(f'has {key[1]} heads of keys and {value[1]} of values for {query[1]} of queries')
+            if value[-1] != query[-1]:
+                raise ValueError(f'has heads of {query[-1]} channels, and of {value[-1]} for values')
+            return Trial(query[1], query[-1])
+    raise ValueError(reason)
+
+
+def _arguments(host: Any, reading: Reading) -> Iterator[dict[str, Any]]:
+    """Yield arguments for a forward, of one shape after the other."""
+    like = host.get_submodule(reading.query).weight
+    widths = {
+        name: host.get_submodule(projection).in_features
+        for projection in reversed(reading.projections)
+        for name in reading.arguments[projection]
+        if name not in NUMBERS
+    }
+    unknown = [name for name in reading.required if name not in (*widths, *NUMBERS, POSITIONS)]
+    if unknown:
+        raise ValueError(f'needs {" and ".join(unknown)}, which a trial cannot make')
+    rotary = POSITIONS in inspect.signature(type(host).forward).parameters and POSITIONS not in widths
+    for shape in TRIALS:
+        given: dict[str, Any] = {name: SIDE for name in NUMBERS if name in reading.required}
+        for name in reading.required:
+            if name in widths:
+                given[name] = torch.empty((*shape, widths[name]), device='meta', dtype=like.dtype)
+        if POSITIONS not in reading.required:
+            yield given
+        width: Any = getattr(host, 'head_dim', getattr(host, 'attention_head_size', None))
+        for tokens in ((SIDE * SIDE,), (SIDE,), (1, SIDE * SIDE)) if rotary and width else ():
+            angles = torch.empty((*tokens, width), device='meta', dtype=like.dtype)
+            yield {**given, POSITIONS: (angles, angles)}
+
+
+def _on_meta(host: Any) -> Any:
+    """Return a copy of a host on the device ``meta``, without hooks, in evaluation; its numbers are not copied."""
+    memo: dict[int, Any] = {id(host.config): host.config}
+    for parameter in host.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device='meta'), requires_grad=False)
+    memo.update({id(buffer): torch.empty_like(buffer, device='meta') for buffer in host.buffers()})
+    copied = deepcopy(host, memo).eval()
+    for module in copied.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    return copied
+
+
+@adapts_pattern(DenseGate, goes_through_interface, why_not)
+class GatedInterfaceAttention(DenseHost):
+    """Adapter of attention that goes through the attention interface, whose attention function becomes ours.
+
+    Its hosts are recognised by the source of their forward, see :mod:`.interface`, and by the shapes of heads in a
+    trial without numbers. A gate reads what the projections of query, key and value have read, which they note while
+    the host runs.
     """
 
     host_signature = True
@@ -69,58 +194,99 @@ class GatedInterfaceAttention(DenseHost):
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
-        """Return the sizes of a host, by its projections."""
-        query, key, value = (getattr(host, name).in_features for name in READ)
-        dropout = host.attention_dropout if hasattr(host, 'attention_dropout') else host.dropout
-        channels = host.q_proj.out_features
+        """Return the sizes of a host, by its projections and a trial."""
+        reading = read(type(host), host)
+        found = tried(host)
+        query, key, value = (host.get_submodule(name).in_features for name in reading.projections)
+        dropout = host
+        for name in reading.dropout:
+            dropout = getattr(dropout, name)
+        if isinstance(dropout, nn.Dropout):
+            dropout = dropout.p
         return Sizes(
-            channels,
-            channels // host.head_dim,
+            found.heads * found.head_dim,
+            found.heads,
             inputs=(query, key, value),
-            output=host.o_proj.out_features,
-            dropout=dropout,
+            output=host.get_submodule(reading.output).out_features,
+            dropout=float(dropout) if reading.dropout else 0.0,
         )
 
     @classmethod
     def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Refuse two streams where the halves of a head are rotated together."""
-        name = next((base.__name__ for base in type(host).__mro__ if base.__name__ in ROTATED), None)
-        if gate.two_streams and name:
-            return f'the gate splits heads into two streams, but {name} rotates their halves together'
+        """Refuse two streams where the halves of a head are rotated together, or changed otherwise."""
+        changes = read(type(host), host).changes
+        if gate.two_streams and changes:
+            name = type(host).__name__
+            return (
+                f'the gate splits heads into two streams, but {name} rotates their halves together or changes them '
+                f'otherwise, by {", ".join(changes)}'
+            )
         return None
 
-    def switched_on(self) -> None:
+    def after_switch_on(self) -> None:
         """Let this module, and no other of its model, attend by our function, and let projections note their input."""
         notes = self.gating.notes
+        reading = read(self.gating.vanilla, self)
+        notes['projections'] = reading.projections
+        notes['output'] = reading.output
         notes['config'] = self.config
         self.config = copy(self.config)
         self.config._attn_implementation = NAME
-        notes['hooks'] = [getattr(self, name).register_forward_pre_hook(note_input) for name in READ]
+        names = dict.fromkeys(reading.projections)
+        notes['hooks'] = [getattr(self, name).register_forward_pre_hook(note_input) for name in names]
+        if self.gate.acts_after_projection:
+            notes['hooks'].append(getattr(self, reading.output).register_forward_hook(finish_output))
 
-    def switched_off(self) -> None:
+    def before_switch_off(self) -> None:
         """Give the module its config back, and take the notes off."""
         self.config = self.gating.notes.pop('config')
         for hook in self.gating.notes.pop('hooks'):
             hook.remove()
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend; the arguments are the host's. There are no weights to return, as with its fused functions."""
+        notes = self.gating.notes
         try:
-            output, weights = super().forward(*args, **kwargs)
-            return self.gate.finish(output, self.noted_query, self.noted_inputs()), weights
+            return super().forward(*args, **kwargs)
         finally:
             self.noted_query = None
-            for name in READ:
-                getattr(self, name).noted_input = None
+            vars(getattr(self, notes['output'])).pop('noted_finish', None)
+            for name in notes['projections']:
+                for part in getattr(self, name).modules():
+                    vars(part).pop('noted_input', None)
 
-    def noted_inputs(self) -> Inputs:
-        """Return what the projections of query, key and value have read in this call."""
-        return self.q_proj.noted_input, self.k_proj.noted_input, self.v_proj.noted_input
+    def noted_inputs(self, query: Tensor, key: Tensor) -> Inputs:
+        """Return what the projections have read in this call, ``(B, N|M, C)``, as tokens of the heads.
+
+        Raises:
+            OtherTokensError: The keys are more than those that this call has projected, as with a cache, or queries
+                are pooled.
+        """
+        found = []
+        for name, heads in zip(self.gating.notes['projections'], (query, key, key), strict=True):
+            # what others have put around a projection since, such as adapters of low rank, calls it within
+            x = next(vars(part)['noted_input'] for part in getattr(self, name).modules() if 'noted_input' in vars(part))
+            tokens = (heads.shape[0], heads.shape[2])
+            if x.numel() != tokens[0] * tokens[1] * x.shape[-1]:
+                raise OtherTokensError(
+                    f'{tokens[0]} x {tokens[1]} heads, but {x.numel() // x.shape[-1]} tokens projected by {name}. '
+                    'A gate reads what belongs to each head, so call the model without a cache and without pooled '
+                    'queries'
+                )
+            found.append(x if x.shape[:-1] == tokens else x.reshape(*tokens, x.shape[-1]))
+        return found[0], found[1], found[2]
 
 
 def note_input(projection: Any, args: tuple[Tensor, ...]) -> None:
     """Keep what a projection reads until its attention has been computed."""
     projection.noted_input = args[0]
+
+
+def finish_output(projection: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """Let a gate that acts there change what the projection of the heads returns."""
+    (gate,), query, inputs = projection.noted_finish
+    tokens = output.reshape(*inputs[0].shape[:2], output.shape[-1])
+    return gate.finish(tokens, query, inputs).view_as(output)
 
 
 def attention(
@@ -131,6 +297,7 @@ def attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with the module's gate, or as ``'sdpa'`` does where it has none; transformers' interface.
@@ -144,20 +311,43 @@ def attention(
     """
     if not isinstance(module, GatedInterfaceAttention):
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **kwargs,
         )
+    if isinstance(module.gate, _TrialGate):  # whose masks may be of another number of tokens
+        module.noted_inputs(query, key)
+        return module.gate.seen_heads(query, key, value), None
     if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.dim() == 4):
         raise ValueError(
             "a gated attention takes the masks of 'sdpa' and 'eager'; load the model with attn_implementation='sdpa', "
             f"or call model.set_attn_implementation('{NAME}')."
         )
+    causal = getattr(module, 'is_causal', True) if is_causal is None else is_causal  # as 'sdpa' has it
+    if attention_mask is None and causal and query.shape[2] > 1:
+        attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         attention_mask = ~attention_mask
     bias, dead = merge_masks(attention_mask, None, query.shape[0], query.shape[1], query.dtype)
     if scaling is not None and scaling != query.shape[-1] ** -0.5:
         query = query * (scaling * query.shape[-1] ** 0.5)
     module.noted_query = query
-    heads = module.gate.attend(query, key, value, module.noted_inputs(), bias)
+    inputs = module.noted_inputs(query, key)
+    if module.gate.acts_after_projection:
+        output = getattr(module, module.gating.notes['output'])
+        if finish_output not in output._forward_hooks.values():
+            raise ValueError(
+                f'{module.gating.notes["output"]} of {module.gating.name} was replaced after it was gated, and the '
+                'gate acts on what it returns; replace it first and gate then.'
+            )
+        output.noted_finish = ([module.gate], query, inputs)  # a list, as a module would become a child
+    heads = module.gate.attend(query, key, value, inputs, bias)
     heads = heads if dead is None else heads.masked_fill(dead, 0.0)
     return heads.transpose(1, 2).contiguous(), None
 
@@ -264,13 +454,16 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
             encoder_hidden_states: The levels.
             position_embeddings: Added to the queries.
             reference_points: ``(B, Q, L|1, 2)`` as (x, y), or ``(B, Q, L|1, 4)`` as (x, y, w, h), in 0 to 1.
-            spatial_shapes: ``(L, 2)`` as (height, width).
-            spatial_shapes_list: The same as a list, where there is no tensor.
-            level_start_index: ``(L,)``; of levels side by side by default.
+            spatial_shapes: ``(L, 2)`` as (height, width), if there is no list.
+            spatial_shapes_list: The same as a list.
+            level_start_index: ``(L,)``, if there is no list; of levels side by side by default.
             **kwargs: What layers hand to every attention; not used, as in transformers.
 
         Returns:
             ``(B, Q, C)``, and the weights ``(B, Q, H, L, P)``, in RT-DETRv2, D-FINE and DEIMv2 ``(B, Q, H, L P)``.
+
+        Raises:
+            ValueError: Neither ``spatial_shapes`` nor a list of them.
         """
         query = hidden_states if position_embeddings is None else hidden_states + position_embeddings
         value = self.value_proj(encoder_hidden_states) if hasattr(self, 'value_proj') else encoder_hidden_states
@@ -278,8 +471,11 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
             padding = attention_mask if self.mask_is_padding else ~attention_mask
             value = value.masked_fill(padding[..., None], 0.0)
         value = value.unflatten(-1, (self.n_heads, -1))  # (B, S, H, d)
+        if spatial_shapes_list is not None:
+            # As in transformers, the list decides. Tensors are made once for all layers, so that none of them waits.
+            spatial_shapes, level_start_index = levels_on(value.device, spatial_shapes_list)
         if spatial_shapes is None:
-            spatial_shapes = torch.tensor(spatial_shapes_list, device=value.device)
+            raise ValueError('spatial_shapes or spatial_shapes_list is needed by deformable attention.')
         if level_start_index is None:
             areas = spatial_shapes.prod(-1)
             level_start_index = areas.cumsum(0) - areas

@@ -1,23 +1,43 @@
-"""Swin's windows as hosts: gated attention inside them, and attention over the whole map instead of them."""
+"""Adapters of Swin's windows, for gates inside them and for gates that mix the whole map instead."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
 from mmgate.hosts.table import adapts
-from mmgate.layers.base.dense import DenseGate, DenseHost, refuse_scale
+from mmgate.layers.base.dense import DenseGate, DenseHost, refuses_scale
 from mmgate.layers.base.gate import Gate, Sizes
 from mmgate.layers.base.map import MapGate, MapHost, Size
 
-OLD_NAMES = {  # of mmgate 0.1, which held a module of torch's
+# Names in checkpoints of mmgate 0.1, which held a module of torch's.
+OLD_NAMES = {
     'attn.in_proj_weight': 'qkv.weight',
     'attn.in_proj_bias': 'qkv.bias',
     'attn.out_proj.': 'proj.',
     'attn.': '',
 }
-WINDOWS: dict[type[nn.Module], type[nn.Module]] = {}  # by package, the class that shifts and that of its windows
+# By the class that shifts windows, the class of the attention in them, an entry a package.
+WINDOWS: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+class Windows(Protocol):
+    """Attributes of the attention inside windows that give its sizes."""
+
+    embed_dims: int
+    num_heads: int
+    attn_drop: nn.Dropout
+    scale: float
+    qkv: nn.Linear
+
+
+class ShiftedWindows(Protocol):
+    """Attributes of the attention that shifts windows."""
+
+    w_msa: Windows
+    shift_size: int
 
 
 class GatedWindowMSA(DenseHost):
@@ -26,7 +46,7 @@ class GatedWindowMSA(DenseHost):
     The relative position bias and the mask ``(nW, N, N)`` of shifted windows are added to the logits after the gate.
     """
 
-    old_names = OLD_NAMES
+    old_names: ClassVar[Mapping[str, str]] = OLD_NAMES
 
     num_heads: int
     qkv: nn.Module
@@ -38,7 +58,7 @@ class GatedWindowMSA(DenseHost):
     @classmethod
     def refuses(cls, host: Any, gate: Any) -> str | None:
         """Refuse another scale of the logits."""
-        return refuse_scale(host)
+        return refuses_scale(host)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend within windows ``(B nW, N, C)``, those of an image next to each other."""
@@ -62,7 +82,7 @@ class GatedShiftWindowMSA(MapHost):
     drop: nn.Module
 
     @classmethod
-    def sizes(cls, host: Any) -> Sizes:
+    def sizes(cls, host: ShiftedWindows) -> Sizes:
         """Return the sizes of the windows' attention."""
         windows = host.w_msa
         return Sizes(
@@ -93,7 +113,7 @@ class GatedShiftWindowMSA(MapHost):
         return q, k, v
 
     def finish(self, x: Tensor) -> Tensor:
-        """Project the output, and drop what the host drops."""
+        """Project the output and apply the host's dropout."""
         return self.drop(self.w_msa.proj_drop(self.w_msa.proj(x)))
 
     def forward(self, query: Tensor, hw_shape: Size) -> Tensor:

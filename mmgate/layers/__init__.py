@@ -1,51 +1,64 @@
-"""Attention layers, one file per paper; importing them registers them."""
+"""Attention modules and their gates, one file a paper; importing them registers the modules."""
 
 from mmgate.layers.base.deformable import MultiScaleDeformableAttention
 
-from .agent import AgentAttention
-from .cross_window import CrossWindowAttention
+from .agent import AgentAttention, AgentGate
+from .cross_window import CrossWindowAttention, CrossWindowGate
 from .dgsa import DGSAGate, DifferentialGatedMultiheadAttention
 from .differential import DifferentialGate, DifferentialMultiheadAttention
 from .gml import GatingModulation
-from .linear.angular import LinearAngularAttention
-from .linear.efficient import EfficientAttention
-from .linear.enhanced import EnhancedLinearAttention
-from .linear.focused import FocusedLinearAttention
-from .linear.hydra import HydraAttention
-from .linear.inline import InLineAttention
-from .linear.mlla import MLLAAttention
-from .linear.polaformer import PolaFormerAttention
-from .linear.rala import RALAAttention
+from .linear.angular import LinearAngularAttention, LinearAngularGate
+from .linear.efficient import EfficientAttention, EfficientGate
+from .linear.enhanced import EnhancedLinearAttention, EnhancedLinearGate
+from .linear.focused import FocusedLinearAttention, FocusedLinearGate
+from .linear.hydra import HydraAttention, HydraGate
+from .linear.inline import InLineAttention, InLineGate
+from .linear.mlla import MLLAAttention, MLLAGate
+from .linear.polaformer import PolaFormerAttention, PolaFormerGate
+from .linear.rala import RALAAttention, RALAGate
 from .plug import PLuGDeformableGate, PLuGMultiScaleDeformableAttention
 from .plug_dense import PLuGGate, PLuGMultiheadAttention
-from .saga import SAGAAttention
+from .saga import SAGAAttention, SAGAGate
 from .sdpa_gate import SDPAGate, SDPAGatedMultiheadAttention
-from .softmax import SoftmaxAttention
+from .softmax import SoftmaxAttention, SoftmaxGate
 
 __all__ = [
     'AgentAttention',
+    'AgentGate',
     'CrossWindowAttention',
+    'CrossWindowGate',
     'DGSAGate',
     'DifferentialGate',
     'DifferentialGatedMultiheadAttention',
     'DifferentialMultiheadAttention',
     'EfficientAttention',
+    'EfficientGate',
     'EnhancedLinearAttention',
+    'EnhancedLinearGate',
     'FocusedLinearAttention',
+    'FocusedLinearGate',
     'GatingModulation',
     'HydraAttention',
+    'HydraGate',
     'InLineAttention',
+    'InLineGate',
     'LinearAngularAttention',
+    'LinearAngularGate',
     'MLLAAttention',
+    'MLLAGate',
     'MultiScaleDeformableAttention',
     'PLuGDeformableGate',
     'PLuGGate',
     'PLuGMultiScaleDeformableAttention',
     'PLuGMultiheadAttention',
     'PolaFormerAttention',
+    'PolaFormerGate',
     'RALAAttention',
+    'RALAGate',
     'SAGAAttention',
+    'SAGAGate',
     'SDPAGate',
     'SDPAGatedMultiheadAttention',
     'SoftmaxAttention',
+    'SoftmaxGate',
 ]

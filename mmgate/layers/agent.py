@@ -1,4 +1,4 @@
-"""Agent attention."""
+"""Agent attention: softmax attention through a few agent tokens."""
 
 from __future__ import annotations
 
@@ -14,42 +14,45 @@ from mmgate.layers.base.map import GatedMapAttention, Size
 from mmgate.ops.agent_attention import agent_attention
 from mmgate.registry import MODELS
 
-from .gml import check_option
 from .parts.agent_bias import BIASES, CLASS_BIASES, AgentBiases
+from .parts.options import check_option
 from .parts.stripes import merge_stripes, split_stripes
 
 
 class AgentGate(AgentBiases):
     """Agent attention over an H x W map: ``softmax(Q A^T / sqrt(d) + B2) softmax(A K^T / sqrt(d) + B1) V + DWC(V)``.
 
-    The agent tokens A are the queries averaged over a grid of ``sqrt(agent_num)`` cells a side. Both biases are sums of
-    a 7 x 7 map per head and agent, and a row and a column term: parameters of the sizes of pre-training
-    (``pretrain_agent_num``, ``map_size``), resized bilinearly, map and agent grid, to what a forward pass meets; rows
-    and columns of a checkpoint from another map are resized on loading.
+    The agent tokens A are the queries, averaged over a grid of ``sqrt(agent_num)`` cells a side. Both biases are sums
+    of three terms per head and agent: a 7 x 7 map, a row and a column. Their parameters have the sizes of pre-training
+    (``pretrain_agent_num``, ``map_size``). A forward pass resizes them bilinearly to its map and its grid of agents.
+    Rows and columns in a checkpoint of another map are resized on loading.
 
     Args:
+        sizes: Sizes of the host's attention.
         map_size: Height and width of the map in pre-training.
-        agent_num: Agent tokens n in use, a square number. Dense prediction takes more than pre-training.
-        pretrain_agent_num: Agents in the biases' shapes, a square number; ``agent_num`` by default.
-        agents: ``'pooled'`` from the queries (default), or ``'static'``: learnt, the same for every image (Table 7).
-        bias: Add B1 and B2 (Table 6).
-        dwc: Add the convolved values (Table 6).
-        value_factor: Add the values times this; 0.075 in the place of the convolution in Stable Diffusion (Eq. 9, k).
+        agent_num: Number n of agent tokens, a square number. Dense prediction takes more than pre-training.
+        pretrain_agent_num: Number of agents in the biases' shapes, a square number; ``agent_num`` by default.
+        agents: ``'pooled'`` (default) for agents pooled from the queries, ``'static'`` for learnt ones, which are the
+            same for every image (Table 7).
+        bias: True adds B1 and B2 (Table 6).
+        dwc: True adds the convolved values (Table 6).
+        value_factor: Factor of the values that are added to the output; Stable Diffusion takes 0.075 instead of the
+            convolution (Eq. 9, k).
         broadcast_scale: Factor of the logits of queries and agents, ``qk_scale`` by default; Stable Diffusion takes
             ``d ** -0.15`` (Table 12).
-        window: Side of square windows that attend each by itself, with agents of its own (Table 3); the whole map by
-            default, and where it is no larger. The map is padded with zeros to whole windows. In the place of Swin's
-            shifted windows these are shifted as well, by half of one: the map is rolled, so that a window at its border
-            holds tokens of both sides. They see each other, as in the authors' code, whose agent attention is given a
-            mask and leaves it out.
-        **kwargs: Those of :class:`~mmgate.layers.base.map.MapGate`. A
-            class token takes part in both attentions with biases of its own, ``ac_bias`` and ``ca_bias``, but neither
-            in the pooling nor in the convolution.
+        window: Side of square windows. Each window attends by itself, with separate agents (Table 3). By default, and
+            for a map that is no larger, the whole map attends. The map is padded with zeros to whole windows. Where
+            Swin shifts its windows, these are shifted as well, by half a window: the map is rolled, so that a window at
+            the border holds tokens of opposite sides. These attend to each other, as in the authors' code, whose agent
+            attention receives Swin's mask and does not use it.
+        **kwargs: Arguments of :class:`~mmgate.layers.base.map.MapGate`. A class token takes part in both attentions,
+            with the biases ``ac_bias`` and ``ca_bias``, but not in the pooling and the convolution.
 
     Raises:
-        ValueError: A number of agents that is no square, an unknown kind of agents, or windows beside a class token.
+        ValueError: A number of agents is no square, the kind of agents is unknown, or there are windows and a class
+            token.
 
-    The biases start normal with deviation 0.02 and the convolution as torch's.
+    The biases start normal with deviation 0.02, the convolution as torch's.
 
     Source: Agent attention, Eq. 6 and 9, tables 3, 6, 7, 11 and 12, appendix A; the shapes of the biases are those of
     the authors' checkpoints.
@@ -82,7 +85,8 @@ class AgentGate(AgentBiases):
                 raise ValueError(f'{name}={number} must be a square number: agents lie on a square grid.')
         self.grid = isqrt(agent_num)
         self.pretrain_grid = isqrt(pretrain_agent_num)
-        height, width = int(map_size[0]), int(map_size[1])
+        height = int(map_size[0])
+        width = int(map_size[1])
         self.map_size = (height, width)
         self.bias_size = self.map_size if window is None else (min(window, height), min(window, width))
         self.window = window
@@ -98,46 +102,58 @@ class AgentGate(AgentBiases):
         if self.dwc is not None:
             self.dwc.reset_parameters()
         for name in (*BIASES, *CLASS_BIASES, 'agent_tokens'):
-            if getattr(self, name, None) is not None:
-                nn.init.trunc_normal_(getattr(self, name), std=0.02)
+            parameter = getattr(self, name, None)
+            if parameter is not None:
+                nn.init.trunc_normal_(parameter, std=0.02)
 
-    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+    def resized_to(self) -> str:
+        """Return the shape to which rows and columns of the biases are resized, in words for the log."""
+        return super().resized_to() if self.bias_size == self.map_size else f'windows of {self.bias_size}'
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
         """Attend through the agents and add the convolved values, in each window if there are windows."""
         window, shift = self.window_of(hw_shape)
         if window == hw_shape:
             return self._mix(q, k, v, hw_shape)
-        q, k, v = (self._cut(t, hw_shape) for t in (q, k, v))
-        return _roll(merge_stripes(self._mix(q, k, v, window), hw_shape, window), hw_shape, shift)
+        q, k, v = (self._split_windows(t, hw_shape) for t in (q, k, v))
+        mixed = merge_stripes(self._mix(q, k, v, window), hw_shape, window)
+        return _roll(mixed, hw_shape, shift)
 
     def window_of(self, hw_shape: Size) -> tuple[Size, Size]:
-        """Return height and width of the windows of a map, which may be the map, and by how much they are shifted."""
-        window = (min(self.window or hw_shape[0], hw_shape[0]), min(self.window or hw_shape[1], hw_shape[1]))
-        shifts = self.shifted and window != hw_shape
-        return window, (window[0] // 2, window[1] // 2) if shifts else (0, 0)
+        """Return the height and width of a map's windows, and the rows and columns by which they are shifted.
+
+        The one window of a map that is no larger is the map itself.
+        """
+        height, width = hw_shape
+        rows = min(self.window or height, height)
+        columns = min(self.window or width, width)
+        if self.shifted and (rows, columns) != hw_shape:
+            return (rows, columns), (rows // 2, columns // 2)
+        return (rows, columns), (0, 0)
 
     def map_readings(self) -> tuple[str, ...]:
-        """Return what can be read; a class token lies nowhere."""
+        """Return the names of the readings; there is no geometry with a class token, which has no place on the map."""
         return ('attention', 'agents') if self.class_tokens else ('attention', 'agents', 'geometry')
 
     def read_map(self, name: str, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Return a reading.
+        """Return a reading; the arguments beside ``name`` are as in :meth:`mix`.
 
         Args:
-            name: ``'attention'``, the product of the two softmaxes, ``(B, H, N, N)``, or ``(B nW, H, N, N)`` in
-                windows; ``'agents'``, what agents attend to, ``(B, H, n, h, w)``, in windows those of one number
-                together; ``'geometry'``, ``(height, width, 1)`` or ``(height, width, window height, window width,
-                shift)``.
-            x: As in :meth:`mix`, and so the others.
-            q: See there.
-            k: See there.
-            v: See there.
-            hw_shape: See there.
+            name: ``'attention'``: the product of the two softmaxes, ``(B, H, N, N)``, or ``(B nW, H, N, N)`` in
+                windows. ``'agents'``: the weights with which agents attend to the map, ``(B, H, n, h, w)``; agents with
+                the same number in their windows share a map. ``'geometry'``: ``(height, width, 1)``, or ``(height,
+                width, window height, window width, shift)``.
+            x: Tokens.
+            q: Queries.
+            k: Keys.
+            v: Values.
+            hw_shape: Height and width of the map.
         """
         window, shift = self.window_of(hw_shape)
         if name == 'geometry':
             return torch.tensor([*hw_shape, 1] if window == hw_shape else [*hw_shape, *window, shift[0]])
         if window != hw_shape:
-            q, k = (self._cut(t, hw_shape) for t in (q, k))
+            q, k = (self._split_windows(t, hw_shape) for t in (q, k))
         bias1, bias2 = (0.0, 0.0) if self.an_bias is None else self.biases(window)
         q, k, agents = (self.split_heads(t) for t in (q, k, self._agents(q, window)))
         first = (agents @ k.transpose(-1, -2) * self.scale + bias1).softmax(-1)  # (B nW, H, n, N)
@@ -151,17 +167,27 @@ class AgentGate(AgentBiases):
         on_map = merged.transpose(1, 2).unflatten(-1, hw_shape).unflatten(1, first.shape[1:3])
         return on_map.roll(shift, (-2, -1))
 
-    def _cut(self, x: Tensor, hw_shape: Size) -> Tensor:
-        """Return the tokens of a map in their windows, ``(B nW, N, C)``."""
+    def _split_windows(self, x: Tensor, hw_shape: Size) -> Tensor:
+        """Return the tokens ``(B, h w, C)`` of a map in their windows, ``(B nW, N, C)``."""
         window, (down, right) = self.window_of(hw_shape)
         return split_stripes(_roll(x, hw_shape, (-down, -right)), hw_shape, window)
 
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
+        """Attend over the whole map, or a whole window, of ``hw_shape``."""
         agents = self._agents(q, hw_shape)
         bias1, bias2 = (None, None) if self.an_bias is None else self.biases(hw_shape)
         q, k, values, agents = (self.split_heads(t) for t in (q, k, v, agents))
-        scales: dict[str, Any] = dict(scale=self.scale, broadcast_scale=self.broadcast_scale)
-        out = agent_attention(q, k, values, agents, bias1, bias2, **scales, dropout=self.drop_rate)  # (B, H, N, d)
+        out = agent_attention(
+            q,
+            k,
+            values,
+            agents,
+            bias1,
+            bias2,
+            scale=self.scale,
+            broadcast_scale=self.broadcast_scale,
+            dropout=self.drop_rate,
+        )  # (B, H, N, d)
         out = out.transpose(1, 2).flatten(2)
         if self.value_factor:
             out = out + self.value_factor * v
@@ -170,8 +196,8 @@ class AgentGate(AgentBiases):
         values = v[:, self.class_tokens :].transpose(1, 2).unflatten(-1, hw_shape)  # (B, C, h, w), channels last
         return out + self.after_class_token(self.dwc(values).flatten(2).transpose(1, 2))
 
-    def _agents(self, q: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        """Return the agent tokens ``(B, n, C)``, their channels next to each other, as fused attention needs them."""
+    def _agents(self, q: Tensor, hw_shape: Size) -> Tensor:
+        """Return the agent tokens ``(B, n, C)``, contiguous, as torch's fused attention needs them."""
         if self.agent_tokens is None:
             grid = q[:, self.class_tokens :].transpose(1, 2).unflatten(-1, hw_shape)  # (B, C, h, w)
             agents = F.adaptive_avg_pool2d(grid, self.grid)
@@ -185,11 +211,11 @@ class AgentGate(AgentBiases):
 
 @MODELS.register_module()
 class AgentAttention(GatedMapAttention):
-    """Projections with :class:`AgentGate`, whose options it takes."""
+    """Agent attention with projections; it takes the options of :class:`AgentGate`."""
 
     gate_type = AgentGate
 
 
-def _roll(x: Tensor, hw_shape: tuple[int, int], shift: tuple[int, int]) -> Tensor:
-    """Return tokens ``(B, h w, C)`` moved down and right by ``shift``, those that leave the map coming in opposite."""
+def _roll(x: Tensor, hw_shape: Size, shift: Size) -> Tensor:
+    """Return tokens ``(B, h w, C)`` moved down and right by ``shift``; those that leave the map enter opposite."""
     return x.unflatten(1, hw_shape).roll(shift, (1, 2)).flatten(1, 2) if any(shift) else x

@@ -11,27 +11,29 @@ from mmgate.layers.base.gate import Sizes
 from mmgate.ops.differential_attention import differential_attention, differential_map
 from mmgate.registry import MODELS
 
-from .gml import check_option
+from .parts.options import check_option
 from .parts.rms_norm import RMSNorm
 
 
 class DGSAGate(DenseGate):
     """An excitatory minus an inhibitory attention, weighted by a gate of each token and head.
 
-    The heads keep the width d of the vanilla layer, of which each stream takes half, so the projections keep their
-    sizes. There is no identity start: a difference of two half-width attentions is not the vanilla attention.
+    The heads are as wide as those of the vanilla attention, so that the projections keep their sizes. Each of the two
+    attentions (streams) takes one half of a head's channels. Their difference is not the vanilla attention, and so
+    there is no identity start.
 
     Args:
-        sizes: Of the host's attention.
-        residual: What is added to the projected output: ``'query'`` (default), the projected queries ``[Q+; Q-]`` of
-            section 4.2, ``'input'``, the query input as the paper's figure has it, or ``'none'``, as for text.
+        sizes: Sizes of the host's attention.
+        residual: Tensor that is added to the projected output: ``'query'`` (default) for the projected queries
+            ``[Q+; Q-]`` as in section 4.2, ``'input'`` for the query input as in the paper's figure, or ``'none'`` as
+            for text.
         lambda_init: The heads are scaled by ``1 - lambda_init`` after their norm. Default 0.8.
-        learnable: Learn ``lambda_init`` from there; the paper found it better fixed (A.5).
-        gate_depth: Layers of the gate's network, 1 by default: more were worse (A.5). Those before the last are C wide
-            with GELU between them, which is ours: the paper names neither.
+        learnable: True learns ``lambda_init``, from the value above on; the paper found it better fixed (A.5).
+        gate_depth: Number of layers of the gate's network, 1 by default; more were worse (A.5). The paper does not
+            describe a deeper network; here the layers before the last have C channels, with GELU between them.
 
     Raises:
-        ValueError: An unknown residual, an odd head width, or a ``gate_depth`` below 1.
+        ValueError: The residual is unknown, the head width is odd, or ``gate_depth`` is below 1.
 
     Source: M-DGSA, sections 4.1 and 4.2, A.5.
     """
@@ -64,7 +66,7 @@ class DGSAGate(DenseGate):
         self.head_norm = RMSNorm(self.head_dim, eps=1e-5)
 
     def reset_gate(self) -> None:
-        """Start the gate's network as torch does, the norm at 1 and a learnt ``lambda_init`` where it was set."""
+        """Start the gate's network as torch does, the norm at 1, and a learnt ``lambda_init`` at its value."""
         for layer in (*self.gate_hidden, self.gate_proj):
             layer.reset_parameters()
         if isinstance(self.lambda_init, nn.Parameter):
@@ -81,17 +83,17 @@ class DGSAGate(DenseGate):
         return self.gate_proj(query_input).sigmoid().transpose(1, 2)[..., None]  # (B, H, N, 1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the heads after their norm."""
+        """Return the normalised heads."""
         heads = differential_attention(query, key, value, self._gate(inputs[0]), bias, dropout=self.drop_rate)
         return self.head_norm(heads) * (1 - self.lambda_init)
 
     @property
-    def finishes(self) -> bool:
-        """Whether there is a residual."""
+    def acts_after_projection(self) -> bool:
+        """True if a residual is added to the output."""
         return self.residual != 'none'
 
     def finish(self, output: Tensor, query: Tensor, inputs: Inputs) -> Tensor:
-        """Add the residual."""
+        """Return the output with the residual added."""
         if self.residual == 'query':
             return output + query.transpose(1, 2).flatten(2)
         return output + inputs[0] if self.residual == 'input' else output
@@ -103,6 +105,6 @@ class DGSAGate(DenseGate):
 
 @MODELS.register_module()
 class DifferentialGatedMultiheadAttention(GatedMultiheadAttention):
-    """M-DGSA in mmcv's ``MultiheadAttention``; options as :class:`DGSAGate`."""
+    """M-DGSA in mmcv's ``MultiheadAttention``; it takes the options of :class:`DGSAGate`."""
 
     gate_type = DGSAGate

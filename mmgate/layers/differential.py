@@ -1,9 +1,8 @@
-"""Differential attention, the differential transformer's."""
+"""Differential attention, that of the differential transformer."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,30 +20,31 @@ LAMBDAS = ('lambda_q1', 'lambda_k1', 'lambda_q2', 'lambda_k2')
 class DifferentialGate(DenseGate):
     """The difference of two softmax attentions over the same values: ``(A1 - lambda A2) V``.
 
-    ``lambda`` is one number a layer: ``exp(lq1 lk1) - exp(lq2 lk2) + lambda_init`` of four learnt vectors, or
-    ``lambda_init`` itself. The heads keep the width d of the vanilla layer, of which each stream takes half, so the
-    projections keep their sizes; each head is normalised and scaled by ``1 - lambda_init``. There is no identity start.
+    ``lambda`` is one number for the layer: ``exp(lq1 lk1) - exp(lq2 lk2) + lambda_init`` with four learnt vectors, or
+    ``lambda_init`` itself. The heads are as wide as those of the vanilla attention, so that the projections keep their
+    sizes. Each of the two attentions (streams) takes one half of a head's channels. Each head is normalised and scaled
+    by ``1 - lambda_init``. There is no identity start.
 
     Args:
-        sizes: Of the host's attention.
-        depth: The layer's number l, from 1 on, of which ``lambda_init = 0.8 - 0.6 exp(-0.3 (l - 1))``.
-        lambda_init: In the place of that, such as M-DGSA's 0.8.
-        learnable: Learn lambda; else it is ``lambda_init``.
+        sizes: Sizes of the host's attention.
+        depth: Number l of the layer, from 1 on, which gives ``lambda_init = 0.8 - 0.6 exp(-0.3 (l - 1))``.
+        lambda_init: Value to use instead of that, such as M-DGSA's 0.8.
+        learnable: True learns lambda; False makes it ``lambda_init``.
 
     Raises:
-        ValueError: An odd head width, or a ``depth`` below 1.
+        ValueError: The head width is odd, or ``depth`` is below 1.
 
-    The vectors start normal with deviation 0.1, whatever a host's ``init_weights`` does.
+    The vectors start normal with deviation 0.1.
 
     Source: Differential transformer (Ye et al., 2024), Eq. 1 to 3.
     """
 
     undecayed = ('head_norm',)
     two_streams = True
-    lambda_q1: Any
-    lambda_k1: Any
-    lambda_q2: Any
-    lambda_k2: Any
+    lambda_q1: nn.Parameter | None
+    lambda_k1: nn.Parameter
+    lambda_q2: nn.Parameter
+    lambda_k2: nn.Parameter
 
     def __init__(
         self,
@@ -57,7 +57,8 @@ class DifferentialGate(DenseGate):
         super().__init__(sizes)
         if depth < 1:
             raise ValueError(f'depth={depth} must be the number of the layer, from 1 on.')
-        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * (depth - 1)) if lambda_init is None else lambda_init
+        of_depth = 0.8 - 0.6 * math.exp(-0.3 * (depth - 1))
+        self.lambda_init = of_depth if lambda_init is None else lambda_init
         for name in LAMBDAS:
             vector = nn.Parameter(torch.empty(self.head_dim // 2)) if learnable else None
             self.register_parameter(name, vector)
@@ -66,33 +67,32 @@ class DifferentialGate(DenseGate):
     def reset_gate(self) -> None:
         """Draw the vectors anew and start the norm at 1."""
         for name in LAMBDAS:
-            if getattr(self, name) is not None:
-                nn.init.normal_(getattr(self, name), std=0.1)
+            vector = getattr(self, name)
+            if vector is not None:
+                nn.init.normal_(vector, std=0.1)
         nn.init.ones_(self.head_norm.get_parameter('weight'))
 
-    def weight(self) -> Tensor | float:
-        """Return lambda."""
+    def compute_lambda(self) -> Tensor | float:
+        """Return lambda, the weight of the second attention."""
         if self.lambda_q1 is None:
             return self.lambda_init
-        first, second = (self.lambda_q1 * self.lambda_k1).sum(), (self.lambda_q2 * self.lambda_k2).sum()
+        first = (self.lambda_q1 * self.lambda_k1).sum()
+        second = (self.lambda_q2 * self.lambda_k2).sum()
         return first.exp() - second.exp() + self.lambda_init
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the heads after their norm."""
+        """Return the normalised heads."""
         first, second = differential_streams(query, key, value, bias, dropout=self.drop_rate)
-        return self.head_norm(first - self.weight() * second) * (1 - self.lambda_init)
+        return self.head_norm(first - self.compute_lambda() * second) * (1 - self.lambda_init)
 
     def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the signed map ``A1 - lambda A2``."""
         first, second = stream_maps(query, key, bias)
-        return first - self.weight() * second
+        return first - self.compute_lambda() * second
 
 
 @MODELS.register_module()
 class DifferentialMultiheadAttention(GatedMultiheadAttention):
-    """Differential attention in mmcv's ``MultiheadAttention``.
-
-    Options as :class:`DifferentialGate`.
-    """
+    """Differential attention in mmcv's ``MultiheadAttention``; it takes the options of :class:`DifferentialGate`."""
 
     gate_type = DifferentialGate

@@ -6,11 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import start_linear
 
-# biases of the factors that make the identity, with the residual and without: a product that starts with both factors
-# at 0 would never receive a gradient
+from .parts.options import check_option
+
+# Biases of the factors with which a gate starts as the identity: first with the residual (G = 0), then without (G = 1).
+# A product whose factors both started at 0 would never receive a gradient.
 IDENTITIES: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     'product': ((0, 1), (1, 1)),
     'sum': ((0, 0), (0.5, 0.5)),
@@ -21,17 +22,12 @@ IDENTITIES: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 VARIANTS = tuple(IDENTITIES)
 ACTIVATIONS = {'none': None, 'tanh': torch.tanh, 'hardtanh': F.hardtanh, 'softsign': F.softsign}
 INITS = ('identity', 'paper', 'vit')
-MLP_WIDTH = 4  # Table 4 (D): h_int
-
-
-def check_option(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Raise ConfigError if ``value`` is not one of ``allowed``."""
-    if value not in allowed:
-        raise ConfigError(f'{name}={value!r} is unknown; choose one of {", ".join(map(str, allowed))}.')
+# Width of the network of variant D in Table 4, h_int there.
+MLP_WIDTH = 4
 
 
 def _draw(weight: Tensor, bias: Tensor, inputs: int) -> None:
-    """The start of :func:`xavier_` for scalars kept in one dimension, ``inputs`` for each of the biases."""
+    """Start a linear layer as :func:`xavier_` does; weights ``(outputs * inputs,)`` and biases ``(outputs,)``."""
     xavier = (6 / (inputs + bias.numel())) ** 0.5
     weight.uniform_(-xavier, xavier)
     bias.uniform_(-(inputs**-0.5), inputs**-0.5)
@@ -44,26 +40,28 @@ def xavier_(projection: nn.Linear) -> None:
 
 
 class GatingModulation(nn.Module):
-    """Map every raw gate logit ``r`` to a gate ``G`` by two scalar factors ``gA = a r + b`` and ``gB = c r + e``.
+    """Map every raw gate ``r`` to a gate ``G`` by two scalar factors ``gA = a r + b`` and ``gB = c r + e``.
 
     Args:
-        variant: Table 4's ``'product'`` (E: ``gA gB``), ``'sum'`` (B: ``gA + gB``), ``'single'`` (C: ``gA``),
-            ``'mlp'`` (D: the factors of the product come from 1 -> 4 -> 2 with a ReLU, which the paper leaves open) or
-            ``'none'`` (A: ``r`` itself, no parameters).
-        activation: Applied to the result: ``'none'``, ``'tanh'``, ``'hardtanh'`` or ``'softsign'`` (Tables 5 and 8).
-        residual: Whether the host multiplies by ``1 + G``; the identity start is G = 0 then, and G = 1 without.
-        init: ``'identity'`` (default), ``'paper'`` or ``'vit'``. ``'paper'`` is what the authors' hosts make of linear
-            layers: of detectors weights uniform in xavier's bounds (``sqrt 2`` for 1 -> 2) and biases in torch's (1),
-            of vision transformers what ``'vit'`` always is: weights from a normal distribution of deviation 0.02,
-            truncated, and biases 0, so that the gate starts near 0. With the variant ``'none'`` the gate projections
-            have to make the identity.
+        variant: One of Table 4's: ``'product'`` (E: ``gA gB``), ``'sum'`` (B: ``gA + gB``), ``'single'`` (C: ``gA``),
+            ``'mlp'`` (D: ``gA gB`` whose factors a network 1 -> 4 -> 2 computes from ``r``, with a ReLU, which the
+            paper leaves open) or ``'none'`` (A: ``r`` itself, without parameters).
+        activation: Function applied to the result: ``'none'``, ``'tanh'``, ``'hardtanh'`` or ``'softsign'`` (Tables 5
+            and 8).
+        residual: True if the host multiplies by ``1 + G``, so that G = 0 is the identity; False if it multiplies by
+            ``G``, so that G = 1 is.
+        init: Start of the parameters. ``'identity'`` (default): G = 0 or 1, as the residual asks. ``'vit'``: weights
+            from a normal distribution of deviation 0.02, truncated, and biases 0, so that the gate starts near 0.
+            ``'paper'``: as the authors' hosts start linear layers. In vision transformers that is ``'vit'``; in
+            detectors weights are uniform in xavier's bounds (``sqrt 2`` for 1 -> 2) and biases in torch's (1).
+            The variant ``'none'`` has nothing to start; there the gate projections have to make the identity.
 
-    All parameters are one-dimensional, because detectors run xavier over every parameter that has more dimensions: both
-    starts stay what they are whatever the host does afterwards.
+    All parameters are one-dimensional. Detectors draw every parameter of more dimensions by xavier, which would undo
+    the start.
 
     Raises:
-        ValueError: An unknown option, or an identity start that a saturating activation rules out (G = 1 without
-            the residual).
+        ValueError: An option is unknown, or a saturating activation rules out the identity start (G = 1 without the
+            residual).
 
     Source: PLuG attention, section 3.1, Eq. 10 and Table 4.
     """
@@ -81,12 +79,15 @@ class GatingModulation(nn.Module):
                 f"init='identity' with residual=False needs G = 1, which activation={activation!r} does not reach with "
                 "a gradient; use init='paper' or activation='none'."
             )
-        self.variant, self.activation, self.residual, self.init = variant, activation, residual, init
+        self.variant = variant
+        self.activation = activation
+        self.residual = residual
+        self.init = init
         factors = len(IDENTITIES[variant][0])
         if variant == 'mlp':
             self.hidden_weight = nn.Parameter(torch.empty(MLP_WIDTH))
             self.hidden_bias = nn.Parameter(torch.empty(MLP_WIDTH))
-            self.weight = nn.Parameter(torch.empty(factors * MLP_WIDTH))  # (factor, hidden) in one dimension
+            self.weight = nn.Parameter(torch.empty(factors * MLP_WIDTH))  # (2, 4), row by row
         elif factors:
             self.weight = nn.Parameter(torch.empty(factors))
         if factors:
@@ -94,19 +95,24 @@ class GatingModulation(nn.Module):
         self.reset_parameters()
 
     def start_projection(self, projection: nn.Linear, in_vit: bool) -> None:
-        """Start the projection of raw gates: xavier-uniform, or as :meth:`starts_narrow` says."""
+        """Start the projection of raw gates.
+
+        Args:
+            projection: Layer that computes the raw gates.
+            in_vit: True if the host is a vision transformer, False if it is a detector or another model.
+        """
         if self.starts_narrow(in_vit):
             start_linear(projection)
         else:
             xavier_(projection)
 
     def starts_narrow(self, in_vit: bool) -> bool:
-        """Return whether weights start at a deviation of 0.02 and biases at 0, in a vision transformer or elsewhere."""
+        """Return True if weights start with a deviation of 0.02 and biases at 0; see :meth:`start_projection`."""
         return self.init == 'vit' or (self.init == 'paper' and in_vit)
 
     @torch.no_grad()
     def reset_parameters(self, in_vit: bool = False) -> None:
-        """Set the start that ``init`` names, in a vision transformer or elsewhere."""
+        """Set the parameters to the start that ``init`` names; ``in_vit`` as in :meth:`start_projection`."""
         if self.variant == 'none':
             return
         if self.starts_narrow(in_vit):
@@ -116,16 +122,21 @@ class GatingModulation(nn.Module):
                 else:
                     nn.init.trunc_normal_(parameter, std=0.02)
             return
+        # The first layer is drawn for the identity, too, which the last layer makes.
         if self.variant == 'mlp':
-            _draw(self.hidden_weight, self.hidden_bias, 1)  # of the identity, too
+            _draw(self.hidden_weight, self.hidden_bias, 1)
         if self.init == 'paper':
             _draw(self.weight, self.bias, MLP_WIDTH if self.variant == 'mlp' else 1)
         else:
             self.weight.zero_()
-            self.bias.copy_(self.bias.new_tensor(IDENTITIES[self.variant][not self.residual]))
+            with_residual, without_residual = IDENTITIES[self.variant]
+            self.bias.copy_(self.bias.new_tensor(with_residual if self.residual else without_residual))
 
     def forward(self, r: Tensor) -> Tensor:
-        """Return the gate, of the shape of ``r``, in no less than float32: products of factors leave half precision."""
+        """Return the gate of every raw gate ``r``.
+
+        It has the shape of ``r`` and is in float32 if ``r`` has 16 bits, whose range products of factors leave.
+        """
         gate = self._modulate(r.float() if r.dtype.itemsize < 4 else r)
         activation = ACTIVATIONS[self.activation]
         return gate if activation is None else activation(gate)
@@ -137,9 +148,12 @@ class GatingModulation(nn.Module):
             return self.weight * r + self.bias
         if self.variant == 'mlp':
             hidden = F.relu(r[..., None] * self.hidden_weight + self.hidden_bias)  # (..., 4)
-            weight, bias = self.weight.view(2, MLP_WIDTH).to(hidden.dtype), self.bias.to(hidden.dtype)
+            weight = self.weight.view(2, MLP_WIDTH).to(hidden.dtype)
+            bias = self.bias.to(hidden.dtype)
             first, second = F.linear(hidden, weight, bias).to(hidden.dtype).unbind(-1)
         else:
-            (a, c), (b, e) = self.weight, self.bias
-            first, second = a * r + b, c * r + e
+            a, c = self.weight
+            b, e = self.bias
+            first = a * r + b
+            second = c * r + e
         return first + second if self.variant == 'sum' else first * second

@@ -12,9 +12,10 @@ from mmgate.layers.base.gate import Sizes
 from mmgate.ops.ms_deform_attn import POSITIONS
 from mmgate.registry import MODELS
 
-from .gml import GatingModulation, check_option
+from .gml import GatingModulation
+from .parts.options import check_option
 
-# Table 9, by which of (heads, levels, points) a gate value is specific to
+# Variants of Table 9: True for those of heads, levels and points that have gate values each.
 GRANULARITIES = {
     'head_level': (True, True, False),
     'head_level_point': (True, True, True),
@@ -28,20 +29,21 @@ class PLuGDeformableGate(DeformableGate):
     """PLuG's gate on the logits of multi-scale deformable attention: ``gate_proj`` and ``gml``.
 
     Args:
-        sizes: Of the host's attention.
-        gml: Gating modulation, see :class:`GatingModulation`. Default ``'product'``.
-        activation: Of the gate: ``'none'`` (default), ``'tanh'``, ``'hardtanh'``, ``'softsign'`` (Table 8).
-        granularity: What a gate value is specific to (Table 9): ``'head_level'`` (default), ``'head_level_point'``,
-            ``'head'``, ``'level_point'`` or ``'level'``.
-        position: ``'pre_softmax'`` (default) or ``'post_softmax'`` (Table 10).
-        residual: Multiply by ``1 + G`` (default) or by ``G`` (Table 12).
-        init: ``'identity'`` (default): exactly the vanilla attention until the gate is trained; ``'paper'``: as the
-            authors' hosts start linear layers; ``'vit'``: as vision transformers do, see :class:`GatingModulation`.
-            The gate projection starts xavier-uniform, with torch's bias, in the first two.
-        backend: Of :func:`mmgate.ops.ms_deform_attn`. Default ``'auto'``.
+        sizes: Sizes of the host's attention.
+        gml: Variant of the gating modulation, see :class:`GatingModulation`. Default ``'product'``.
+        activation: Activation of the gate: ``'none'`` (default), ``'tanh'``, ``'hardtanh'``, ``'softsign'`` (Table 8).
+        granularity: Axes along which gate values differ (Table 9): ``'head_level'`` (default),
+            ``'head_level_point'``, ``'head'``, ``'level_point'`` or ``'level'``.
+        position: ``'pre_softmax'`` (default) gates the logits, ``'post_softmax'`` the weights (Table 10).
+        residual: True (default) multiplies by ``1 + G``, False by ``G`` (Table 12).
+        init: Start of the gate. ``'identity'`` (default): exactly the vanilla attention until the gate is trained.
+            ``'paper'``: as the authors' hosts start linear layers. ``'vit'``: as vision transformers start them, see
+            :class:`GatingModulation`. The gate projection starts xavier-uniform with torch's bias, but for the start of
+            a vision transformer.
+        backend: Backend of :func:`mmgate.ops.ms_deform_attn`. Default ``'auto'``.
 
     Raises:
-        ValueError: An unknown option, or sizes that do not divide.
+        ValueError: An option is unknown, or the channels are no multiple of the heads.
 
     Source: PLuG attention, section 3.2, Eq. 8 to 12.
     """
@@ -69,34 +71,39 @@ class PLuGDeformableGate(DeformableGate):
         self.position = position
         self.residual = residual
         full = (sizes.heads, sizes.levels, sizes.points)
-        self.gate_shape = tuple(n if own else 1 for n, own in zip(full, GRANULARITIES[granularity], strict=True))
+        differs = GRANULARITIES[granularity]
+        self.gate_shape = tuple(size if each else 1 for size, each in zip(full, differs, strict=True))
         self.gate_proj = nn.Linear(sizes.input_widths[0], torch.Size(self.gate_shape).numel())
         self.gml = GatingModulation(gml, activation=activation, residual=residual, init=init)
 
     @torch.no_grad()
     def reset_gate(self) -> None:
-        """Set the gate's start."""
+        """Set the parameters to the start that ``init`` names."""
         self.gml.start_projection(self.gate_proj, self.in_vit)
         if self.gml.variant == 'none' and self.gml.init == 'identity':
             self.gate_proj.weight.zero_()
             self.gate_proj.bias.fill_(0.0 if self.residual else 1.0)
         self.gml.reset_parameters(self.in_vit)
 
-    def factor(self, query: Tensor) -> Tensor:
+    def compute_gate(self, query: Tensor) -> Tensor:
         """Return the gate ``G`` (B, Q, H|1, L|1, P|1) of ``query`` (B, Q, C), position embedding included (Eq. 10)."""
         return self.gml(self.gate_proj(query)).unflatten(-1, self.gate_shape)
 
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
-        """Return the gate of the query, see :meth:`factor`."""
-        return self.factor(inputs[0])
+        """Return the gate of the query, see :meth:`compute_gate`."""
+        return self.compute_gate(inputs[0])
+
+    def unchanged_value(self, name: str) -> float | None:
+        """Return 0, or 1 where logits are multiplied by the gate itself."""
+        return 0 if self.residual else 1
 
     def modulate(self, query: Tensor) -> dict[str, Any]:
-        """Return the gate of ``query`` (B, Q, C) and how the logits take it (Eq. 12)."""
-        return dict(gate=self.factor(query), residual=self.residual, position=self.position)
+        """Return the operator's arguments for ``query`` (B, Q, C): its gate, ``residual`` and ``position`` (Eq. 12)."""
+        return dict(gate=self.compute_gate(query), residual=self.residual, position=self.position)
 
 
 @MODELS.register_module()
 class PLuGMultiScaleDeformableAttention(MultiScaleDeformableAttention):
-    """mmcv's multi-scale deformable attention with :class:`PLuGDeformableGate`, whose options it takes."""
+    """PLuG in mmcv's multi-scale deformable attention; it takes the options of :class:`PLuGDeformableGate`."""
 
     gate_type = PLuGDeformableGate

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
@@ -12,30 +10,31 @@ from mmgate.ops.ms_deform_attn import POSITIONS
 from mmgate.ops.plug_attention import attention_map, check_backend, plug_attention
 from mmgate.registry import MODELS
 
-from .gml import GatingModulation, check_option
+from .gml import GatingModulation
+from .parts.options import check_option
 
 
 class PLuGGate(DenseGate):
-    """A gate of each query-key pair that multiplies the logits: ``gate_q_proj``, ``gate_k_proj`` and ``gml``.
+    """PLuG's gate of each query-key pair, which multiplies the logits: ``gate_q_proj``, ``gate_k_proj`` and ``gml``.
 
     Args:
-        sizes: Of the host's attention.
-        ratio: Gate width over head width, ``g = ratio * d`` (Fig. 4). Default 1.0.
-        heads: ``'shared'`` (default): one gate for all heads, or ``'per_head'`` (Table 6).
-        gml: Gating modulation, see :class:`GatingModulation` (Table 4).
-        activation: ``'tanh'`` (default), ``'hardtanh'``, ``'softsign'`` or ``'none'`` (Table 5).
-        position: ``'pre_softmax'`` (default) or ``'post_softmax'`` (Table 10).
-        residual: Multiply by ``1 + G`` (default) or by ``G`` (Table 11).
-        init: ``'identity'`` (default) starts as the vanilla attention; ``'paper'`` as the authors' hosts start linear
-            layers, in vision transformers otherwise than in detectors; ``'vit'`` as in vision transformers, whatever
-            the host; see :class:`GatingModulation`. The gate projections start xavier-uniform with torch's bias but
-            where it is a vision transformer's start.
-        backend: Of :func:`mmgate.ops.plug_attention`.
+        sizes: Sizes of the host's attention.
+        ratio: Width of the gate's queries and keys, divided by the head width: ``g = ratio * d`` (Fig. 4). Default 1.0.
+        heads: ``'shared'`` (default) for one gate for all heads, ``'per_head'`` for one each (Table 6).
+        gml: Variant of the gating modulation, see :class:`GatingModulation` (Table 4). Default ``'product'``.
+        activation: Activation of the gate: ``'tanh'`` (default), ``'hardtanh'``, ``'softsign'``, ``'none'`` (Table 5).
+        position: ``'pre_softmax'`` (default) gates the logits, ``'post_softmax'`` the weights (Table 10).
+        residual: True (default) multiplies by ``1 + G``, False by ``G`` (Table 11).
+        init: Start of the gate. ``'identity'`` (default): the vanilla attention. ``'paper'``: as the authors' hosts
+            start linear layers, which vision transformers and detectors do in different ways. ``'vit'``: as vision
+            transformers do, in any host. See :class:`GatingModulation`. The gate projections start xavier-uniform with
+            torch's bias, but for the start of a vision transformer.
+        backend: Backend of :func:`mmgate.ops.plug_attention`. Default ``'auto'``.
 
     Raises:
-        ValueError: An unknown option, one that the backend does not have, a ratio that leaves no gate channel, or an
-            identity start that the options rule out: G = 1 through a saturating activation, or G = 0 with
-            ``gml='none'``, whose projections would have to be zero.
+        ValueError: An option is unknown, the backend does not have it, or a ratio leaves no gate channel. Or the
+            options rule out an identity start: G = 1 through a saturating activation, or ``gml='none'``, which has no
+            parameter that could make G = 0.
 
     Source: PLuG attention, section 3.1, Eq. 1 to 7 and Algorithm 1.
     """
@@ -77,43 +76,56 @@ class PLuGGate(DenseGate):
         check_backend(backend, self.gml, width, residual, position)
 
     def reset_gate(self) -> None:
-        """Set the gate's start."""
+        """Set the parameters to the start that ``init`` names."""
         self.gml.start_projection(self.gate_q_proj, self.in_vit)
         self.gml.start_projection(self.gate_k_proj, self.in_vit)
         self.gml.reset_parameters(self.in_vit)
 
-    def factors(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Return what gates are products of, ``(B, H|1, N|M, g)``, from query and key before projection."""
-        pairs = zip((self.gate_q_proj, self.gate_k_proj), inputs[:2], strict=True)
-        gate_q, gate_k = (proj(x).unflatten(-1, (self.gate_heads, -1)).transpose(1, 2) for proj, x in pairs)
-        return gate_q, gate_k
+    def gate_vectors(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Return the gate's queries ``(B, H|1, N, g)`` and keys ``(B, H|1, M, g)``; raw gates are their products."""
+        gate_q = self.gate_q_proj(inputs[0]).unflatten(-1, (self.gate_heads, -1))
+        gate_k = self.gate_k_proj(inputs[1]).unflatten(-1, (self.gate_heads, -1))
+        return gate_q.transpose(1, 2), gate_k.transpose(1, 2)
 
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
         """Return the gate of every query and key, ``(B, H|1, N, M)``."""
-        query, key = self.factors((inputs[0], inputs[1], inputs[1]))
+        query, key = self.gate_vectors((inputs[0], inputs[1], inputs[1]))
         return self.gml(query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5)
+
+    def unchanged_value(self, name: str) -> float | None:
+        """Return 0, or 1 where logits are multiplied by the gate itself."""
+        return 0 if self.residual else 1
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the heads (Eq. 5 to 7)."""
-        return self.attend_gated(query, key, value, self.factors(inputs), bias)
+        return self.attend_by_vectors(query, key, value, self.gate_vectors(inputs), bias)
 
-    def attend_gated(
-        self, query: Tensor, key: Tensor, value: Tensor, gates: tuple[Tensor, Tensor], bias: Tensor | None
+    def attend_by_vectors(
+        self, query: Tensor, key: Tensor, value: Tensor, vectors: tuple[Tensor, Tensor], bias: Tensor | None
     ) -> Tensor:
-        """Return the heads with the pairs gated by the products of ``gates``, see :meth:`factors`."""
-        options: dict[str, Any] = dict(residual=self.residual, position=self.position)
-        options.update(dropout=self.drop_rate, backend=self.backend)
-        return plug_attention(query, key, value, *gates, self.gml, bias, **options)
+        """Return the heads; ``vectors`` are the gate's queries and keys as :meth:`gate_vectors` returns them."""
+        return plug_attention(
+            query,
+            key,
+            value,
+            *vectors,
+            self.gml,
+            bias,
+            residual=self.residual,
+            position=self.position,
+            dropout=self.drop_rate,
+            backend=self.backend,
+        )
 
     def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the gated attention weights."""
         return attention_map(
-            query, key, *self.factors(inputs), self.gml, bias, residual=self.residual, position=self.position
+            query, key, *self.gate_vectors(inputs), self.gml, bias, residual=self.residual, position=self.position
         )
 
 
 @MODELS.register_module()
 class PLuGMultiheadAttention(GatedMultiheadAttention):
-    """PLuG attention in mmcv's ``MultiheadAttention``; options as :class:`PLuGGate`."""
+    """PLuG in mmcv's ``MultiheadAttention``; it takes the options of :class:`PLuGGate`."""
 
     gate_type = PLuGGate

@@ -11,8 +11,8 @@ from mmgate.layers.base.map import GatedMapAttention, Size
 from mmgate.ops.gated_linear_attention import gated_linear_attention
 from mmgate.registry import MODELS
 
-from .gml import check_option
 from .linear.base import LinearGate
+from .parts.options import check_option
 
 GATES = ('gate_k', 'gate_v', 'gate_out')
 
@@ -20,29 +20,31 @@ GATES = ('gate_k', 'gate_v', 'gate_out')
 class SAGAGate(LinearGate):
     """Gated linear attention over an H x W map: ``[Q ((K * A)^T (V * B)) + DWC(V)] * G``.
 
-    ``A = sigmoid(x Wa)`` and ``B = sigmoid(x Wb)`` gate keys and values, ``G = x Wg`` the output. K^T V is scaled by
-    1 / N, as 1 / sqrt(N) on each factor, and Q by 1 / sqrt(d), so that the output does not grow with the image; the
-    paper leaves that open. What else it leaves open follows from its parameter counts: a learnt position encoding is
-    added to K, resized bilinearly where the map is not the one of pre-training, and the 5 x 5 depthwise convolution has
-    d channels, shared by the heads.
+    ``A = sigmoid(x Wa)`` and ``B = sigmoid(x Wb)`` gate keys and values, ``G = x Wg`` gates the output.
+
+    The paper leaves the scale open. Here K^T V is scaled by 1 / N, as 1 / sqrt(N) on each factor, and Q by 1 / sqrt(d),
+    so that the output does not grow with the image. Two more points follow from the paper's parameter counts. A learnt
+    position encoding is added to K; it is resized bilinearly for a map of another size than in pre-training. The 5 x 5
+    depthwise convolution has d channels, which the heads share.
 
     Args:
+        sizes: Sizes of the host's attention.
         map_size: Height and width of the map in pre-training.
-        gate: Gate keys and values (Table 4, Gate_Aug).
-        dwc: Add the convolved values (Table 4, DWC).
-        output_augmentation: Multiply by G (Table 4, Output_Aug).
-        position_encoding: Add the learnt position encoding to K.
-        scale_by_tokens: Scale K^T V by 1 / N and Q by 1 / sqrt(d), as above (default). False: by neither, which is
-            Eq. 10 as printed. The output then grows with the number of tokens, and leaves half precision early.
-        **kwargs: Those of :class:`~mmgate.layers.linear.base.LinearGate`.
+        gate: True gates keys and values (Table 4, Gate_Aug).
+        dwc: True adds the convolved values (Table 4, DWC).
+        output_augmentation: True multiplies by G (Table 4, Output_Aug).
+        position_encoding: True adds the learnt position encoding to K.
+        scale_by_tokens: True (default) scales K^T V by 1 / N and Q by 1 / sqrt(d), as above. False scales neither, as
+            in Eq. 10 as printed; the output then grows with the number of tokens and soon leaves half precision.
+        **kwargs: Arguments of :class:`~mmgate.layers.linear.base.LinearGate`.
 
     Raises:
-        ValueError: A ``qk_scale`` beside ``scale_by_tokens=False``.
+        ValueError: ``qk_scale`` is given together with ``scale_by_tokens=False``.
 
     Source: SAGA, Eq. 9 and 10, Table 4.
     """
 
-    gates = GATES
+    gate_layers = GATES
 
     def __init__(
         self,
@@ -72,11 +74,11 @@ class SAGAGate(LinearGate):
         self.gate_readings = {name: 'channels' for name in GATES if getattr(self, name) is not None}
 
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
-        """Return one of the three gates ``(B, N, C)``, those of keys and values behind their sigmoid."""
+        """Return one of the three gates ``(B, N, C)``; those of keys and values after their sigmoid."""
         gate = super().read_gate(name, *inputs)
         return gate if name == 'gate_out' else gate.sigmoid()
 
-    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
         """Attend linearly with gated keys and values."""
         gate_k = None if self.gate_k is None else self.split_heads(self.gate_k(x).sigmoid())
         gate_v = None if self.gate_v is None else self.split_heads(self.gate_v(x).sigmoid())
@@ -86,12 +88,12 @@ class SAGAGate(LinearGate):
         return self.merge_heads(out)
 
     def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
-        """Return the features of the keys ``(B, H, N, d)``."""
+        """Return the keys ``(B, H, N, d)``, which are their features here."""
         return self.split_heads(k)
 
 
 @MODELS.register_module()
 class SAGAAttention(GatedMapAttention):
-    """Projections with :class:`SAGAGate`, whose options it takes."""
+    """SAGA with projections; it takes the options of :class:`SAGAGate`."""
 
     gate_type = SAGAGate

@@ -1,10 +1,9 @@
-"""The SDPA output gate and its four relatives."""
+"""Gates at one of five places of softmax attention: the SDPA output gate and its variants."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from math import isclose
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +11,10 @@ from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
 from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
-from mmgate.layers.base.gate import Sizes
+from mmgate.layers.base.gate import Sizes, StateDict
 from mmgate.registry import MODELS
 
-from .gml import check_option
+from .parts.options import check_option
 
 POSITIONS = ('G1', 'G2', 'G3', 'G4', 'G5')
 INITS = ('identity', 'paper')
@@ -23,44 +22,47 @@ SHARED = (False, 'average', 'projection')
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     'sigmoid': torch.sigmoid,
     'silu': F.silu,
-    'ns_sigmoid': lambda x: 0.5 + 0.5 * torch.sigmoid(x),  # not sparse: stays above 1/2
+    # The paper's NS-sigmoid (not sparse) stays above 1/2.
+    'ns_sigmoid': lambda x: 0.5 + 0.5 * torch.sigmoid(x),
 }
-# by form and act, the scale and the bias that make the identity where W = 0; no scale where any will do
+# By form and activation, the scale and the bias with which a gate of W = 0 is the identity; None if any scale will do.
+# 1.278... is the number whose silu is 1.
 IDENTITIES: dict[tuple[str, str], tuple[float | None, float]] = {
     ('multiplicative', 'sigmoid'): (2.0, 0.0),
     ('multiplicative', 'ns_sigmoid'): (4 / 3, 0.0),
-    ('multiplicative', 'silu'): (1.0, 1.2784645427610738),  # silu of it is 1
+    ('multiplicative', 'silu'): (1.0, 1.2784645427610738),
     ('additive', 'silu'): (None, 0.0),
 }
-_INPUT = {'G1': 0, 'G2': 2, 'G3': 1, 'G4': 0, 'G5': 0}  # query, key or value input
+# Index of the input from which the gate at a position is computed: 0 for the query, 1 for the key, 2 for the value.
+_INPUT = {'G1': 0, 'G2': 2, 'G3': 1, 'G4': 0, 'G5': 0}
 
 
 class SDPAGate(DenseGate):
     """A gate ``s = scale * act(x W + b)`` at one of five places.
 
+    ``x`` is the query input for G1, G4 and G5, the value input for G2 and the key input for G3.
+
     Args:
-        sizes: Of the host's attention.
-        position: ``'G1'`` (default): the attention output, per head, before the output projection; ``'G2'``: the value;
-            ``'G3'``: the key; ``'G4'``: the query; ``'G5'``: after the output projection.
-        granularity: A score per channel (``'elementwise'``, default) or per head (``'headwise'``); there are no heads
-            any more at G5.
-        head_shared: Whether all heads share their scores, and how; not at G5. False (default); ``'average'``, the
-            paper's: every head has scores, and all heads take their mean, so that it adds as many parameters as
-            without sharing; ``'projection'``: one projection, as wide as a head, makes the scores of all, which is
-            ours. True, as mmgate 0.1 had it, is ``'projection'``.
+        sizes: Sizes of the host's attention.
+        position: Tensor that is gated. ``'G1'`` (default): the heads, before the output projection. ``'G2'``: the
+            values. ``'G3'``: the keys. ``'G4'``: the queries. ``'G5'``: the output of the output projection.
+        granularity: ``'elementwise'`` (default) for one score per channel, ``'headwise'`` for one per head, which is
+            not possible at G5, where there are no heads.
+        head_shared: False (default) for scores of each head; no other value is possible at G5. ``'average'``, the
+            paper's: all heads take the mean of the heads' scores, with as many parameters as without sharing.
+            ``'projection'``, ours: one projection, as wide as a head, makes the scores of all heads. True, as in
+            mmgate 0.1, is ``'projection'``.
         form: ``'multiplicative'`` (default): ``y * s``, or ``'additive'``: ``y + s``.
         act: ``'sigmoid'`` (default), ``'silu'`` or ``'ns_sigmoid'``: ``0.5 + 0.5 sigmoid``, the paper's NS-sigmoid.
         scale: Factor of the score; 1 in the paper (default).
         init: ``'paper'`` (default): W as torch's Linear, b = 0, so that a sigmoid starts around 0.5. ``'identity'``:
-            exactly the vanilla attention, where the form allows it: silu in both forms (multiplicative with
-            ``scale=1``), and multiplied a sigmoid with ``scale=2`` or an ns_sigmoid with ``scale=4/3``, whose middle
-            is 1.
-
-    ``x`` is the query input for G1, G4 and G5, the value input for G2 and the key input for G3.
+            exactly the vanilla attention, which is possible with silu in both forms (multiplicative with ``scale=1``),
+            with a multiplicative sigmoid of ``scale=2``, and with a multiplicative ns_sigmoid of ``scale=4/3``.
 
     Raises:
-        ConfigError: An unknown option, or a checkpoint whose heads share a projection where these share an average.
-        ValueError: An option of heads at G5, or an identity start that the form does not reach.
+        ConfigError: An option is unknown. Also on loading, a checkpoint with ``head_shared='projection'`` for a gate
+            with ``'average'``.
+        ValueError: ``granularity`` or ``head_shared`` need heads at G5, or the options rule out an identity start.
 
     Source: Gated attention, section 2: positions G1 to G5 and the gating variants.
     """
@@ -82,7 +84,8 @@ class SDPAGate(DenseGate):
         check_option('position', position, POSITIONS)
         check_option('granularity', granularity, ('elementwise', 'headwise'))
         check_option('form', form, ('multiplicative', 'additive'))
-        act = {'NS-sigmoid': 'ns_sigmoid'}.get(act, act)  # as the paper spells it
+        # The paper spells it in this way.
+        act = 'ns_sigmoid' if act == 'NS-sigmoid' else act
         check_option('act', act, tuple(ACTIVATIONS))
         check_option('init', init, INITS)
         head_shared = 'projection' if head_shared is True else head_shared
@@ -102,7 +105,6 @@ class SDPAGate(DenseGate):
         self.act = act
         self.scale = scale
         self.init = init
-        self.beyond_weights = position in ('G1', 'G2', 'G5')
         self.head_shared = head_shared
         heads = 1 if head_shared == 'projection' else self.num_heads
         self.gate_shape = (heads, self.head_dim if granularity == 'elementwise' else 1)
@@ -113,18 +115,20 @@ class SDPAGate(DenseGate):
 
     @torch.no_grad()
     def reset_gate(self) -> None:
-        """Set the start that ``init`` names."""
+        """Set the parameters to the start that ``init`` names."""
         if self.init == 'paper':
-            bound = self.gate_weight.shape[1] ** -0.5  # torch's Linear
+            # torch's nn.Linear starts within these bounds.
+            bound = self.gate_weight.shape[1] ** -0.5
             self.gate_weight.uniform_(-bound, bound)
             self.gate_bias.zero_()
         else:
             self.gate_weight.zero_()
             self.gate_bias.fill_(IDENTITIES[self.form, self.act][1])
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: object, **kwargs: object) -> None:
         weight = state_dict.get(f'{prefix}gate_weight')
-        if weight is not None and weight.dim() == 1 and weight.numel() == self.gate_weight.numel():  # of mmgate 0.1
+        # In mmgate 0.1 the weight had one dimension.
+        if weight is not None and weight.dim() == 1 and weight.numel() == self.gate_weight.numel():
             state_dict[f'{prefix}gate_weight'] = weight.view_as(self.gate_weight)
         elif weight is not None and self.head_shared == 'average' and weight.shape[0] == self.gate_shape[1]:
             raise ConfigError(
@@ -140,8 +144,12 @@ class SDPAGate(DenseGate):
         neutral = query.new_full((), 1.0 if self.form == 'multiplicative' else 0.0)
         return self._gated(neutral, (query, key, value))
 
+    def unchanged_value(self, name: str) -> float | None:
+        """Return 1, or 0 where the gate is added."""
+        return 1 if self.form == 'multiplicative' else 0
+
     def _gated(self, heads: Tensor, inputs: Inputs) -> Tensor:
-        """Gate ``(B, H, N, d)`` by the input that belongs to the position."""
+        """Return heads ``(B, H, N, d)``, gated from the input that belongs to the gate's position."""
         x = inputs[_INPUT[self.position]]
         score = F.linear(x, self.gate_weight, self.gate_bias)  # (B, N, H|1 * d|1)
         score = self.scale * ACTIVATIONS[self.act](score.unflatten(-1, self.gate_shape)).transpose(1, 2)
@@ -150,34 +158,38 @@ class SDPAGate(DenseGate):
         return heads * score if self.form == 'multiplicative' else heads + score
 
     def _gated_at(self, position: str, x: Tensor, inputs: Inputs) -> Tensor:
+        """Return ``x``, gated if the gate's position is ``position``."""
         return self._gated(x, inputs) if self.position == position else x
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the heads, gated before (G2, G3, G4) or after (G1) a fused attention."""
-        query, key = self._gated_at('G4', query, inputs), self._gated_at('G3', key, inputs)
+        query = self._gated_at('G4', query, inputs)
+        key = self._gated_at('G3', key, inputs)
         value = self._gated_at('G2', value, inputs)
         heads = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=self.drop_rate)
         return self._gated_at('G1', heads, inputs)
 
     @property
-    def finishes(self) -> bool:
-        """Whether the gate is at G5."""
+    def acts_after_projection(self) -> bool:
+        """True if the gate is at G5."""
         return self.position == 'G5'
 
     def finish(self, output: Tensor, query: Tensor, inputs: Inputs) -> Tensor:
-        """Gate what was projected (G5)."""
-        if not self.finishes:
+        """Return the projected output, gated at G5."""
+        if self.position != 'G5':
             return output
         return self._gated(self.split_heads(output), inputs).transpose(1, 2).flatten(2)
 
     def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the attention weights, before any gate on values or outputs."""
-        query, key = self._gated_at('G4', query, inputs), self._gated_at('G3', key, inputs)
+        """Return the attention weights; gates on values or outputs do not change them."""
+        query = self._gated_at('G4', query, inputs)
+        key = self._gated_at('G3', key, inputs)
         logits = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
         return (logits if bias is None else logits + bias).softmax(-1)
 
 
 def _check_identity(form: str, act: str, scale: float) -> None:
+    """Raise ValueError unless a gate with these options can start as the identity."""
     if (form, act) not in IDENTITIES:
         raise ValueError(f"init='identity': an {form} {act} never is the identity; use act='silu' or init='paper'.")
     needed = IDENTITIES[form, act][0]
@@ -190,6 +202,6 @@ def _check_identity(form: str, act: str, scale: float) -> None:
 
 @MODELS.register_module()
 class SDPAGatedMultiheadAttention(GatedMultiheadAttention):
-    """The SDPA gate in mmcv's ``MultiheadAttention``; options as :class:`SDPAGate`."""
+    """The SDPA gate in mmcv's ``MultiheadAttention``; it takes the options of :class:`SDPAGate`."""
 
     gate_type = SDPAGate

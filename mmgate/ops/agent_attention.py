@@ -16,11 +16,13 @@ from .layout import check_qkv
 def agent_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, agents: Tensor, bias1: Tensor | None, bias2: Tensor | None, scale: float
 ) -> Tensor:
-    """Eq. 5 as it stands; arguments as :func:`agent_attention`."""
+    """Compute Eq. 5 with all maps in memory; the arguments are as in :func:`agent_attention`."""
+    # Agent aggregation: the agents attend to the keys.
     logits = agents @ k.transpose(-1, -2) * scale
-    agent_v = (logits if bias1 is None else logits + bias1).softmax(-1) @ v  # agent aggregation, (B, H, n, d)
+    agent_v = (logits if bias1 is None else logits + bias1).softmax(-1) @ v  # (B, H, n, d)
+    # Agent broadcast: the queries attend to the agents.
     logits = q @ agents.transpose(-1, -2) * scale
-    return (logits if bias2 is None else logits + bias2).softmax(-1) @ agent_v  # agent broadcast
+    return (logits if bias2 is None else logits + bias2).softmax(-1) @ agent_v
 
 
 def agent_attention(
@@ -42,11 +44,11 @@ def agent_attention(
         k: Keys ``(B, H, M, d)``.
         v: Values ``(B, H, M, e)``, most often e = d.
         agents: Agent tokens ``(B, H, n, d)``.
-        bias1: Added to the logits of agents and keys, broadcastable to ``(B, H, n, M)``.
-        bias2: Added to the logits of queries and agents, broadcastable to ``(B, H, N, n)``.
-        scale: Factor of both products; ``1 / sqrt(d)`` by default.
-        broadcast_scale: Of the second one, queries and agents; ``scale`` by default.
-        dropout: Probability of dropping an attention weight, in both.
+        bias1: Bias of the logits of agents and keys, broadcastable to ``(B, H, n, M)``.
+        bias2: Bias of the logits of queries and agents, broadcastable to ``(B, H, N, n)``.
+        scale: Factor of the logits in both attentions; ``1 / sqrt(d)`` by default.
+        broadcast_scale: Factor in the second one, of queries and agents; ``scale`` by default.
+        dropout: Probability of dropping an attention weight in both attentions.
 
     Returns:
         ``(B, H, N, e)`` in the dtype of ``v``.
@@ -56,8 +58,15 @@ def agent_attention(
 
     Source: Agent attention, Eq. 5.
     """
-    biases = ('bias1', bias1, 'B|1 H|1 n|1 M|1'), ('bias2', bias2, 'B|1 H|1 N|1 n|1')
-    check_qkv(q, k, v, ('agents', agents, 'B H n d'), *biases, filled='M d n')
+    check_qkv(
+        q,
+        k,
+        v,
+        ('agents', agents, 'B H n d'),
+        ('bias1', bias1, 'B|1 H|1 n|1 M|1'),
+        ('bias2', bias2, 'B|1 H|1 N|1 n|1'),
+        filled='M d n',
+    )
     agent_v = F.scaled_dot_product_attention(agents, k, v, attn_mask=bias1, dropout_p=dropout, scale=scale)
     second = scale if broadcast_scale is None else broadcast_scale
     return F.scaled_dot_product_attention(q, agents, agent_v, attn_mask=bias2, dropout_p=dropout, scale=second)
@@ -66,8 +75,13 @@ def agent_attention(
 def interpolation_matrix(source: int, target: int, like: Tensor) -> Tensor:
     """Return the ``(target, source)`` matrix of a bilinear resize along one axis.
 
-    Pixel centres, borders repeated: what ``F.interpolate(mode='bilinear', align_corners=False)`` does. Being linear and
-    separable, it may be applied to the factors of a map before they are multiplied out.
+    It resizes as ``F.interpolate(mode='bilinear', align_corners=False)`` does. A resize is linear and separable, so it
+    may be applied to the factors of a map before they are multiplied.
+
+    Args:
+        source: Size of the axis.
+        target: Size after the resize.
+        like: Tensor whose device and dtype the matrix has.
     """
     centres = (torch.arange(target, device=like.device, dtype=torch.float64) + 0.5) * (source / target) - 0.5
     centres = centres.clamp(0, source - 1)

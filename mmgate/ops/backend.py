@@ -1,8 +1,9 @@
-"""Choosing the implementation of an operator: a fixed order, and what a calibration found faster on this machine.
+"""Choice of an operator's backend: by a fixed order, or by a calibration of this machine.
 
 A name asks for exactly that backend. ``auto`` takes the first of the order that can run, or the one that ``python -m
-mmgate.doctor --calibrate`` found to be faster for the dtype and the size; one that refuses a call hands it on to the
-next. All backends compute the same function, so the choice changes speed and memory alone.
+mmgate.doctor --calibrate`` found to be faster for the dtype and the size. A backend that raises
+:class:`~mmgate.errors.UnsupportedCall` hands the call on to the next one. All backends compute the same function. The
+choice changes speed and memory alone.
 
 Environment: ``MMGATE_<OP>=<backend>`` has the last word for one operator; ``MMGATE_CALIBRATION`` is the calibration's
 file, ``~/.cache/mmgate/calibration.json`` by default, empty for none.
@@ -27,15 +28,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmgate.errors import ConfigError
+from mmgate.errors import ConfigError, UnsupportedCall
 
-from .library import is_exporting, is_traced
+from .tracing import hides_numbers, is_exporting, is_traced
 
 logger = logging.getLogger('mmgate')
 SIZES = ('small', 'medium', 'large')
 Work = tuple[int, int, int]
-OPERATORS: dict[str, tuple[Backend, ...]] = {}  # by name, what there is, the preferred first
-_said: set[tuple[str, str]] = set()
+OPERATORS: dict[str, tuple[Backend, ...]] = {}  # each operator's backends, the preferred first
+_logged: set[tuple[str, str]] = set()
+
+
+def every_tensor(tensor: Tensor) -> str | None:
+    """Return None: nothing keeps a backend from running on ``tensor``."""
+    return None
+
+
+def no_advice(tensor: Tensor) -> str | None:
+    """Return None: nothing has to be installed or built for a backend to run on ``tensor``."""
+    return None
 
 
 @dataclass(frozen=True)
@@ -43,49 +54,72 @@ class Backend:
     """One implementation of an operator.
 
     Attributes:
-        name: What a config, an argument or the environment variable calls it.
+        name: The name in configs, arguments and the environment variable.
+        run: The implementation. It takes the operator's arguments by name and raises
+            :class:`~mmgate.errors.UnsupportedCall` for a call that it does not have.
         why_not: Takes the operator's first tensor and returns why this backend cannot run on it, or None if it can.
-        run: The implementation. It raises ValueError for a call that it does not have.
-        in_order: Whether ``auto`` may take it without a calibration.
-        traceable: Whether torch.compile takes it whole, that is, it asks for no tensor's numbers.
-        plain: Whether an exported model may hold it: it is traceable, and made of torch's own operators alone.
-        words: What it is, for the log.
+        in_order: True if ``auto`` may take it without a calibration.
+        traceable: True if torch.compile takes it whole, that is, it asks for no tensor's numbers.
+        exportable: True if an exported model may hold it: it is traceable, and made of torch's own operators alone.
+        description: A few words for the log.
         advice: Takes the operator's first tensor and returns what a user can do to have this backend, or None; for the
-            log, where another runs.
+            log, if another backend runs.
     """
 
     name: str
-    why_not: Callable[[Tensor], str | None]
     run: Callable[..., Tensor]
+    why_not: Callable[[Tensor], str | None] = every_tensor
     in_order: bool = True
     traceable: bool = True
-    plain: bool = False
-    words: str = ''
-    advice: Callable[[Tensor], str | None] = lambda tensor: None
+    exportable: bool = False
+    description: str = 'its backend'
+    advice: Callable[[Tensor], str | None] = no_advice
 
 
-def anywhere(tensor: Tensor) -> None:
-    """Say nothing against a backend that runs on every device."""
+def run(
+    op: str, backends: Sequence[Backend], tensor: Tensor, requested: str | None, work: Work, /, **arguments: Any
+) -> Tensor:
+    """Run an operator on the first of its candidates that has the call.
 
+    Args:
+        op: The operator's name.
+        backends: All of its backends, the preferred first.
+        tensor: The input whose device and dtype decide.
+        requested: A backend's name, ``'auto'`` or None, see :func:`candidates`.
+        work: See :func:`candidates`.
+        **arguments: All arguments of the operator, checked. Each backend's function names and types them.
 
-def run(op: str, backends: Sequence[Backend], arguments: Sequence[Any], requested: str | None, work: Work) -> Tensor:
-    """Run ``op`` on ``arguments``, of which the first decides about the backend; otherwise as :func:`candidates`."""
-    tensor = arguments[0]
-    chosen, why = candidates(op, backends, tensor, requested, work)
-    if not is_traced() and (op, chosen[0].name) not in _said:
-        if (requested or 'auto') == 'auto':
-            preferred = backends[: backends.index(chosen[0])]
-            why += ''.join(f'. {advice}' for advice in (b.advice(tensor) for b in preferred) if advice)
-        if tensor.is_cuda and not winners(op, tensor.device.type, tensor.device.index):
-            why += '. To have auto take the fastest on this GPU, type once: python -m mmgate.doctor --calibrate'
-        _say(op, chosen[0].name, f'{op} runs on {chosen[0].words or "its backend"} ({chosen[0].name!r}), {why}.')
+    Raises:
+        ConfigError: See :func:`candidates`.
+        UnsupportedCall: None of the candidates has this call.
+    """
+    chosen, reason = candidates(op, backends, tensor, requested, work)
+    first = chosen[0]
+    if not is_traced() and (op, first.name) not in _logged:
+        _log_choice(op, backends, first, reason, tensor, requested)
     for backend in chosen[:-1]:
         try:
-            return backend.run(*arguments)
-        except ValueError as error:
+            return backend.run(**arguments)
+        except UnsupportedCall as error:
             if not is_traced():
-                _say(op, f'{backend.name} refused', f'{op}: {backend.name!r} hands a call on to the next: {error}')
-    return chosen[-1].run(*arguments)
+                message = f'{op}: {backend.name!r} hands a call on to the next: {error}'
+                _log_once(op, f'{backend.name} refused', message)
+    return chosen[-1].run(**arguments)
+
+
+def _log_choice(
+    op: str, backends: Sequence[Backend], first: Backend, reason: str, tensor: Tensor, requested: str | None
+) -> None:
+    """Log which backend runs and why, and how to have a faster one."""
+    line = f'{op} runs on {first.description} ({first.name!r}), {reason}'
+    if (requested or 'auto') == 'auto':
+        for preferred in backends[: backends.index(first)]:
+            advice = preferred.advice(tensor)
+            if advice:
+                line += f'. {advice}'
+    if tensor.is_cuda and not winners(op, tensor.device.type, tensor.device.index):
+        line += '. To have auto take the fastest on this GPU, type once: python -m mmgate.doctor --calibrate'
+    _log_once(op, first.name, f'{line}.')
 
 
 def candidates(
@@ -95,10 +129,10 @@ def candidates(
 
     Args:
         op: The operator's name.
-        backends: What there is, the preferred first.
+        backends: All of its backends, the preferred first.
         tensor: The input whose device and dtype decide.
         requested: A backend's name, or ``'auto'``, as None; the environment variable ``MMGATE_<OP>`` comes before it.
-        work: Samples or pairs of the call, and the most of a small and of a medium call.
+        work: Samples or pairs of the call, and the largest numbers of them in a small and in a medium call.
 
     Raises:
         ConfigError: An unknown name, or the backend asked for cannot run on ``tensor``; the message gives the reason.
@@ -114,9 +148,10 @@ def candidates(
             raise ConfigError(f'{op}: backend {name!r} cannot run here: {reason}. Usable here: {names}, auto.')
         return [asked], 'as asked for'
     if is_exporting():
-        return [backend for backend in backends if backend.plain][:1], 'which runtimes know'
-    traced = is_traced()
-    usable = [b for b in backends if (b.traceable or not traced) and b.why_not(tensor) is None]
+        exportable = [backend for backend in backends if backend.exportable]
+        return exportable[:1], 'the one that exported models can hold'
+    hidden = hides_numbers(tensor)
+    usable = [b for b in backends if (b.traceable or not hidden) and b.why_not(tensor) is None]
     winner = _winner(op, tensor.device.type, tensor.device.index, tensor.dtype, size_class(*work))
     fastest = [b for b in usable if b.name == winner]
     why = 'the fastest here, by calibration' if fastest else 'the first of the order that can run here'
@@ -142,7 +177,7 @@ def size_class(number: int, small: int, medium: int) -> str:
 
 @torch.compiler.assume_constant_result
 def _winner(op: str, device_type: str, index: int | None, dtype: torch.dtype, size: str) -> str | None:
-    """Return what the calibration says; torch.compile asks once, while it traces."""
+    """Return the calibrated backend's name; torch.compile asks once, while it traces."""
     return winners(op, device_type, index).get(f'{dtype} {size}')
 
 
@@ -155,13 +190,13 @@ def winners(op: str, device_type: str, index: int | None) -> dict[str, str]:
 
 
 def path() -> str:
-    """Return the calibration's file, empty for none."""
+    """Return the path of the calibration's file, or an empty string for none."""
     cache = os.environ.get('MMGATE_CACHE') or Path.home() / '.cache/mmgate'
     return os.environ.get('MMGATE_CALIBRATION', str(Path(cache) / 'calibration.json'))
 
 
 def read() -> dict[str, dict[str, str]]:
-    """Return the file's content: by :func:`key`, a backend's name by dtype and size."""
+    """Return the content of the calibration's file: for each :func:`key`, backends' names by dtype and size."""
     try:
         return json.loads(Path(path()).read_text())
     except FileNotFoundError:
@@ -172,27 +207,30 @@ def read() -> dict[str, dict[str, str]]:
 
 
 def write(op: str, device: torch.device, names: dict[str, str]) -> None:
-    """Keep the backends' ``names`` by dtype and size, in the place of what was kept for :func:`key`."""
+    """Write the backends' ``names`` by dtype and size; they replace those under the same :func:`key`."""
     target = Path(path())
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f'{target.name}.{os.getpid()}')
     part.write_text(json.dumps(read() | {key(op, device): names}, indent=1) + '\n')
-    part.replace(target)  # whole or not at all
+    # Another process sees the whole file or the old one.
+    part.replace(target)
     winners.cache_clear()
 
 
 def key(op: str, device: torch.device) -> str:
-    """Return what a calibration of ``op`` holds for: the machine, the sources and the backends that can run."""
+    """Return the conditions under which a calibration of ``op`` is valid: machine, sources and usable backends."""
     heads = torch.empty(1, 1, 1, 1, device=device)
     usable = ' '.join(backend.name for backend in OPERATORS[op] if backend.why_not(heads) is None)
     digest = hashlib.sha256()
-    for source in sorted(x for x in (Path(__file__).parent / op).rglob('*') if x.suffix in ('.py', '.cpp', '.h')):
+    here = Path(__file__).parent
+    files = [*(here / op).rglob('*'), *(here / 'native').rglob('*')]
+    for source in sorted(x for x in files if x.suffix in ('.py', '.cpp', '.h')):
         digest.update(source.read_bytes())
     return f'{op}: {usable}; sources {digest.hexdigest()[:12]}; {machine(device)}'
 
 
 def machine(device: torch.device) -> str:
-    """Return what a device's times depend on, in one line."""
+    """Return the device, its driver and the versions of packages, on which times depend, in one line."""
     name = f'{device.type} of {platform.platform()}'
     if device.type == 'cuda':
         version = Path('/sys/module/nvidia/version')
@@ -204,12 +242,18 @@ def machine(device: torch.device) -> str:
         name = models[0] if models else platform.processor() or platform.machine()
     installed = {d.metadata['Name']: d.version for d in importlib.metadata.distributions()}
     versions = [f'{x} {installed.get(x) or installed.get(f"onedl-{x}", "none")}' for x in ('triton', 'mmcv')]
+    # Peers are named only where they are installed, so that a calibration from before stays valid elsewhere.
+    versions += [f'{x} {installed[x]}' for x in ('torch-ms-deform-attn', 'deformops') if x in installed]
     return ', '.join([name, f'torch {torch.__version__}', *versions])
 
 
-def _say(op: str, what: str, text: str) -> None:
-    """Say ``text`` once, in the run's log where mmengine keeps one."""
+def _log_once(op: str, subject: str, text: str) -> None:
+    """Log ``text`` once for each operator and subject, in the run's log if mmengine keeps one."""
+    if (op, subject) in _logged:
+        return
+    _logged.add((op, subject))
     mmengine = sys.modules.get('mmengine.logging')
-    if (op, what) not in _said:
-        logger.info(text) if mmengine is None else mmengine.print_log(text, logger='current')
-    _said.add((op, what))
+    if mmengine is None:
+        logger.info(text)
+    else:
+        mmengine.print_log(text, logger='current')

@@ -6,8 +6,6 @@ gate (B, H, N, 1); output (B, H, N, d).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,10 +16,10 @@ from .layout import check_layout
 def differential_streams(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, dropout: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return ``A+ V`` and ``A- V``, ``(B, H, N, d)`` each; arguments as :func:`differential_attention`.
+    """Return ``A+ V`` and ``A- V``, ``(B, H, N, d)`` each; the arguments are as in :func:`differential_attention`.
 
     Raises:
-        ValueError: Shapes or dtypes that do not go together, an odd d, or no keys.
+        ValueError: Shapes or dtypes do not go together, d is odd, or there are no keys.
     """
     check_layout(
         ('query', query, 'B H N d'),
@@ -32,30 +30,35 @@ def differential_streams(
     )
     if query.shape[-1] % 2:
         raise ValueError(f'query must have an even d, half of it for each stream, got {tuple(query.shape)}.')
-    # Queries of width d with the other stream at 0 give the same logits, and keep to the fused kernels, which need
-    # queries and values of one width.
+    # torch's fused kernels need queries and values of one width. Queries of width d whose other stream is 0 have the
+    # same logits as those of width d / 2.
     q_plus, q_minus = query.chunk(2, -1)
-    streams = torch.cat([q_plus, torch.zeros_like(q_minus)], -1), torch.cat([torch.zeros_like(q_plus), q_minus], -1)
-    options: dict[str, Any] = dict(attn_mask=bias, dropout_p=dropout, scale=q_plus.shape[-1] ** -0.5)
-    plus, minus = (F.scaled_dot_product_attention(q, key, value, **options) for q in streams)
+    wide_plus = torch.cat([q_plus, torch.zeros_like(q_minus)], -1)
+    wide_minus = torch.cat([torch.zeros_like(q_plus), q_minus], -1)
+    scale = q_plus.shape[-1] ** -0.5
+    plus = F.scaled_dot_product_attention(wide_plus, key, value, attn_mask=bias, dropout_p=dropout, scale=scale)
+    minus = F.scaled_dot_product_attention(wide_minus, key, value, attn_mask=bias, dropout_p=dropout, scale=scale)
     return plus, minus
 
 
 def differential_attention(
     query: Tensor, key: Tensor, value: Tensor, gate: Tensor, bias: Tensor | None = None, *, dropout: float = 0.0
 ) -> Tensor:
-    r"""Return :math:`(g A^+ - (1 - g) A^-) V` by two fused attentions, no N x M map in memory.
+    r"""Return :math:`(g A^+ - (1 - g) A^-) V` by two fused attentions, without an N x M map in memory.
 
     Args:
-        query: ``(B, H, N, d)``: excitatory stream, then inhibitory stream.
-        key: ``(B, H, M, d)``: the same.
-        value: ``(B, H, M, d)``.
-        gate: ``(B, H, N, 1)``, 0 to 1.
-        bias: Added to both streams' logits.
+        query: Queries ``(B, H, N, d)``: those of the excitatory stream, then those of the inhibitory stream.
+        key: Keys ``(B, H, M, d)`` in the same order.
+        value: Values ``(B, H, M, d)``.
+        gate: Gate ``(B, H, N, 1)``, 0 to 1.
+        bias: Bias of both streams' logits, broadcastable to ``(B, H, N, M)``.
         dropout: Probability of dropping an attention weight.
 
+    Returns:
+        ``(B, H, N, d)``.
+
     Raises:
-        ValueError: As :func:`differential_streams`, or a gate of another shape.
+        ValueError: As in :func:`differential_streams`, or the gate has another shape.
 
     Source: M-DGSA, section 4.2.
     """
@@ -65,7 +68,7 @@ def differential_attention(
 
 
 def differential_map(query: Tensor, key: Tensor, gate: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the signed attention map ``(B, H, N, M)`` of :func:`differential_attention`; the reference."""
+    """Return the signed attention map ``(B, H, N, M)`` of :func:`differential_attention`, whose reference it is."""
     plus, minus = stream_maps(query, key, bias)
     return gate * plus - (1 - gate) * minus
 

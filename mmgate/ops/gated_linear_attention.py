@@ -1,8 +1,8 @@
 """SAGA's gated linear attention, linear in the number of tokens.
 
 Eq. 8: O = Q ((K * A)^T (V * B)), with A and B in (0, 1); q, k, v, gate_k, gate_v are (B, H, N, d).
-The map K^T V is scaled by 1 / N, as 1 / sqrt(N) on K and on V, and Q by 1 / sqrt(d), which the paper leaves open:
-unscaled, the output grows with the image.
+The paper leaves the scale open. Here the map K^T V is scaled by 1 / N, as 1 / sqrt(N) on K and on V, and Q by
+1 / sqrt(d); unscaled, the output would grow with the image.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .linear_attention import key_value_map
 def gated_linear_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, gate_k: Tensor | None, gate_v: Tensor | None
 ) -> Tensor:
-    """Eq. 5: a gate matrix ``G_i = alpha_i^T beta_i`` on every token's ``k_i^T v_i``; holds (N, d, d) tensors."""
+    """Compute Eq. 5, a gate matrix ``G_i = alpha_i^T beta_i`` on every token's ``k_i^T v_i``, by (N, d, d) tensors."""
     outer = k[..., :, None] * v[..., None, :]  # (B, H, N, d, d)
     if gate_k is not None and gate_v is not None:
         outer = outer * (gate_k[..., :, None] * gate_v[..., None, :])
@@ -40,17 +40,17 @@ def gated_linear_attention(
         q: Queries ``(B, H, N, d)``.
         k: Keys ``(B, H, M, d)``.
         v: Values ``(B, H, M, d)``.
-        gate_k: Gates of the keys in (0, 1), of their shape, or None for no gate.
-        gate_v: Gates of the values, likewise.
+        gate_k: Gates of the keys in (0, 1), of the shape of ``k``, or None for no gate.
+        gate_v: Gates of the values in (0, 1), of the shape of ``v``, or None for no gate.
         scale: Factor of Q; ``1 / sqrt(d)`` by default.
-        scale_by_tokens: Whether ``K^T V`` is divided by the number of keys; without, it grows with the image and leaves
-            half precision early.
+        scale_by_tokens: True divides ``K^T V`` by the number of keys. Without that it grows with the image, and soon
+            leaves half precision.
 
     Returns:
         ``(B, H, N, d)``.
 
     Raises:
-        ValueError: Shapes or dtypes that do not go together, or no keys.
+        ValueError: Shapes or dtypes do not go together, or there are no keys.
 
     Source: SAGA, Eq. 6 and 8.
     """

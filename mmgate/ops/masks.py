@@ -1,4 +1,4 @@
-"""Attention masks in one form: a bias that is added to the logits, and the rows that may attend to nothing."""
+"""Attention masks as one bias that is added to the logits, and the rows whose keys are all masked."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from .layout import broadcasts_to
 def merge_masks(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int, heads: int, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Merge torch's two masks.
+    """Merge the two masks of torch's attention into a bias of the logits.
 
-    A row whose keys are all masked would be NaN after a softmax, and so would its gradients. Its bias is set to zero
-    here, and the caller zeroes its output.
+    A row whose keys are all masked would be NaN after a softmax, and so would its gradients. Its bias is set to 0 here,
+    and the caller has to set its output to 0.
 
     Args:
-        attn_mask: ``(N, M)``, ``(B * H, N, M)`` or ``(B, H|1, N, M)``; bool (True masks) or float (added).
-        key_padding_mask: ``(B, M)``; likewise.
-        batch: B.
-        heads: H.
-        dtype: Of the logits.
+        attn_mask: Mask ``(N, M)``, ``(B * H, N, M)`` or ``(B, H|1, N, M)``; bool (True masks) or float (is added).
+        key_padding_mask: Mask of keys ``(B, M)``; bool or float, too.
+        batch: Batch size B.
+        heads: Heads H.
+        dtype: Dtype of the logits.
 
     Returns:
-        The bias, broadcastable to ``(B, H, N, M)``, or None; and the dead rows ``(B|1, H|1, N|1, 1)`` bool, or None.
+        The bias, broadcastable to ``(B, H, N, M)``, and a bool tensor ``(B|1, H|1, N|1, 1)`` that is True for the rows
+        whose keys are all masked. Both are None if there is no mask.
 
     Raises:
-        ValueError: A mask of another shape.
+        ValueError: A mask has another shape.
     """
     bias: Tensor | None = None
     if attn_mask is not None:
@@ -54,6 +55,7 @@ def merge_masks(
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask as a tensor that is added to the logits."""
     if mask.is_floating_point():
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask.bool(), float('-inf'))

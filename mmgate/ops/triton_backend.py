@@ -1,4 +1,4 @@
-"""What the Triton backends have in common: where they can run."""
+"""Helpers of the Triton backends: conditions, launches and the GPU's architecture."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-OLDEST = (3, 2)  # of Triton
-MAX_DIM = 128  # channels of a head
+OLDEST = (3, 2)  # version of Triton
+MAX_DIM = 128  # the most channels of a head
 
 
 @functools.cache
@@ -37,15 +37,15 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def launch(kernel: Any, grid: Any, tensor: Tensor, *arguments: Any, **constants: Any) -> None:
-    """Launch ``kernel`` on ``tensor`` and the other arguments, where ``tensor`` is."""
+    """Launch ``kernel`` on ``tensor`` and the other arguments, on the device of ``tensor``."""
     with _on(tensor.device):
-        # Triton 3.10 turned fused multiply-add off by default
+        # Triton 3.10 turned fused multiply-add off by default.
         kernel[grid](tensor, *arguments, enable_fp_fusion=True, **constants)
 
 
 @functools.cache
 def target_of(device: torch.device) -> Any:
-    """Return what kernels on ``device`` are compiled for: a target whose ``backend`` is ``'cuda'`` and ``arch`` 90."""
+    """Return Triton's target for ``device``, such as one whose ``backend`` is ``'cuda'`` and ``arch`` 90."""
     from triton.runtime import driver
 
     with _on(device):

@@ -8,22 +8,26 @@ from typing import Any
 
 import torch
 from mmengine.hooks import Hook
+from mmengine.runner import Runner
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from mmgate.errors import ConfigError
-from mmgate.ops.library import without_autocast
-from mmgate.paths import own_model
+from mmgate.ops.autocast import without_autocast
 from mmgate.registry import HOOKS
 from mmgate.swap import path_regex
+from mmgate.wrappers import unwrap_model
 
 
 class _PathsHook(Hook):
     """Base of hooks for modules that patterns name.
 
     Args:
-        paths: Patterns like those of ``mmgate.Gated``, each of which has to match; None takes ``usual``, of which at
+        paths: Patterns like those of ``mmgate.Gated``, each of which has to match. None takes ``usual``, of which at
             least one has to match.
+
+    Attributes:
+        usual: Patterns to use without ``paths``.
     """
 
     usual: tuple[str, ...] = ()
@@ -33,27 +37,29 @@ class _PathsHook(Hook):
         if self.paths is not None and (not self.paths or not all(isinstance(one, str) for one in self.paths)):
             raise ConfigError(f'{type(self).__name__}: paths must be a pattern or a list of some, got {paths!r}.')
 
-    def modules(self, runner: Any) -> dict[str, nn.Module]:
-        """Return the modules by name, without those that lie inside of another.
+    def modules(self, runner: Runner) -> dict[str, nn.Module]:
+        """Return the modules that the patterns name, by name, without those that lie inside of another.
 
         Raises:
             ConfigError: A pattern matches nothing; the message lists the model's parts.
         """
-        model = own_model(runner.model)
+        model = unwrap_model(runner.model)
         names = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
         found: dict[str, nn.Module] = {}
         idle = []
         for pattern in self.usual if self.paths is None else self.paths:
             matched = {name: module for name, module in names.items() if path_regex(pattern).fullmatch(name)}
             found.update(matched)
-            idle += [] if matched else [repr(pattern)]
+            if not matched:
+                idle.append(repr(pattern))
         if idle and (self.paths is not None or not found):
             parts = ', '.join(name for name, _ in model.named_children())
             raise ConfigError(
                 f'{type(self).__name__}: no module of {type(model).__name__} matches {", ".join(idle)}; its parts are '
                 f'{parts}.'
             )
-        return {name: module for name, module in found.items() if not any(name.startswith(f'{o}.') for o in found)}
+        inside = {name for name in found for other in found if name.startswith(f'{other}.')}
+        return {name: module for name, module in found.items() if name not in inside}
 
 
 @HOOKS.register_module()
@@ -73,7 +79,7 @@ class CompileHook(_PathsHook):
         backend: Option of torch.compile.
 
     Raises:
-        ConfigError: ``paths`` is malformed, or a pattern matches nothing (from :meth:`before_train`).
+        ConfigError: ``paths`` is malformed. :meth:`before_train` raises it if a pattern matches nothing.
     """
 
     usual = ('backbone', '**encoder.layers.*')
@@ -89,7 +95,7 @@ class CompileHook(_PathsHook):
         super().__init__(paths)
         self.options: dict[str, Any] = dict(mode=mode, dynamic=dynamic, backend=backend)
 
-    def before_train(self, runner: Any) -> None:
+    def before_train(self, runner: Runner) -> None:
         """Mark the modules for compilation at their first call."""
         modules = self.modules(runner)
         for module in dict.fromkeys(modules.values()):
@@ -102,24 +108,28 @@ class ChannelsLastHook(_PathsHook):
     """Hand images to the backbone with their channels last in memory, where a CPU's convolutions are faster.
 
     Convolutions, norms and activations keep the layout of their input. Weights do not change, in memory and in
-    checkpoints. ``paths`` (``'backbone'`` by default) and errors are as in :class:`CompileHook`, from
-    :meth:`before_run`.
+    checkpoints. ``paths`` (``'backbone'`` by default) and errors are as in :class:`CompileHook`, but
+    :meth:`before_run` raises them.
     """
 
     usual = ('backbone',)
 
-    def before_run(self, runner: Any) -> None:
-        """Convert the inputs of the modules from now on."""
+    def before_run(self, runner: Runner) -> None:
+        """Register the hooks that convert the inputs of the modules."""
         for module in dict.fromkeys(self.modules(runner).values()):
             if _channels_last not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(_channels_last)
 
 
 def _channels_last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    def turn(x: Any) -> Any:
-        return x.contiguous(memory_format=torch.channels_last) if isinstance(x, Tensor) and x.dim() == 4 else x
+    """Return the arguments with every tensor of images or maps in the channels-last layout."""
 
-    return tree_map(turn, args)
+    def convert(x: object) -> object:
+        if isinstance(x, Tensor) and x.dim() == 4:
+            return x.contiguous(memory_format=torch.channels_last)
+        return x
+
+    return tree_map(convert, args)
 
 
 @HOOKS.register_module()
@@ -129,12 +139,12 @@ class Float32Hook(_PathsHook):
     A coordinate in bfloat16 has 8 bits, which is four pixels in a thousand, and mmdet's heads refine boxes in the dtype
     of the layers that predict them. Without autocast the hook changes nothing. ``paths`` (by default the layers that
     predict reference points, boxes, classes and sampling offsets in DETR-like detectors) and errors are as in
-    :class:`CompileHook`, from :meth:`before_run`.
+    :class:`CompileHook`, but :meth:`before_run` raises them.
     """
 
     usual = ('**reference_points_fc', '**reg_branches.*', '**cls_branches.*', '**sampling_offsets')
 
-    def before_run(self, runner: Any) -> None:
+    def before_run(self, runner: Runner) -> None:
         """Exempt the modules from autocast."""
         for module in dict.fromkeys(self.modules(runner).values()):
             keep_float32(module)
@@ -147,6 +157,8 @@ def keep_float32(module: nn.Module) -> None:
 
 
 class _Float32(nn.Module):
+    """Mixin before a module's class that computes in float32 under autocast."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map(_wide, (args, kwargs))
         with without_autocast(next(self.parameters(), torch.empty(0)).device.type):
@@ -154,18 +166,20 @@ class _Float32(nn.Module):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by the original class, because the derived class has no name in any module."""
-        return _empty, (type(self).__bases__[1],), vars(self)
+        return _new_instance, (type(self).__bases__[1],), vars(self)
 
 
-def _wide(x: Any) -> Any:
+def _wide(x: object) -> object:
     return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 @functools.cache
 def _in_float32(kind: Any) -> type[nn.Module]:
+    """Return the subclass of ``kind`` that computes in float32."""
     return type(kind.__name__, (_Float32, kind), {})
 
 
-def _empty(kind: type[nn.Module]) -> nn.Module:
+def _new_instance(kind: type[nn.Module]) -> nn.Module:
+    """Return an instance of :func:`_in_float32` whose state is still to be set; pickles name this function."""
     made: Any = _in_float32(kind)  # type: ignore[arg-type]
     return made.__new__(made)

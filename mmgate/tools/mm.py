@@ -86,7 +86,7 @@ def find(name: str, arguments: Sequence[str] = ()) -> Path:
         config = next((a for a in arguments if a.endswith('.py') and (_is_external(a) or osp.isfile(a))), None)
         scope = read_config(config).get('default_scope') if config else None
         if scope not in hosts:
-            raise ConfigError(f'{name} is a tool of both packages: say mmdet:{wanted} or mmseg:{wanted}.')
+            raise ConfigError(f'{name} is a tool of both packages: write mmdet:{wanted} or mmseg:{wanted}.')
         return found[scope]
     return found[hosts[0] if hosts else next(iter(found))]
 

@@ -96,7 +96,9 @@ def _stretch(cfg: Config, factor: Fraction) -> list[str]:
     """Multiply every setting in iterations by ``factor`` and return the changes as text."""
     loop = cfg.get('train_cfg') or {}
     iterates = type_name(loop).endswith('IterBasedTrainLoop') or loop.get('by_epoch') is False
-    counting: list[tuple[str, Any, tuple[str, ...]]] = [('train_cfg', loop, _LOOP_COUNTS)] if iterates else []
+    counting: list[tuple[str, dict[str, Any], tuple[str, ...]]] = (
+        [('train_cfg', loop, _LOOP_COUNTS)] if iterates else []
+    )
     for part in ('param_scheduler', 'default_hooks', 'custom_hooks'):
         counting += [(at, one, _COUNTS) for at, one in mappings(cfg.get(part), part) if one.get('by_epoch') is False]
     changes = []

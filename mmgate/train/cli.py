@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
+from typing import Any
 
 import torch
 from mmengine.config import Config, ConfigDict
@@ -20,27 +21,33 @@ from mmengine.registry import RUNNERS, init_default_scope
 from mmengine.runner import FlexibleRunner, Runner, find_latest_checkpoint
 from torch import distributed, nn
 
-from mmgate.checkpoints.gates_file import read_gates
-from mmgate.datasets.data_check_hook import DataCheckHook, refuse_foreign_classes
+from mmgate.checkpoints.loading import guarded_loaders
 from mmgate.errors import ConfigError
-from mmgate.finetune.training import frozen_parts_without_weights
+from mmgate.finetune.training import frozen_parts_without_weights, warn_of_random_weights
 from mmgate.layers.base.gate import Gate
 from mmgate.ops.backend import OPERATORS, candidates
 
 from .accumulation import enable_auto_accumulate, enable_auto_scale_lr
 from .config_file import add_trust_option, check_files, config_parser, load_config, mappings, type_name
+from .data_check_hook import DataCheckHook, refuse_foreign_classes
+from .gate_options import add_gate_options, put_gates
 from .load_report import LoadReportHook
 from .processes import prepare_processes
+
+STATISTICS = 'GateStatisticsHook'
 
 
 def main(command: Callable[[list[str]], None], argv: list[str] | None = None) -> int:
     """Run a command and print an error that the user can mend as one message (MMGATE_TRACEBACK=1: a traceback).
 
+    While it runs, mmengine loads checkpoints by our loaders, which run no code of a file.
+
     Returns:
         The exit status: 0, 2 after an error in the input, 130 after Ctrl-C.
     """
     try:
-        command(sys.argv[1:] if argv is None else argv)
+        with guarded_loaders():
+            command(sys.argv[1:] if argv is None else argv)
         if distributed.is_initialized():
             # Threads of gloo that outlive the interpreter abort the process; the model's wrapper holds their group.
             gc.collect()
@@ -75,14 +82,15 @@ def train(argv: list[str]) -> None:
     )
     args = _parse(parser, argv)
     cfg = load_config(args)
-    note = ''
+    replaced = put_gates(cfg, args.gate, gates=args.gates, train=args.train)
+    notes = []
     if args.amp:
         enable_amp(cfg)
     check_amp(cfg)
     if args.auto_accumulate:
-        note = enable_auto_accumulate(cfg)
+        notes.append(enable_auto_accumulate(cfg))
     if args.auto_scale_lr:
-        note = enable_auto_scale_lr(cfg)
+        notes.append(enable_auto_scale_lr(cfg))
     if args.resume is not None:
         last = find_latest_checkpoint(cfg.work_dir) if args.resume == 'auto' else args.resume
         # A first start has no checkpoint to resume from.
@@ -90,16 +98,15 @@ def train(argv: list[str]) -> None:
         cfg.load_from = last or cfg.get('load_from')
     check_files(cfg, ('train', 'val'))
     runner = build_runner(cfg)
-    untrained = () if starts_from_checkpoint(cfg) else frozen_parts_without_weights(runner.model)
-    if untrained:
-        runner.logger.warning(
-            f'The gates train beside frozen weights that are drawn at random: neither load_from nor init_cfg fills '
-            f'{", ".join(untrained)}. Give the checkpoint of the trained vanilla model: '
-            '--cfg-options load_from=vanilla.pth.'
-        )
+    if not starts_from_checkpoint(cfg):
+        parts = frozen_parts_without_weights(runner.model)
+        warn_of_random_weights(runner.model, parts, 'neither load_from nor init_cfg fills')
     if cfg.get('load_from') or cfg.get('resume'):
         runner.register_hook(LoadReportHook(cfg.get('load_from') or f'the last checkpoint in {cfg.work_dir}'))
-    if note:
+    add_gate_statistics(runner)
+    if replaced:
+        runner.logger.warning(replaced)
+    for note in notes:
         runner.logger.info(note)
     try:
         runner.train()
@@ -119,7 +126,6 @@ def test(argv: list[str]) -> None:
     parser.add_argument('--show-dir', help='folder for painted images (below the work dir)')
     parser.add_argument('--wait-time', type=float, default=2, help='seconds a shown image stays')
     parser.add_argument('--tta', action='store_true', help='test-time augmentation')
-    parser.add_argument('--gates', help='file of gates to put on the model of CONFIG; CHECKPOINT is the vanilla one')
     parser.add_argument(
         '--allow-mismatch',
         action='store_true',
@@ -134,7 +140,7 @@ def test(argv: list[str]) -> None:
     cfg.load_from = args.checkpoint
     if args.show or args.show_dir:
         enable_visualization(cfg, show=args.show, show_dir=args.show_dir, wait_time=args.wait_time)
-    note = enable_gates(cfg, args.gates) if args.gates else ''
+    note = put_gates(cfg, args.gate, gates=args.gates, train=args.train)
     if args.tta:  # after the gates, because it wraps the model
         enable_tta(cfg)
     if args.out and not pickled:
@@ -159,7 +165,7 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
 
     Args:
         cfg: The config; ``runner_type`` names a registered runner, such as mmengine's FlexibleRunner, and
-            ``check_data=False`` leaves :class:`~mmgate.datasets.data_check_hook.DataCheckHook` out.
+            ``check_data=False`` leaves :class:`~mmgate.train.data_check_hook.DataCheckHook` out.
 
     Raises:
         ConfigError: A launcher or a backend cannot work here, or a rule does not fit the model.
@@ -173,6 +179,18 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
     if cfg.get('check_data', True) and not any(isinstance(hook, DataCheckHook) for hook in runner.hooks):
         runner.register_hook(DataCheckHook())
     return runner
+
+
+def add_gate_statistics(runner: Any) -> None:
+    """Let a run with gates log their statistics, unless it has the hook or ``gate_statistics=False`` in its config.
+
+    Sharded models are left out, whose modules have other names.
+    """
+    named = any(type(hook).__name__ == STATISTICS for hook in runner.hooks)
+    wanted = runner.cfg.get('gate_statistics', True) and not named and not isinstance(runner, FlexibleRunner)
+    if wanted and any(isinstance(module, Gate) and module.gate_readings for module in runner.model.modules()):
+        # By its name, because mmgate.analysis imports this package.
+        runner.register_hook(dict(type=f'mmgate.{STATISTICS}', interval=500, per='type'))
 
 
 def check_backends(model: nn.Module) -> None:
@@ -246,32 +264,6 @@ def enable_visualization(cfg: Config, *, show: bool, show_dir: str | None, wait_
         hook['out_dir' if scope == 'mmpretrain' else 'test_out_dir'] = show_dir
 
 
-def enable_gates(cfg: Config, path: str) -> str:
-    """Put the gates of a file on the config's model, vanilla or gated.
-
-    Returns:
-        A warning that names the gates of the config that are replaced; empty if it has none.
-
-    Raises:
-        ConfigError: The file is no gates file.
-    """
-    read_gates(path)
-    cfg.setdefault('custom_imports', dict(imports=['mmgate'], allow_failed_imports=False))
-    if type_name(cfg.model) != 'Gated':
-        cfg.model = dict(cfg.model, type='mmgate.Gated', host=cfg.model.type)
-    replaced = [f'model.gates={cfg.model.gates}'] if cfg.model.get('gates') else []
-    rules = cfg.model.get('attention') or ()
-    for rule in [rules] if isinstance(rules, dict) else rules:
-        replaced.append(f'{type_name(rule)} at {rule.get("path")} by model.attention')
-    cfg.model.gates = path
-    if not replaced:
-        return ''
-    return (
-        f"--gates {path} replaces the config's own gates, {'; '.join(replaced)}. The vanilla config leaves no doubt "
-        'which gates are tested.'
-    )
-
-
 def enable_tta(cfg: Config) -> None:
     """Wrap the model and the pipeline in test-time augmentation: the config's own, else a horizontal flip."""
     tta_cfg = dict(nms=dict(type='nms', iou_threshold=0.5), max_per_img=100)
@@ -299,6 +291,7 @@ def enable_tta(cfg: Config) -> None:
 def _parser(description: str) -> argparse.ArgumentParser:
     parser = config_parser(description)
     parser.add_argument('--work-dir', help='folder for logs, checkpoints and metrics')
+    add_gate_options(parser)
     add_trust_option(parser)
     parser.add_argument('--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], default='none', help='job launcher')
     # torchrun sets the variable; torch.distributed.launch passes the argument, in either spelling.

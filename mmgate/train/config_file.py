@@ -89,7 +89,7 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
         raise ConfigError(f'--cfg-options {" ".join(options)} cannot be merged: {error}') from error
 
 
-def mappings(node: Any, where: str = '') -> Iterator[tuple[str, Any]]:
+def mappings(node: object, where: str = '') -> Iterator[tuple[str, Any]]:
     """Yield every mapping of a config with its path below ``where``, outer ones first."""
     if isinstance(node, Mapping):
         yield where, node
@@ -100,7 +100,7 @@ def mappings(node: Any, where: str = '') -> Iterator[tuple[str, Any]]:
             yield from mappings(value, f'{where}.{number}')
 
 
-def differences(before: Any, now: Any, where: str) -> Iterator[str]:
+def differences(before: object, now: object, where: str) -> Iterator[str]:
     """Yield the differences of nested dicts and lists, as ``model.attention.gml: 'sum' -> 'product'``.
 
     Args:
@@ -143,7 +143,7 @@ def add_trust_option(parser: argparse.ArgumentParser) -> None:
 
 
 class _Trust(argparse.Action):
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, *_: object) -> None:
         os.environ[TRUST] = '1'
 
 
@@ -239,8 +239,8 @@ def check_checkpoint(path: str, *, sharded: bool = False) -> None:
     if '://' in path or (sharded and osp.isdir(path)):
         return
     if not osp.isfile(path):
-        what = 'is a folder' if osp.isdir(path) else 'does not exist'
-        raise ConfigError(f'checkpoint {path} {what} (looked for {osp.abspath(path)}).')
+        fault = 'is a folder' if osp.isdir(path) else 'does not exist'
+        raise ConfigError(f'checkpoint {path} {fault} (looked for {osp.abspath(path)}).')
     with open(path, 'rb') as file:
         head = file.read(2)
     if head == b'PK' and not zipfile.is_zipfile(path):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from mmengine.dist import is_main_process
 from mmengine.hooks import CheckpointHook, EMAHook, Hook
-from mmengine.runner import IterBasedTrainLoop
+from mmengine.hooks.hook import DATA_BATCH
+from mmengine.runner import IterBasedTrainLoop, Runner
+from torch import Tensor
 
 from mmgate.errors import ConfigError
 from mmgate.finetune import gates_content, save_gates
@@ -16,7 +17,7 @@ from mmgate.registry import HOOKS
 
 @HOOKS.register_module()
 class GatesCheckpointHook(Hook):
-    """Writes ``epoch_N.gates.safetensors`` or ``iter_N.gates.safetensors`` into the work dir.
+    """Write ``epoch_N.gates.safetensors`` or ``iter_N.gates.safetensors`` into the work dir.
 
     Among ``custom_hooks`` it writes beside the whole checkpoints; as ``default_hooks.checkpoint`` it writes instead of
     them, and then the run cannot be resumed.
@@ -25,7 +26,6 @@ class GatesCheckpointHook(Hook):
         interval: Epochs (or iterations) from file to file; a file is always written at the end.
         by_epoch: True counts epochs, False iterations; by default as the loop counts.
         max_keep_ckpts: Number of newest files to keep; -1 keeps all.
-        max_keep: Older name of ``max_keep_ckpts``, which it overrides.
         **others: Other options of mmengine's CheckpointHook, which a config may inherit; they are refused.
 
     Raises:
@@ -39,9 +39,8 @@ class GatesCheckpointHook(Hook):
         self,
         interval: int = 1,
         by_epoch: bool | None = None,
-        max_keep: int | None = None,
         max_keep_ckpts: int = -1,
-        **others: Any,
+        **others: object,
     ) -> None:
         if others:
             raise ConfigError(
@@ -50,33 +49,35 @@ class GatesCheckpointHook(Hook):
             )
         self.interval = interval
         self.by_epoch = by_epoch
-        self.max_keep = max_keep_ckpts if max_keep is None else max_keep
+        self.max_keep_ckpts = max_keep_ckpts
         self._written: list[Path] = []
 
-    def before_train(self, runner: Any) -> None:
+    def before_train(self, runner: Runner) -> None:
         """Set ``by_epoch`` as the loop counts, and check that a file can hold the gates and all that trains."""
         if self.by_epoch is None:
             self.by_epoch = not isinstance(runner.train_loop, IterBasedTrainLoop)
         if gates_content(runner.model).trained == 'all':
-            said = (
-                'mmgate.GatesCheckpointHook: everything trains, and files of gates do not hold it. '
-                "model.train='gates' or 'attention' trains what they hold."
+            words = (
+                'mmgate.GatesCheckpointHook: everything trains, and gates files hold only a part of it. '
+                "model.train='gates' or 'attention' trains that part alone."
             )
             if not any(isinstance(hook, CheckpointHook) for hook in runner.hooks):
-                raise ConfigError(f"{said} Or keep mmengine's CheckpointHook beside this hook.")
-            runner.logger.warning(said)
+                raise ConfigError(f"{words} Or keep mmengine's CheckpointHook beside this hook.")
+            runner.logger.warning(words)
 
-    def after_train_epoch(self, runner: Any) -> None:
+    def after_train_epoch(self, runner: Runner) -> None:
         """Write a file after an epoch, if epochs are counted."""
         if self.by_epoch and (self.every_n_epochs(runner, self.interval) or self.is_last_train_epoch(runner)):
             self._write(runner, f'epoch_{runner.epoch + 1}')
 
-    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None, outputs: dict[str, Tensor] | None = None
+    ) -> None:
         """Write a file after an iteration, if iterations are counted."""
         if not self.by_epoch and (self.every_n_train_iters(runner, self.interval) or self.is_last_train_iter(runner)):
             self._write(runner, f'iter_{runner.iter + 1}')
 
-    def _write(self, runner: Any, name: str) -> None:
+    def _write(self, runner: Runner, name: str) -> None:
         if not is_main_process():
             return
         averages = [hook for hook in runner.hooks if isinstance(hook, EMAHook)]
@@ -90,5 +91,5 @@ class GatesCheckpointHook(Hook):
             for hook in averages:
                 hook.after_val_epoch(runner)
         self._written = [*(other for other in self._written if other != path), path]
-        while 0 < self.max_keep < len(self._written):
+        while 0 < self.max_keep_ckpts < len(self._written):
             self._written.pop(0).unlink(missing_ok=True)

@@ -10,28 +10,33 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from mmengine.dist import is_distributed, is_main_process
 from mmengine.fileio import put_text
 from mmengine.hooks import CheckpointHook, Hook
+from mmengine.hooks.hook import DATA_BATCH
 from mmengine.optim import OptimWrapperDict
-from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
-from torch import distributed
+from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner
+from torch import Tensor, distributed
 
 from mmgate.errors import ConfigError
 from mmgate.registry import HOOKS
 
+# As signal.signal returns it; None for a handler that was not set from Python.
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
 INTERRUPTED = 'interrupted.pth'
-# Key in a checkpoint's meta: the trained batches of the epoch, and the batches of an epoch.
+# Key in a checkpoint's meta, of the number of trained batches of the epoch and the number of all.
 KEY = 'mmgate_interrupted'
 FORWARDED = 1.0  # seconds within which a launcher forwards a Ctrl-C that the terminal has sent to all processes
 
 
 @HOOKS.register_module()
 class SaveOnInterruptHook(Hook):
-    """Saves a run at Ctrl-C or SIGTERM and ends it; ``--resume`` goes on from there, in the middle of an epoch, too.
+    """Save a run at Ctrl-C or SIGTERM and end it; ``--resume`` goes on from there, in the middle of an epoch, too.
 
     The current step is finished (the optimizer's, where gradients are accumulated; during a validation, the next one),
     and all processes stop after the same step. ``interrupted.pth`` is written beside the run's checkpoints, and
@@ -52,16 +57,16 @@ class SaveOnInterruptHook(Hook):
             raise ConfigError(f"SaveOnInterruptHook: signals={signals!r} must be a list of names such as 'SIGTERM'.")
         self.signals = [signal.Signals[name] for name in signals]
         self._asked: int | None = None  # the signal that came
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Handler] = {}
         self._trained: dict[str, int] = {}
 
-    def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+    def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
         """Note the place in the epoch of a resumed run."""
         if getattr(runner, '_resume', False):
             self._trained = checkpoint.get('meta', {}).get(KEY) or {}
 
-    def before_train(self, runner: Any) -> None:
-        """Install the signal handlers, shield the loaders' workers, and skip what an interrupted epoch has trained."""
+    def before_train(self, runner: Runner) -> None:
+        """Install the signal handlers, shield the loaders' workers, and skip the trained batches of an epoch."""
         atexit.register(_end_workers)
         for loop in filter(None, (runner.train_loop, runner.val_loop)):
             loop.dataloader.worker_init_fn = partial(_start_shielded, loop.dataloader.worker_init_fn)
@@ -69,13 +74,15 @@ class SaveOnInterruptHook(Hook):
             _restart_workers(runner.train_loop)
         self._asked = None
         self._process = os.getpid()
-        self._group: Any = distributed.new_group(backend='gloo') if is_distributed() else None
+        self._group: distributed.ProcessGroup | None = (
+            distributed.new_group(backend='gloo') if is_distributed() else None
+        )
         self._before = {number: signal.signal(number, self._note) for number in self.signals}
         if self._trained:
             self._leave_out(runner, **self._trained)
 
     def after_train_iter(
-        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
+        self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None, outputs: dict[str, Tensor] | None = None
     ) -> None:
         """Save and end the run after an optimizer step, if a process got a signal."""
         loop = runner.train_loop
@@ -84,14 +91,15 @@ class SaveOnInterruptHook(Hook):
             in_epoch = dict(batches=batch_idx + 1, of=len(loop.dataloader))
             self._end(runner, {KEY: in_epoch} if isinstance(loop, EpochBasedTrainLoop) else {})
 
-    def after_train(self, runner: Any) -> None:
+    def after_train(self, runner: Runner) -> None:
         """Restore the signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
 
-    def _note(self, number: int, frame: Any) -> None:
-        if os.getpid() != self._process:  # this is a worker that has just been forked
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        # A worker that has just been forked has this handler, too.
+        if os.getpid() != self._process:
             return
         if self._asked is None:
             self._asked = number
@@ -109,7 +117,7 @@ class SaveOnInterruptHook(Hook):
             self._asked = int(asked) or None
         return self._asked is not None
 
-    def _end(self, runner: Any, meta: dict[str, Any]) -> None:
+    def _end(self, runner: Runner, meta: dict[str, Any]) -> None:
         hook = next((hook for hook in runner.hooks if isinstance(hook, CheckpointHook)), None)
         folder = getattr(hook, 'out_dir', None) or runner.work_dir
         options: dict[str, Any] = dict(meta=meta, by_epoch=False, backend_args=getattr(hook, 'backend_args', None))
@@ -126,7 +134,7 @@ class SaveOnInterruptHook(Hook):
         self.after_train(runner)
         raise SystemExit(128 + asked)
 
-    def _leave_out(self, runner: Any, batches: int, of: int) -> None:
+    def _leave_out(self, runner: Runner, batches: int, of: int) -> None:
         loop = runner.train_loop
         there = len(loop.dataloader)
         if there != of:
@@ -137,7 +145,7 @@ class SaveOnInterruptHook(Hook):
         run_iter = loop.run_iter
         runner.logger.info(f'{batches} of {of} batches of epoch {epoch + 1} are trained; they are read and left out.')
 
-        def untrained(idx: int, data_batch: Any) -> None:
+        def untrained(idx: int, data_batch: DATA_BATCH) -> None:
             if loop.epoch != epoch or idx >= batches:
                 run_iter(idx, data_batch)
             elif idx == batches - 1:
@@ -146,7 +154,7 @@ class SaveOnInterruptHook(Hook):
         loop.run_iter = untrained
 
 
-def _restart_workers(loop: Any) -> None:
+def _restart_workers(loop: IterBasedTrainLoop) -> None:
     """Restart the workers of an IterBasedTrainLoop, shielded: mmengine 0.10.7 starts them when it builds the loop."""
     first = getattr(loop.dataloader_iterator, '_iterator', None)
     if first is not None and loop.dataloader.num_workers:

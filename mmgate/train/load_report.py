@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
-from mmengine.runner import CheckpointLoader, load_checkpoint
+from mmengine.runner import CheckpointLoader, Runner, load_checkpoint
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mmgate._environment import log
+from mmgate.checkpoints.loading import guarded_loaders
 from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import gate_parameters, is_gate_key
 from mmgate.layers.base.gated import current_key
-from mmgate.paths import own_model
+from mmgate.wrappers import unwrap_model
 
 from .resuming import refuse_other_run
 
@@ -24,8 +25,14 @@ COUNTERS = 'num_batches_tracked'  # of batch norms; often left out of checkpoint
 OF_TRAINING = ('auxiliary_head', 'dn_query_generator')
 
 
+class HasModel(Protocol):
+    """A runner, or another object with a model."""
+
+    model: nn.Module
+
+
 class LoadReportHook(Hook):
-    """Logs the number of the model's keys that a checkpoint filled, before testing or training starts from it.
+    """Log the number of the model's keys that a checkpoint filled, before testing or training starts from it.
 
     A key counts as filled when loading wrote into its tensor, even if it was renamed or resized on loading. Testing
     refuses a checkpoint that fills less than half of the keys. Training may start from one with a warning, for example
@@ -50,9 +57,9 @@ class LoadReportHook(Hook):
         self._before: dict[str, tuple[int, int]] = {}
         self._given: list[str] = []
 
-    def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+    def after_load_checkpoint(self, runner: HasModel, checkpoint: dict[str, Any]) -> None:
         """Note the state of every tensor; mmengine calls this when the file is read and nothing is copied yet."""
-        # mmengine resumes from these two.
+        # mmengine needs these two to resume.
         whole = 'iter' in checkpoint.get('meta', {}) and 'message_hub' in checkpoint
         if getattr(runner, '_resume', False) and not whole:
             raise ConfigError(
@@ -64,14 +71,14 @@ class LoadReportHook(Hook):
             refuse_other_run(runner, checkpoint, self.checkpoint)
         self._given = [key for key in checkpoint.get('state_dict', checkpoint) if not key.endswith(COUNTERS)]
 
-    def before_train(self, runner: Any) -> None:
+    def before_train(self, runner: Runner) -> None:
         """Log the report; refuse a checkpoint that fills nothing, and warn of one that fills less than half."""
         found, share = self.report(runner)
         if not share:
             raise ConfigError(f'{found}. It is of another model; leave load_from away, or give one of this model.')
-        self.say(runner, found, share >= 0.5)
+        self.log_report(runner, found, share >= 0.5)
 
-    def before_test(self, runner: Any) -> None:
+    def before_test(self, runner: Runner) -> None:
         """Log the report; refuse a checkpoint that fills less than half."""
         found, share = self.report(runner)
         if share < 0.5 and not self.allow_mismatch:
@@ -79,21 +86,22 @@ class LoadReportHook(Hook):
                 f'{found}. The checkpoint is of another model (it starts with {_first(self._given)}); test it with its '
                 'own config, or give --allow-mismatch.'
             )
-        self.say(runner, found, share == 1)
-        own = dict(gate_parameters(own_model(runner.model)))
-        if self.gates and not own.keys().isdisjoint(self._given):
+        self.log_report(runner, found, share == 1)
+        own = unwrap_model(runner.model)
+        given = {current_key(own, key) for key in self._given}  # those of mmgate 0.1 among them
+        if self.gates and not given.isdisjoint(dict(gate_parameters(own))):
             log(
                 f'{self.checkpoint} has gates, which replaced those of --gates {self.gates}: the test is of the '
                 "checkpoint's. Give the vanilla checkpoint to test the file's.",
                 logging.WARNING,
             )
 
-    def report(self, runner: Any) -> tuple[str, float]:
-        """Return the keys that were loaded, in words and as a share; the words are empty for a sharded model.
+    def report(self, runner: HasModel) -> tuple[str, float]:
+        """Return a message on the keys that were loaded, empty for a sharded model, and their share.
 
         Gates that were not filled do not count in the share: a vanilla checkpoint in a gated model is whole.
         """
-        own = own_model(runner.model)
+        own = unwrap_model(runner.model)
         keys = _versions(runner.model)
         missing = self.missing(runner)
         if not self._before or not keys:
@@ -109,19 +117,20 @@ class LoadReportHook(Hook):
             missing = [key for key in missing if key not in gates]
         return found + (f'; not loaded: {_first(missing)}' if missing else ''), share
 
-    def missing(self, runner: Any) -> list[str]:
+    def missing(self, runner: HasModel) -> list[str]:
         """Return the keys that the checkpoint did not fill."""
         return [key for key, version in _versions(runner.model).items() if self._before.get(key) == version]
 
-    def say(self, runner: Any, found: str, fits: bool) -> None:
-        """Log the words of :meth:`report`, and warn of gates for which the model has no place."""
+    def log_report(self, runner: HasModel, found: str, fits: bool) -> None:
+        """Log the message of :meth:`report`, and warn of gates for which the model has no place."""
         if not found:
             return
         log(f'{found}.', logging.INFO if fits else logging.WARNING)
-        own = own_model(runner.model)
+        own = unwrap_model(runner.model)
         keys = own.state_dict().keys()
         unknown = [key for key in self._given if key not in keys and is_gate_key(key)]
-        dropped = [key for key in unknown if current_key(own, key) not in keys]  # others have their former names
+        # Keys of mmgate 0.1 get their new names on loading.
+        dropped = [key for key in unknown if current_key(own, key) not in keys]
         if dropped:
             log(
                 f'{self.checkpoint} holds gates for which {type(own).__name__} has no place; their {len(dropped)} '
@@ -132,7 +141,7 @@ class LoadReportHook(Hook):
 
 
 def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> None:
-    """Load a checkpoint into a model without a runner, and log the keys that it filled.
+    """Load a checkpoint into a model without a runner and without running its code; log the keys that it filled.
 
     Args:
         model: Model.
@@ -141,11 +150,13 @@ def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> N
 
     Raises:
         ConfigError: It fills less than half of the model's keys, or leaves a parameter as it is.
+        UntrustedCheckpoint: It may run code, see :func:`~mmgate.checkpoints.loading.load_checkpoint_file`.
     """
     hook = LoadReportHook(checkpoint)
     runner = SimpleNamespace(model=model)
-    hook.after_load_checkpoint(runner, CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu'))
-    load_checkpoint(model, checkpoint, map_location='cpu')
+    with guarded_loaders():
+        hook.after_load_checkpoint(runner, CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu'))
+        load_checkpoint(model, checkpoint, map_location='cpu')
     found, share = hook.report(runner)
     if share < 0.5:
         raise ConfigError(f'{found}. It is of another model; give the config that it belongs to, or one of this model.')
@@ -155,7 +166,7 @@ def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> N
             f'{found}. These stay as they are drawn at random. Give the checkpoint or the num_classes that belong '
             'together, or --allow-mismatch.'
         )
-    hook.say(runner, found, share == 1)
+    hook.log_report(runner, found, share == 1)
 
 
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -164,7 +175,7 @@ def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
     # torch counts the writes into a tensor in its _version.
     return {
         key: (id(value), value._version)
-        for key, value in own_model(model).state_dict(keep_vars=True).items()
+        for key, value in unwrap_model(model).state_dict(keep_vars=True).items()
         if isinstance(value, Tensor) and not key.endswith(COUNTERS)
     }
 

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from mmengine._strategy import FSDPStrategy
 from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.dist import is_distributed
-from mmengine.model import MMDistributedDataParallel
 from torch import distributed
 
 from mmgate.errors import ConfigError
-from mmgate.registry import MODEL_WRAPPERS, STRATEGIES
 
 from .config_file import type_name
 
-# Deprecated names, which older runs wrote into their configs.
-MODEL_WRAPPERS.register_module('DistributedDataParallelOnCPU', module=MMDistributedDataParallel)
-STRATEGIES.register_module('FSDPStrategy', module=FSDPStrategy)
-WITH_DEVICES = ('MMDistributedDataParallel', 'MMSeparateDistributedDataParallel', 'DistributedDataParallelOnCPU')
+# Wrappers that take device numbers.
+WITH_DEVICES = ('MMDistributedDataParallel', 'MMSeparateDistributedDataParallel')
 
 
 def prepare_processes(cfg: Config) -> None:

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from mmengine.dist import get_rank
 from mmengine.hooks import Hook
-from mmengine.runner import IterBasedTrainLoop
+from mmengine.hooks.hook import DATA_BATCH
+from mmengine.runner import IterBasedTrainLoop, Runner
+from torch import Tensor
 
 from mmgate.errors import ConfigError
 from mmgate.registry import HOOKS
@@ -17,7 +19,7 @@ from mmgate.registry import HOOKS
 
 @HOOKS.register_module()
 class ReproducibleHook(Hook):
-    """Makes a resumed run equal to one that was never stopped: random numbers follow from seed, step and process.
+    """Make a resumed run equal to one that was never stopped: random numbers follow from seed, step and process.
 
     mmengine saves no state of the random generators, so that dropout and drop path differ after a resume. The hook
     seeds the generators at every step. A resumed run then ends with the same weights, bit for bit, on the same machine,
@@ -31,7 +33,7 @@ class ReproducibleHook(Hook):
 
     priority = 'VERY_HIGH'
 
-    def before_train(self, runner: Any) -> None:
+    def before_train(self, runner: Runner) -> None:
         """Check that there is a seed and a loader that starts its workers anew."""
         loop = runner.train_loop
         loader = runner.train_dataloader
@@ -57,26 +59,26 @@ class ReproducibleHook(Hook):
 
             batches.skip_iter = read
 
-    def before_train_epoch(self, runner: Any) -> None:
+    def before_train_epoch(self, runner: Runner) -> None:
         """Seed the generators from which the loader draws."""
         self._seed(runner, runner.epoch, 1)
 
-    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+    def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None) -> None:
         """Seed the generators from which the model draws."""
         self._seed(runner, runner.iter, 0)
 
     def after_train_iter(
-        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
+        self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None, outputs: dict[str, Tensor] | None = None
     ) -> None:
         """Seed the generators from which a loader without workers draws the next batch."""
         self._seed(runner, runner.iter, 2)
 
-    def after_left_out(self, runner: Any) -> None:
-        """Seed as after the last batch that an interrupted run has trained."""
+    def after_left_out(self, runner: Runner) -> None:
+        """Seed as after the last batch that an interrupted run has trained; SaveOnInterruptHook calls this."""
         self._seed(runner, runner.iter - 1, 2)
 
     @staticmethod
-    def _seed(runner: Any, step: int, kind: int) -> None:
+    def _seed(runner: Runner, step: int, kind: int) -> None:
         entropy = (int(runner.seed), int(step), kind, get_rank())
         seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
         for draw_from in (random.seed, np.random.seed, torch.manual_seed):

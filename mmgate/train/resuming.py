@@ -6,19 +6,22 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from mmengine.runner import Runner
+
 from mmgate._environment import log
 from mmgate.checkpoints.plain_config import literal_setting
 from mmgate.errors import ConfigError
 from mmgate.finetune import gate_parameters
 from mmgate.layers.base.gate import is_gate_key
-from mmgate.paths import own_model
+from mmgate.layers.base.gated import current_key
+from mmgate.wrappers import unwrap_model
 
 from .config_file import differences
 
 MOST = 3  # settings in one message
 
 
-def refuse_other_run(runner: Any, checkpoint: Mapping[str, Any], source: str) -> None:
+def refuse_other_run(runner: Runner, checkpoint: Mapping[str, Any], source: str) -> None:
     """Refuse a checkpoint whose gates or groups of parameters are not this run's; warn of rules that changed.
 
     The optimizer's state would belong to other tensors; torch's error, at times only at the first step, names none.
@@ -31,6 +34,7 @@ def refuse_other_run(runner: Any, checkpoint: Mapping[str, Any], source: str) ->
     Raises:
         ConfigError: It does not fit; the message has the settings of model and optimizer that changed since.
     """
+    _refuse_first_version(runner, checkpoint, source)
     problem = _other_gates(runner, checkpoint) or _other_groups(runner, checkpoint)
     changed = sorted(_changed(runner, checkpoint), key=lambda one: not _is_of_rules(one))
     if problem:
@@ -48,10 +52,27 @@ def refuse_other_run(runner: Any, checkpoint: Mapping[str, Any], source: str) ->
         )
 
 
-def _other_gates(runner: Any, checkpoint: Mapping[str, Any]) -> str:
+def _refuse_first_version(runner: Runner, checkpoint: Mapping[str, Any], source: str) -> None:
+    """Raise ConfigError if the checkpoint is that of a gated run of mmgate 0.1, with its optimizer."""
+    if 'optimizer' not in checkpoint:
+        return
+    model = unwrap_model(runner.model)
+    keys = model.state_dict().keys()
+    former = {current_key(model, key): key for key in checkpoint.get('state_dict', {}) if key not in keys}
+    gate = next((name for name in gate_parameters(model) if name in former), None)
+    if gate is not None:
+        raise ConfigError(
+            f'{source} cannot be resumed: it is of a run of mmgate 0.1, where {gate} was {former[gate]}. Gates were at '
+            'other places among the parameters, so that the state of its optimizer is of other tensors. Start a new '
+            f'run from its weights, --cfg-options load_from={source} without --resume, or finish the run with mmgate '
+            '0.1.'
+        )
+
+
+def _other_gates(runner: Runner, checkpoint: Mapping[str, Any]) -> str:
     """Return a message on the first gate that differs in the checkpoint; empty if none does or it has no optimizer."""
     state = checkpoint.get('state_dict', {})
-    model = own_model(runner.model)
+    model = unwrap_model(runner.model)
     if 'optimizer' not in checkpoint:
         return ''
     for name, gate in gate_parameters(model).items():
@@ -64,7 +85,7 @@ def _other_gates(runner: Any, checkpoint: Mapping[str, Any]) -> str:
     return f'it has {dropped}, and this model has no such gate' if dropped else ''
 
 
-def _other_groups(runner: Any, checkpoint: Mapping[str, Any]) -> str:
+def _other_groups(runner: Runner, checkpoint: Mapping[str, Any]) -> str:
     """Return a message on parameter groups that differ; empty if none do or if there is no single optimizer."""
     state = checkpoint.get('optimizer')
     groups = getattr(getattr(getattr(runner, 'optim_wrapper', None), 'optimizer', None), 'param_groups', None)
@@ -78,7 +99,7 @@ def _other_groups(runner: Any, checkpoint: Mapping[str, Any]) -> str:
     return f"its optimizer has {there}, this run's {here}"
 
 
-def _changed(runner: Any, checkpoint: Mapping[str, Any]) -> list[str]:
+def _changed(runner: Runner, checkpoint: Mapping[str, Any]) -> list[str]:
     """Return the settings of model and optimizer that differ from those in the checkpoint's config."""
     before = checkpoint.get('meta', {}).get('cfg')
     if not isinstance(before, str) or not hasattr(runner, 'cfg'):

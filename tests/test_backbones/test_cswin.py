@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from published_cswin import SMALL, published_cswin, random_cswin
+from helpers.published_cswin import SMALL, published_cswin, random_cswin
 
 from mmgate.registry import MODELS
 

@@ -1,21 +1,18 @@
-"""DGViT: its parts, and the configs of its data sets."""
+"""DGViT: its layers, and the configs of its data sets."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import ROOT, needs_mmpretrain
 from mmengine.config import Config
-from torch import nn
 
 from mmgate.layers import DGSAGate, DifferentialGate
 from mmgate.layers.parts.swiglu import SwiGLU
-from mmgate.registry import DATASETS, MODELS
+from mmgate.registry import MODELS
 
 FOLDERS = [ROOT / f'configs/{method}/classification' for method in ('dgsa', 'vanilla')]
 CONFIGS = {path.name: path for folder in FOLDERS for path in sorted(folder.glob('*vit*_1xb*.py'))}
@@ -57,29 +54,3 @@ def test_layers_know_their_depth_and_may_be_frozen() -> None:
     assert vanilla.layers[1].ffn.drop_path.drop_prob == pytest.approx(0.1)
     with pytest.raises(ValueError, match="arch='huge' is unknown"):
         MODELS.build(dict(type='mmgate.DGViT', arch='huge'))
-
-
-@pytest.mark.parametrize('dropouts', [1, 2])
-def test_swiglu_is_its_equation(dropouts: int) -> None:
-    ffn = SwiGLU(8, 4, dropouts=dropouts, drop=0.5)
-    x = torch.randn(2, 5, 8)
-    first, second = (x @ ffn.expand.weight.T + ffn.expand.bias).chunk(2, -1)
-    expected = x + (F.silu(first) * second) @ ffn.project.weight.T + ffn.project.bias
-    torch.testing.assert_close(ffn.eval()(x), expected)
-    assert sum(isinstance(m, nn.Dropout) for m in ffn.modules()) == dropouts
-    for options, message in ((dict(dropouts=3), 'must be 1 or 2'), (dict(expansion=0.4), 'an even number')):
-        with pytest.raises(ValueError, match=message):
-            SwiGLU(8, **options)
-
-
-def test_svhn_reads_the_published_files(tmp_path: Path) -> None:
-    io = pytest.importorskip('scipy.io', reason='scipy')
-    images = np.random.default_rng(0).integers(0, 256, (32, 32, 3, 5), dtype=np.uint8)
-    io.savemat(tmp_path / 'test_32x32.mat', dict(X=images, y=np.array([[1], [10], [3], [9], [10]], dtype=np.uint8)))
-    data = DATASETS.build(dict(type='mmgate.SVHN', data_root=str(tmp_path), split='test', pipeline=[]))
-    assert [data[i]['gt_label'] for i in range(5)] == [1, 0, 3, 9, 0] and data.metainfo['classes'][0] == '0'
-    assert np.array_equal(data[2]['img'], images[..., 2])
-    with pytest.raises(FileNotFoundError, match='train_32x32.mat'):
-        DATASETS.build(dict(type='mmgate.SVHN', data_root=str(tmp_path), split='train', pipeline=[]))
-    with pytest.raises(ValueError, match="split='val' must be one of"):
-        DATASETS.build(dict(type='mmgate.SVHN', data_root=str(tmp_path), split='val', pipeline=[]))

@@ -86,7 +86,7 @@ def test_images_of_another_size() -> None:
 
 
 @pytest.mark.parametrize('arch, millions', [('tiny', 8.53), ('small', 26.15), ('medium', 55.83)])
-def test_parameters(arch: str, millions: float) -> None:
+def test_parameters_are_as_many_as_published(arch: str, millions: float) -> None:
     """With both heads, as the authors publish them."""
     model = MODELS.build(dict(type='mmgate.LVViT', arch=arch))
     count = sum(parameter.numel() for parameter in model.parameters()) + 2 * 1000 * (model.embed_dims + 1)

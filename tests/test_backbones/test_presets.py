@@ -8,7 +8,7 @@ import pytest
 from mmengine.config import Config
 from torch import nn
 
-from mmgate.analysis.report.structure import build_structure
+from mmgate.analysis.structure import build_structure
 from mmgate.layers import CrossWindowAttention
 from mmgate.layers.agent import AgentGate
 from mmgate.layers.base.map import MapGate
@@ -39,7 +39,7 @@ SWIN = {
 
 
 @pytest.mark.parametrize('kind, arch', SWIN)
-def test_swin(kind: str, arch: str) -> None:
+def test_swin_has_the_blocks_widths_and_agents_of_the_papers(kind: str, arch: str) -> None:
     options = dict(attention=dict(type='FocusedLinearAttention')) if kind == 'LinearSwin' else {}
     stages = structure(kind, arch, **options).stages
     kinds = tuple(''.join('wA'[isinstance(gate_of(b.attn), MapGate)] for b in s.blocks) for s in stages)
@@ -71,7 +71,7 @@ PVT = {
 
 
 @pytest.mark.parametrize('kind, arch', PVT)
-def test_pvt(kind: str, arch: str) -> None:
+def test_pvt_has_the_blocks_widths_and_agents_of_the_papers(kind: str, arch: str) -> None:
     stages = structure(kind, arch).layers
     assert tuple(sum(hasattr(block, 'attn') for block in blocks) for _, blocks, _ in stages) == PVT[kind, arch]
     for i, (embed, blocks, _) in enumerate(stages):
@@ -97,7 +97,7 @@ CSWIN = {
 
 
 @pytest.mark.parametrize('arch', CSWIN)
-def test_cswin(arch: str) -> None:
+def test_cswin_has_the_blocks_widths_and_agents_of_the_papers(arch: str) -> None:
     depths, width, heads = CSWIN[arch]
     stages = structure('AgentCSwin', arch).stages
     assert tuple(len(stage) for stage in stages) == depths
@@ -129,7 +129,7 @@ OTHERS: list[tuple[dict[str, Any], list[int | None]]] = [  # agents of every blo
 
 
 @pytest.mark.parametrize('config, agents', OTHERS, ids=lambda value: value.get('type') if 'type' in value else None)
-def test_defaults_give_way(config: dict[str, Any], agents: list[int | None]) -> None:
+def test_defaults_give_way_to_options(config: dict[str, Any], agents: list[int | None]) -> None:
     """To a stage's own type and to other numbers of stages and of blocks."""
     model = MODELS.build(dict(config, type=f'mmgate.{config["type"]}'))
     attentions = [module.attn for module in model.modules() if hasattr(module, 'attn')]
@@ -171,7 +171,7 @@ PARAMETERS = [  # millions at the papers' rounding; SAGA Swin-T comes to 32.6, t
 
 
 @pytest.mark.parametrize('kind, arch, channels, millions', PARAMETERS, ids=str)
-def test_parameters(kind: str, arch: str, channels: int, millions: float) -> None:
+def test_parameters_are_as_many_as_in_the_papers(kind: str, arch: str, channels: int, millions: float) -> None:
     """Of a classifier of 1000 classes at 224 pixels: Agent Tables 5 and 20 to 22, SAGA Tables 1 to 3."""
     kind, _, attention = kind.partition(' ')
     options: dict[str, Any] = dict(attention=dict(type=attention)) if attention else {}
@@ -208,6 +208,6 @@ WRONG = [
 
 
 @pytest.mark.parametrize('config, message', WRONG, ids=lambda value: value if isinstance(value, str) else None)
-def test_wrong_options(config: dict[str, Any], message: str) -> None:
+def test_options_that_do_not_fit_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         MODELS.build(dict(config, type=f'mmgate.{config["type"]}'))

@@ -143,7 +143,7 @@ def test_images_of_any_size(size: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize('arch, parameters', [('tiny', 4_882_792), ('small', 24_009_096)])
-def test_parameters(arch: str, parameters: int) -> None:
+def test_parameters_are_as_many_as_published(arch: str, parameters: int) -> None:
     """With a classifier of 1000 classes, as counted from the authors' public code; their paper prints 4.8 M for T."""
     model = MODELS.build(dict(type='mmgate.ViTAE', arch=arch))
     channels = model.stages[2][1].attn.embed_dims

@@ -24,8 +24,8 @@ def package(op: str) -> Any:
     return sys.modules[f'mmgate.ops.{op}']
 
 
-def reference(op: str, *arguments: Any) -> Tensor:
-    return find(op, choice.OPERATORS[op], 'torch').run(*arguments)
+def reference(op: str, **arguments: Any) -> Tensor:
+    return find(op, choice.OPERATORS[op], 'torch').run(**arguments)
 
 
 @pytest.fixture(autouse=True)
@@ -37,20 +37,20 @@ def _own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     choice.winners.cache_clear()
 
 
-def half_of_encoders(value: Tensor, *rest: Any) -> Tensor:
+def half_of_encoders(value: Tensor, **others: Any) -> Tensor:
     """Wrong by half wherever queries are tokens, which is where kernels go another way."""
-    output = reference('ms_deform_attn', value, *rest)
+    output = reference('ms_deform_attn', value=value, **others)
     return output * (0.5 if output.shape[1] == value.shape[1] else 1.0)
 
 
-def half_without_masks(*arguments: Any) -> Tensor:
+def half_without_masks(key: Tensor, bias: Tensor | None, **others: Any) -> Tensor:
     """Wrong by half wherever whole blocks need no mask."""
-    output = reference('plug_attention', *arguments)
-    return output * (0.5 if arguments[6] is None and not arguments[1].shape[2] % 16 else 1.0)
+    output = reference('plug_attention', key=key, bias=bias, **others)
+    return output * (0.5 if bias is None and not key.shape[2] % 16 else 1.0)
 
 
-def wrong_gradient(query: Tensor, *rest: Any) -> Tensor:
-    return reference('plug_attention', 1.5 * query - 0.5 * query.detach(), *rest)
+def wrong_gradient(query: Tensor, **others: Any) -> Tensor:
+    return reference('plug_attention', query=1.5 * query - 0.5 * query.detach(), **others)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def wrong_gradient(query: Tensor, *rest: Any) -> Tensor:
     ],
 )
 def test_what_is_wrong_is_out(op: str, run: Any, size: str, out: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    odd = (*choice.OPERATORS[op], Backend('odd', lambda x: None, run))
+    odd = (*choice.OPERATORS[op], Backend('odd', run))
     monkeypatch.setattr(package(op), 'BACKENDS', odd)
     expected = outcome(problem(op, size, 'float32', 'tiny', CPU), calibration.REFERENCES[op], wide=True)
     row = judge(Row(op, 'float32', size, 'odd'), 'tiny', CPU, expected)
@@ -92,12 +92,14 @@ def test_problems_are_of_the_sizes_that_calls_ask_for(op: str, monkeypatch: pyte
     """At full size, without running anything; an encoder's queries are its tokens, whole blocks have no mask."""
     asked: list[str] = []
 
-    def note(op: str, backends: Any, arguments: Any, name: str, work: Any) -> None:
+    def note(op: str, backends: Any, tensor: Tensor, name: str, work: Any, /, **arguments: Any) -> None:
         asked.append(choice.size_class(*work))
         if op == 'ms_deform_attn':
-            assert (arguments[4].shape[1] == arguments[0].shape[1]) is (asked[-1] == 'large')
+            queries_are_tokens = arguments['logits'].shape[1] == arguments['value'].shape[1]
+            assert queries_are_tokens is (asked[-1] == 'large')
         else:
-            assert (arguments[6] is None and arguments[0].shape[2] % 128 == 0) is (asked[-1] != 'small')
+            whole_blocks = arguments['bias'] is None and arguments['query'].shape[2] % 128 == 0
+            assert whole_blocks is (asked[-1] != 'small')
 
     monkeypatch.setattr(package(op), 'run', note)
     for size in SIZES:
@@ -125,11 +127,11 @@ import os, sys, time
 import mmgate.ops
 from mmgate.ops import backend
 
-def crash(*_): os.abort()
-def hang(*_): time.sleep(100)
-def sticky(*_): raise RuntimeError('illegal address')
+def crash(**_): os.abort()
+def hang(**_): time.sleep(100)
+def sticky(**_): raise RuntimeError('illegal address')
 
-kinds = [backend.Backend(f.__name__, lambda x: None, f) for f in (crash, hang, sticky)]
+kinds = [backend.Backend(f.__name__, f) for f in (crash, hang, sticky)]
 package = sys.modules['mmgate.ops.ms_deform_attn']
 package.BACKENDS = (*kinds, *package.BACKENDS)
 """
@@ -138,7 +140,7 @@ package.BACKENDS = (*kinds, *package.BACKENDS)
 def test_a_crash_or_a_hang_is_out_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / 'sitecustomize.py').write_text(BAD)
     monkeypatch.setenv('PYTHONPATH', str(tmp_path) + ':' + str(Path(calibration.__file__).parents[2]))
-    kinds = [Backend(x, lambda x: None, lambda x: x) for x in ('crash', 'hang', 'sticky')]
+    kinds = [Backend(x, lambda x: x) for x in ('crash', 'hang', 'sticky')]
     kinds.append(find('ms_deform_attn', choice.OPERATORS['ms_deform_attn'], 'torch'))
     monkeypatch.setattr(calibration, 'OPERATORS', {'ms_deform_attn': kinds})
     rows = list(compare(CPU, ['float32'], 'tiny', limit=30, sizes=('small', 'large')))

@@ -14,6 +14,7 @@ from mmengine.runner.checkpoint import CheckpointLoader
 
 import mmgate  # noqa: F401
 from mmgate.checkpoints import download
+from mmgate.checkpoints.loading import guarded_loaders
 from mmgate.checkpoints.tensors import read_checkpoint
 from mmgate.errors import ConfigError
 
@@ -90,7 +91,7 @@ def test_the_first_process_of_a_machine_downloads_while_the_others_wait(
 def test_one_message_for_a_checkpoint_that_cannot_be_had(drive: str) -> None:
     with pytest.raises(FileNotFoundError, match=r'agent\.pth is no file'):
         read_checkpoint('agent.pth')
-    for load in (read_checkpoint, CheckpointLoader.load_checkpoint):
+    for load in (read_checkpoint, guarded_loaders()(CheckpointLoader.load_checkpoint)):
         with pytest.raises(ConfigError, match=r'/gone/ cannot be downloaded \(HTTP Error 404.*init_cfg\.checkpoint'):
             load(f'{drive}/gone/')
     with pytest.raises(ValueError, match='cannot be read .*web page'):

@@ -14,67 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.pickles import Declared, legacy, zipped
 from torch import nn
-from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
 from mmgate.checkpoints.loading import load_checkpoint_file
 from mmgate.checkpoints.tensors import read_checkpoint
 
 LOADERS = pytest.mark.parametrize('load', [load_checkpoint_file, read_checkpoint], ids=['tools', 'backbones'])
 HUGE = 1 << 40
-
-
-class Storage:
-    """Stands for a storage of so many float32 numbers."""
-
-    def __init__(self, numbers: int) -> None:
-        self.numbers = numbers
-
-
-class Declared:
-    """Pickles as a tensor of any shape in a storage of any size."""
-
-    def __init__(self, storage: int, shape: tuple[int, ...], stride: tuple[int, ...] = (1,), offset: int = 0) -> None:
-        self.arguments = Storage(storage), offset, shape, stride, False, OrderedDict()
-
-    def __reduce__(self) -> Any:
-        return torch._utils._rebuild_tensor_v2, self.arguments
-
-
-class Pickler(pickle.Pickler):
-    view: tuple[Any, ...] = ()
-
-    def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, Storage):
-            return 'storage', torch.FloatStorage, '0', 'cpu', obj.numbers, *self.view
-        return None
-
-
-class LegacyPickler(Pickler):
-    view = (None,)
-
-
-def zipped(path: Path, content: Any, pickled: bytes | None = None) -> None:
-    """Write a checkpoint whose one storage holds 4 numbers."""
-    torch.save(dict(weight=torch.ones(4)), path)
-    with zipfile.ZipFile(path) as file:
-        members = {name: file.read(name) for name in file.namelist()}
-    with zipfile.ZipFile(path, 'w') as file:
-        for name, data in members.items():
-            if name.endswith('data.pkl'):
-                with file.open(name, 'w') as member:
-                    member.write(pickled) if pickled else Pickler(member, 2).dump(content)
-            else:
-                file.writestr(name, data)
-
-
-def legacy(path: Path, content: Any, pickled: bytes | None = None) -> None:
-    with path.open('wb') as file:
-        for part in (MAGIC_NUMBER, PROTOCOL_VERSION, dict(little_endian=True)):
-            pickle.dump(part, file, 2)
-        file.write(pickled) if pickled else LegacyPickler(file, 2).dump(content)
-        pickle.dump([] if pickled else ['0'], file, 2)
-        file.write(struct.pack('<q', 4) + bytes(16))
 
 
 @LOADERS
@@ -177,7 +124,9 @@ def raw(path: Path) -> None:
         (raw, 'cannot be read'),
     ],
 )
-def test_other_formats(write: Callable[[Path], None], message: str, load: Callable[[str], Any], tmp_path: Path) -> None:
+def test_other_formats_are_refused(
+    write: Callable[[Path], None], message: str, load: Callable[[str], Any], tmp_path: Path
+) -> None:
     write(tmp_path / 'a.pth')
     with pytest.raises(ValueError, match=message):
         load(str(tmp_path / 'a.pth'))

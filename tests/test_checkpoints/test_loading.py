@@ -1,30 +1,36 @@
-"""Strangers' checkpoints: what mmengine saves loads, what would run code does not."""
+"""Strangers' checkpoints by our loaders: what mmengine saves loads, what would run code does not."""
 
 from __future__ import annotations
 
 import codecs
 import os
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.pickles import zipped
 from mmengine.config import ConfigDict
 from mmengine.logging import HistoryBuffer, MessageHub
 from mmengine.optim.scheduler.param_scheduler import OneCycleParamScheduler
-from mmengine.registry import MODELS, PARAM_SCHEDULERS, Registry
+from mmengine.registry import PARAM_SCHEDULERS
 from mmengine.runner.checkpoint import CheckpointLoader
-from test_guarded_pickle import zipped
 from torch import nn
 
 import mmgate  # noqa: F401
-from mmgate.checkpoints.loading import TRUST, UntrustedCheckpoint
-from mmgate.checkpoints.plain_config import literal_setting, running_part
+from mmgate.checkpoints.loading import TRUST, UntrustedCheckpoint, guarded_loaders
 from mmgate.checkpoints.tensors import read_checkpoint
 from mmgate.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def guarded() -> Iterator[None]:
+    """Load by our loaders, as in our command lines."""
+    with guarded_loaders():
+        yield
 
 
 class Calls:
@@ -122,29 +128,6 @@ def test_a_config_may_only_hold_values(text: str, runs: bool, place: str, tmp_pa
             CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
     else:
         CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
-
-
-@pytest.mark.parametrize(
-    ('text', 'value'),
-    [
-        ("model = dict(type='M', layers=[dict(width=1)])", dict(type='M', layers=[dict(width=1)])),
-        ("model = dict(keys=dict({'a.b': (1, None)}))", dict(keys={'a.b': (1, None)})),
-        ('model = 1\nmodel = -2.5', -2.5),
-        ('other = 1', None),
-        ("model = dict(type=open('x'))", None),
-        ('model = dict(', None),
-    ],
-    ids=['nested', 'keys that are no names', 'the last', 'absent', 'a call', 'no Python'],
-)
-def test_a_setting_is_read_and_not_run(text: str, value: Any) -> None:
-    assert literal_setting(text, 'model') == value
-
-
-def test_a_project_with_registries_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "model = dict(type='project_of_mine.Net')"
-    assert running_part(text) == "line 1, type='project_of_mine.Net'"
-    monkeypatch.setitem(MODELS.children, 'project_of_mine', Registry('model', scope='project_of_mine'))
-    assert running_part(text) is None
 
 
 @pytest.mark.parametrize(

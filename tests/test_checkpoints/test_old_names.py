@@ -119,7 +119,7 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 
 
 @every_family
-def test_a_checkpoint(family: str) -> None:
+def test_a_checkpoint_of_mmgate_0_1_loads(family: str) -> None:
     """Strictly, below any prefix; a model that is initialised afterwards keeps its gates."""
     model = gated(family)
     state = model.state_dict()
@@ -138,7 +138,7 @@ def test_a_checkpoint(family: str) -> None:
 
 @every_family
 @pytest.mark.parametrize('train', ['gates', 'attention'])
-def test_a_file_of_gates(family: str, train: str, tmp_path: Path) -> None:
+def test_a_gates_file_of_mmgate_0_1_loads(family: str, train: str, tmp_path: Path) -> None:
     model, file = gated(family), tmp_path / 'gates.safetensors'
     mmgate.train_only_gates(model, train)
     mmgate.save_gates(model, file)

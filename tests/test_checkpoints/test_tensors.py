@@ -22,7 +22,7 @@ PLACES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize('checkpoint', PLACES.values(), ids=PLACES)
-def test_tensors(checkpoint: dict[str, Any]) -> None:
+def test_the_tensors_of_the_model_that_is_meant_are_read(checkpoint: dict[str, Any]) -> None:
     found: dict[str, Tensor] = tensors(checkpoint)
     assert list(found) == ['w'] and found['w'] is ONE
 
@@ -38,7 +38,7 @@ def test_a_prefix_names_what_is_read(prefix: str) -> None:
 @pytest.mark.parametrize(
     'checkpoint', [dict(state_dict=3, epoch=1), dict(model=dict(w=3)), dict(epoch=1), [ONE]], ids=str
 )
-def test_no_tensors(checkpoint: Any) -> None:
+def test_a_checkpoint_without_tensors_is_refused(checkpoint: Any) -> None:
     keys = ', '.join(checkpoint) if isinstance(checkpoint, dict) else 'none'
     with pytest.raises(ValueError, match=f'no tensors under state_dict_ema, state_dict, model .* its keys are {keys}'):
         tensors(checkpoint)

@@ -19,7 +19,7 @@ def noisy(image: np.ndarray, **options: Any) -> np.ndarray:
 
 @pytest.mark.parametrize('dtype', [np.uint8, np.float32], ids=['uint8', 'float32'])
 @pytest.mark.parametrize('kind', NOISES)
-def test_kinds_and_levels(kind: str, dtype: type) -> None:
+def test_noise_has_its_kinds_and_levels(kind: str, dtype: type) -> None:
     """A higher level is further from the image, whose dtype and range stay; a seed gives the same."""
     image = np.full((64, 64, 3), 128, dtype)
     distances = []
@@ -32,7 +32,7 @@ def test_kinds_and_levels(kind: str, dtype: type) -> None:
 
 
 @pytest.mark.parametrize('kind, deviation', [('gaussian', 25.5), ('uniform', 25.5 / 3**0.5), ('speckle', 12.8)])
-def test_deviation(kind: str, deviation: float) -> None:
+def test_noise_has_its_deviation(kind: str, deviation: float) -> None:
     out = noisy(np.full((256, 256), 128, np.float32), kinds=[kind], levels=[0.1])
     assert out.std() == pytest.approx(deviation, rel=0.02)
 

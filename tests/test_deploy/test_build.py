@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import one_graph
-from exported import FAMILIES, SIZE, batches, build
+from helpers.exported import FAMILIES, SIZE, batches, build
 from mmengine.registry import MODELS
 
 from mmgate import gates_disabled
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     'name', [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
 )
-def test_equals_its_host(name: str, folder: Path) -> None:
+def test_a_network_of_tensors_equals_its_host(name: str, folder: Path) -> None:
     model = build(name)
     net = build_network(model)
     tried = batches(name, folder, sizes=SIZES)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from exported import build
+from helpers.exported import build
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 from torch import Tensor
 

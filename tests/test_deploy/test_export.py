@@ -1,25 +1,33 @@
-"""Files of whole models: what they hold, what they take, and that they find what PyTorch finds, by metrics, too."""
+"""Exports: attempts, and files that find what PyTorch finds, on a data set, too."""
 
 from __future__ import annotations
 
 import json
+import re
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT
-from exported import FAMILIES, batches, build, exports
+from helpers.exported import FAMILIES, batches, build, exports, hang
 from shapes import write_shapes
+from torch import Tensor
 
+from mmgate.deploy import export as exporting
 from mmgate.deploy.export import SUFFIXES, export
 from mmgate.deploy.runtime import Exported
+from mmgate.errors import ConfigError
 
-pytestmark = [exports, pytest.mark.slow]
 PROGRAMS = ('plug-deformable-detr', 'plug-mask2former', 'agent-semantic-fpn', 'saga-mask-rcnn')  # of torch.export
 CASES = [(name, 'onnx') for name in FAMILIES] + [(name, 'torch-export') for name in PROGRAMS]
 BY_32 = {'agent-retinanet', 'saga-retinanet', 'saga-mask-rcnn', 'saga-upernet'}  # the others take any size
+
+Write = Callable[[Path, int], None]
 
 
 @pytest.fixture(scope='module')
@@ -27,6 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp('exported')
 
 
+@exports
+@pytest.mark.slow
 @pytest.mark.parametrize(('name', 'format'), CASES)
 def test_finds_what_pytorch_finds(name: str, format: str, folder: Path) -> None:
     if format == 'onnx':
@@ -68,6 +78,8 @@ def run(folder: Path, tool: str, *arguments: Any) -> str:
     return result.stdout + result.stderr
 
 
+@exports
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', TRAINED)
 def test_metrics_are_pytorchs(kind: str, tmp_path: Path) -> None:
     path, metric, points, options = TRAINED[kind]
@@ -85,3 +97,93 @@ def test_metrics_are_pytorchs(kind: str, tmp_path: Path) -> None:
     for key, value in expected.items():
         if key.startswith(('coco/', 'mIoU', 'aAcc', 'mAcc')):
             assert abs(found[key] - value) <= points, (key, value, found[key])
+
+
+class Network(torch.nn.Module):
+    def preprocess(self, batch: dict[str, list[Tensor]]) -> tuple[Tensor, ...]:
+        return (batch['inputs'][0][None],)
+
+
+@pytest.fixture
+def export_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A function that exports a model whose graph, of sides with a divisor, is written by a function of its own."""
+
+    def run(write: Write, *, size: tuple[int, int] = (64, 96), same: bool = True, **options: Any) -> Any:
+        def write_graph(net: object, inputs: object, path: Path, *, divisor: int, **_: object) -> str:
+            path.write_bytes(b'begun')
+            write(path, divisor)
+            return 'images'
+
+        def compared(*_: object) -> str:
+            if not same:
+                raise ConfigError('it differs')
+            return 'compared'
+
+        fakes = dict(check_finds_something=print, build_network=lambda model: Network())
+        for name, function in (fakes | dict(write=write_graph, _compared=compared)).items():
+            monkeypatch.setattr(exporting, name, function)
+        batches = [dict(inputs=[torch.zeros(3, *size)])]
+        return exporting.export(torch.nn.Identity(), batches, tmp_path / 'm.pt2', format='torch-export', **options)
+
+    return run
+
+
+@exports
+@pytest.mark.parametrize('size, tried', [((64, 96), [1, 32, 0]), ((64, 65), [1, 0])], ids=str)
+def test_what_is_refused_leaves_the_file_that_was_there(
+    size: tuple[int, int], tried: list[int], tmp_path: Path, export_by: Callable[..., Any]
+) -> None:
+    written: list[int] = []
+    path = tmp_path / 'm.pt2'
+    path.write_bytes(b'earlier')
+    with pytest.raises(ConfigError, match='Identity cannot be exported: ConfigError: it differs'):
+        export_by(lambda path, divisor: written.append(divisor), size=size, same=False)
+    assert written == tried  # of one size where the graph of any may be at fault
+    assert path.read_bytes() == b'earlier' and list(tmp_path.iterdir()) == [path]
+
+
+def hang_unless_fixed(path: Path, divisor: int) -> None:
+    if divisor:
+        hang()
+
+
+@exports
+def test_an_attempt_has_a_line_and_a_time_limit(
+    tmp_path: Path, export_by: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(exporting, 'print_log', lambda line, logger: lines.append(line))
+    alarm = signal.getsignal(signal.SIGALRM)
+    assert export_by(hang_unless_fixed, seconds=0.1) == 'compared'
+    assert [path.name for path in tmp_path.iterdir()] == ['m.pt2']
+    expected = (
+        r'attempt 1 of 3: images of any size, for 0\.1 s at the most \(--fixed-size',
+        r'not to be written for images of any size: .*it took more than 0\.1 s; --time-limit gives it more',
+        r'attempt 2 of 3: images of sides that 32 divides, for 0\.1 s',
+        r'not to be written for images of sides that 32 divides: .*more than 0\.1 s',
+        r'attempt 3 of 3: images of one size, for 0\.1 s at the most$',
+        r'm\.pt2 takes images',
+    )
+    for line, pattern in zip(lines, expected, strict=True):
+        assert re.search(pattern, line), line
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0) and signal.getsignal(signal.SIGALRM) is alarm
+
+
+@exports
+@pytest.mark.parametrize('fixed_size', [False, True])
+def test_where_every_attempt_takes_too_long_nothing_is_left(
+    fixed_size: bool, tmp_path: Path, export_by: Callable[..., Any]
+) -> None:
+    with pytest.raises(ConfigError, match=r'cannot be exported: TimeoutError: it took more than 0\.1 s; --time-limit'):
+        export_by(hang, seconds=0.1, fixed_size=fixed_size)
+    assert not list(tmp_path.iterdir())
+
+
+@exports
+def test_an_export_ended_by_hand_leaves_nothing(tmp_path: Path, export_by: Callable[..., Any]) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_by(interrupt)
+    assert not list(tmp_path.iterdir())

@@ -10,8 +10,8 @@ import cv2
 import numpy as np
 import pytest
 import torch
-import zoo
 from conftest import ROOT
+from helpers import zoo
 from mmdet.models.backbones.swin import ShiftWindowMSA
 from mmengine.registry import MODELS
 from mmengine.structures import BaseDataElement
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 import mmgate.registry
 from mmgate import swap_attention
+from mmgate.analysis.complexity import count_model
 from mmgate.analysis.figures.gates import draw_gates
 from mmgate.analysis.figures.maps import draw_maps
 from mmgate.analysis.probes.gates import gate_statistics
 from mmgate.analysis.probes.recording import record
 from mmgate.analysis.probes.relevance import head_maps
-from mmgate.analysis.report.flops import count_model
 from mmgate.layers.base.gate import gate_parameters
 
 SIDE = 64
@@ -43,7 +43,7 @@ REDUCED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize('name', HOSTS)
-def test_training_step(name: str) -> None:
+def test_backbones_train_in_their_hosts(name: str) -> None:
     cfg = zoo.reduced(f'mmgate::{name}')
     model_cfg = cfg.model
     model_cfg.backbone.update(REDUCED['pvt' if '_pvt-' in name else 'swin'])
@@ -69,7 +69,7 @@ def macs(model: nn.Module, x: Tensor) -> int:
     return count_model(copy.deepcopy(model), x).macs  # which freezes what it counts
 
 
-def test_the_guide_for_contributors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_guide_for_contributors_works_when_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """CONTRIBUTING.md's examples, followed literally: both layers, and the rules that name them.
 
     They train, are counted, and drawn where there is something to read.
@@ -109,6 +109,7 @@ def test_the_guide_for_contributors(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     seen = dict(img_path=str(tmp_path / 'image.png'), img_shape=(4, 6), ori_shape=(4, 6), batch_input_shape=(4, 6))
     encoder.test_step = lambda batch: [encoder['encoder'](batch), BaseDataElement(metainfo=seen)][1:]
     statistics = gate_statistics(encoder, [x])
+    assert [gate.row()['moved'] for gate in statistics] == [0, 0]  # from the value that its class declares
     assert [gate.path for gate in statistics] == [f'encoder.layers.{i}.self_attn' for i in (0, 1)]
     path, maps, sample = head_maps(encoder, x[:, :1])  # one image
     assert path == 'encoder.layers.1.self_attn' and maps.shape == (4, 2, 3)

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import needs_mmpretrain
+from helpers.backbones import PRETRAIN, SVT, SWIN
 from mmengine.registry import MODELS
-from test_adapters import PRETRAIN, SVT, SWIN
 from torch import nn
 
 from mmgate import restore_attention, swap_attention
 from mmgate.errors import ConfigError
 from mmgate.hosts.table import gate_of_type, registered_gates
-from mmgate.layers import SoftmaxAttention
+from mmgate.layers import CrossWindowAttention, SoftmaxAttention
 from mmgate.layers.agent import AgentGate
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import GatedMapAttention, MapGate
@@ -105,7 +105,12 @@ def test_every_gate_of_maps_heeds_a_class_token(gate: type[GatedMapAttention]) -
     model = MODELS.build(dict(VIT, arch=arch, img_size=(48, 64)))
     model.eval()  # returns nothing
     gated, x = copy.deepcopy(model), torch.randn(1, 3, 48, 64)
-    names = swap_attention(gated, dict(type=gate, path='layers.*.attn'))
+    rule = dict(type=gate, path='layers.*.attn')
+    if gate is CrossWindowAttention:
+        with pytest.raises(ConfigError, match='no class token: it would lie in no stripe'):
+            swap_attention(gated, rule)
+        return
+    names = swap_attention(gated, rule)
     gates: list[Any] = [gated.get_submodule(name).gate for name in names]
     assert {(gate.class_tokens, gate.map_size) for gate in gates} == {(1, (3, 4))}
     assert gated(x)[0].isfinite().all()

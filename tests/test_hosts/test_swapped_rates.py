@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_table import BLOCKS, DET, MAP, SEG, UTILS, Block, C, H, called, hosts_in, needs, randomised
+from helpers.host_blocks import BLOCKS, DET, MAP, SEG, UTILS, Block, C, H, called, hosts_in, needs, randomised
 from torch import Tensor, nn
 
 from mmgate import swap_attention
@@ -21,7 +21,10 @@ DROPS: dict[str, tuple[str, ...]] = {
     'output': ('proj_drop', 'dropout'),
     'path': ('dropout_layer', 'drop', 'out_drop'),
 }
-DROP_NOTHING = ('LeAttention', 'vit_sam.Attention', 'vitdet.vit.Attention', 'MSDeformAttn')
+DROP_NOTHING = (
+    *('LeAttention', 'vit_sam.Attention', 'vitdet.vit.Attention', 'MSDeformAttn'),
+    *('ms_deform_attn.MultiScaleDeformableAttention', 'decoder.MSDeformableAttention'),
+)
 TWINS = f'{SEG}.twins.LocallyGroupedSelfAttention'
 
 

@@ -9,9 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import filled
-from gated import anatomy, assert_same_anatomy
-from test_project_hosts import Attention, deformable_inputs
+from helpers.gated import anatomy, assert_same_anatomy
+from helpers.host_blocks import (
+    BLOCKS,
+    BY_NAME,
+    LAYERS,
+    MAP,
+    PACKAGES,
+    PRE,
+    TIMM_ATTENTION,
+    TIMM_MODELS,
+    UTILS,
+    Block,
+    called,
+    hosts_in,
+    needs,
+    randomised,
+)
+from helpers.projects import Attention
 from torch import Tensor, nn
 
 from mmgate import restore_attention, swap_attention
@@ -22,145 +37,7 @@ from mmgate.hosts.table import _ADAPTERS, full_name, gate_of_type, options_of
 from mmgate.layers.base.gate import gate_parameters
 from mmgate.layers.base.gated import gated_modules
 from mmgate.layers.base.map import MapGate
-from mmgate.swap import path_regex
 
-C, H, MAP = 32, 4, (8, 8)
-TOKENS = torch.Size([2, 64, C])
-
-
-class Block:
-    """The class whose instances call a host, by name, so that a package that is missing is met in its own tests alone.
-
-    Args:
-        name: Of the class.
-        *sizes: Its positional arguments.
-        call: What an instance is called with; sizes stand for random numbers.
-        path: Of the host in it.
-        named: What it is called with by name.
-        **options: Its further arguments.
-    """
-
-    def __init__(
-        self, name: str, *sizes: Any, call: list[Any], path: str = 'attn', named: dict | None = None, **options: Any
-    ) -> None:
-        self.name, self.sizes, self.options, self.call, self.path = name, sizes, options, call, path
-        self.named = named or {}
-
-    def make(self) -> nn.Module:
-        module, _, name = self.name.rpartition('.')
-        return getattr(import_module(module), name)(*copy.deepcopy(self.sizes), **copy.deepcopy(self.options))
-
-
-LAYERS, DET, SEG = 'mmdet.models.layers.transformer', 'mmdet.models', 'mmseg.models.backbones'
-PRE, UTILS = 'mmpretrain.models.backbones', 'mmpretrain.models.utils.attention'
-ATTENTION = dict(embed_dims=C, num_heads=H)
-FFN = dict(embed_dims=C, feedforward_channels=C, num_fcs=2)
-LEVELS = dict(
-    spatial_shapes=torch.tensor([[6, 8], [4, 4]]),
-    level_start_index=torch.tensor([0, 48]),
-    reference_points=torch.full((2, 64, 2, 2), 0.5),
-)
-TO_KEYS = dict(query_pos=TOKENS, key=TOKENS, key_pos=TOKENS, ref_sine_embed=TOKENS, is_first=True)
-# mmcv writes into its own default of the dropout layer, wherever a layer is built with another
-UNDROPPED = dict(dropout_layer=dict(type='Dropout', drop_prob=0.0), batch_first=True)
-FIRST = dict(self_attn_cfg=dict(ATTENTION, **UNDROPPED), ffn_cfg=FFN)
-LEVELLED = dict(self_attn_cfg=dict(ATTENTION, num_levels=2, num_points=3, dropout=0.0, batch_first=True), ffn_cfg=FFN)
-CROSSED = dict(self_attn_cfg=ATTENTION, cross_attn_cfg=dict(ATTENTION, cross_attn=True), ffn_cfg=FFN)
-SHIFTED = dict(window_size=4, shift=True)
-WINDOWS = {'WindowMSA': 'attn.w_msa', 'ShiftWindowMSA': 'attn'}
-ON_MAP, IN_MAP = [TOKENS, MAP], [torch.Size([2, 8, 8, C])]
-_, POINTS, MEMORY, *_, MASK = deformable_inputs()
-GLOBAL = 'timm.models.gcvit.GlobalContextVitBlock'
-# by the name of a host, and what is special about this one, what calls it
-BLOCKS: dict[str, Block] = {
-    'torch.nn.modules.activation.MultiheadAttention': Block(
-        'torch.nn.TransformerEncoderLayer', C, H, C, 0.0, batch_first=True, path='self_attn', call=[TOKENS]
-    ),
-    'mmcv.cnn.bricks.transformer.MultiheadAttention': Block(
-        f'{LAYERS}.DetrTransformerEncoderLayer', path='self_attn', call=[TOKENS, TOKENS, None], **FIRST
-    ),
-    'mmcv.ops.multi_scale_deform_attn.MultiScaleDeformableAttention': Block(
-        f'{LAYERS}.DeformableDetrTransformerEncoderLayer',
-        path='self_attn',
-        call=[TOKENS, TOKENS, None],
-        named=LEVELS,
-        **LEVELLED,
-    ),
-    f'{LAYERS}.utils.ConditionalAttention': Block(
-        f'{LAYERS}.ConditionalDetrTransformerDecoderLayer', path='*_attn', call=[TOKENS], named=TO_KEYS, **CROSSED
-    ),
-    f'{DET}.utils.vlfuse_helper.BiMultiHeadAttention': Block(
-        f'{DET}.utils.vlfuse_helper.SingleScaleBiAttentionBlock', C, C, C, H, 0.0, call=[TOKENS, torch.Size([2, 5, C])]
-    ),
-    f'{DET}.backbones.pvt.SpatialReductionAttention': Block(
-        f'{DET}.backbones.pvt.PVTEncoderLayer', C, H, C, sr_ratio=2, call=ON_MAP
-    ),
-    **{
-        f'{package}.swin.{name}': Block(f'{package}.swin.SwinBlock', C, H, C, call=ON_MAP, path=path, **SHIFTED)
-        for package in (f'{DET}.backbones', SEG)
-        for name, path in WINDOWS.items()
-    },
-    f'{SEG}.mit.EfficientMultiheadAttention': Block(
-        f'{SEG}.mit.TransformerEncoderLayer', C, H, C, sr_ratio=2, call=ON_MAP
-    ),
-    f'{SEG}.twins.GlobalSubsampledAttention': Block(f'{SEG}.twins.GSAEncoderLayer', C, H, C, sr_ratio=2, call=ON_MAP),
-    f'{SEG}.twins.LocallyGroupedSelfAttention': Block(
-        f'{SEG}.twins.LSAEncoderLayer', C, H, C, window_size=4, call=ON_MAP
-    ),
-    **{
-        f'{SEG}.{name.lower()}.{name}Attention': Block(
-            f'{SEG}.{name.lower()}.{name}TransformerEncoderLayer',
-            *(C, H, C),
-            window_size=MAP,
-            init_values=0.1,
-            call=[torch.Size([2, 65, C])],
-        )
-        for name in ('BEiT', 'MAE')
-    },
-    **{
-        f'{UTILS}.{name}': Block(f'{PRE}.swin_transformer.SwinBlock', C, H, call=ON_MAP, path=path, **SHIFTED)
-        for name, path in WINDOWS.items()
-    },
-    f'{UTILS}.WindowMSAV2': Block(
-        f'{PRE}.swin_transformer_v2.SwinBlockV2', C, H, call=ON_MAP, path='attn.w_msa', **SHIFTED
-    ),
-    f'{UTILS}.MultiheadAttention': Block(f'{PRE}.vision_transformer.TransformerEncoderLayer', C, H, C, call=[TOKENS]),
-    f'{PRE}.vit_sam.Attention': Block(
-        f'{PRE}.vit_sam.TransformerEncoderLayer', C, H, C, use_rel_pos=True, input_size=MAP, call=IN_MAP
-    ),
-    f'{UTILS}.LeAttention': Block(f'{PRE}.tinyvit.TinyViTBlock', C, MAP, H, window_size=4, call=[TOKENS]),
-    f'{PRE}.xcit.XCA': Block(f'{PRE}.xcit.XCABlock', C, H, call=[TOKENS, *MAP]),
-    **{
-        f'timm.models.visformer.Attention {width}': Block(
-            'timm.models.visformer.Block', C, H, width, call=[torch.Size([2, C, 8, 8])]
-        )
-        for width in (1.0, 0.5)
-    },
-    'timm.models.gcvit.WindowAttentionGlobal': Block(
-        GLOBAL, C, MAP, H, window_size=(4, 4), use_global=False, call=IN_MAP
-    ),
-    'timm.models.gcvit.WindowAttentionGlobal global': Block(
-        GLOBAL, C, MAP, H, window_size=(4, 4), call=[*IN_MAP, torch.Size([2, 4, 4, C])]
-    ),
-    **{
-        f'timm.models.pvt_v2.Attention {kind}': Block(
-            'timm.models.pvt_v2.Block', C, H, call=[TOKENS, [8, 8]], **options
-        )
-        for kind, options in dict(whole={}, reduced=dict(sr_ratio=2), pooled=dict(linear_attn=True)).items()
-    },
-    **{
-        f'vitdet.vit.Attention {kind}': Block(
-            'torch.nn.Sequential', Attention(C, H, relative, (4, 6)), path='0', call=[torch.Size([3, 4, 6, C])]
-        )
-        for kind, relative in dict(relative=True, plain=False).items()
-    },
-    'ms_deform_attn.MSDeformAttn': Block(
-        'test_project_hosts.DecoderLayer',
-        path='cross_attn',
-        call=[torch.Size([5, 2, C]), POINTS, MEMORY.transpose(0, 1), MASK],
-    ),
-}
-PACKAGES = ('torch', 'mmcv', 'mmdet', 'mmseg', 'mmpretrain', 'timm')
 TWO_STREAMS = ('DifferentialMultiheadAttention', 'DifferentialGatedMultiheadAttention')
 # by host and gate, with default options, why the one refuses the other; all other pairs run
 REFUSED: dict[tuple[str, str], str] = {
@@ -185,41 +62,27 @@ REFUSED: dict[tuple[str, str], str] = {
         )
         for gate in (*TWO_STREAMS, 'SDPAGatedMultiheadAttention')
     },
+    **{
+        (host, gate): (
+            f'attn: the gate splits heads into two streams, but {host.partition(" ")[0].rpartition(".")[2]} rotates '
+            'channels of both together.'
+        )
+        for host in (
+            f'{TIMM_ATTENTION}.AttentionRope',
+            *(f'{TIMM_MODELS}.eva.EvaAttention {kind}' for kind in ('joint', 'apart', 'plain', 'half')),
+        )
+        for gate in TWO_STREAMS
+    },
     ('timm.models.visformer.Attention 0.5', 'DifferentialGatedMultiheadAttention'): (
         'attn: the gate acts after an output projection as wide as the heads, but this one goes from 16 to 32 channels.'
     ),
 }
 
 
-def needs(host: str) -> Any:
-    package = host.partition('.')[0]
-    missing = package in PACKAGES and not available(package)
-    return pytest.param(host, marks=pytest.mark.skipif(missing, reason=f'needs {package}'))
-
-
 @pytest.fixture(autouse=True)
 def _cloned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Attention, '__module__', 'projects.ViTDet.vitdet.vit')
-    monkeypatch.setattr('test_project_hosts.MSDeformAttn.__module__', 'ops.modules.ms_deform_attn')
-
-
-def hosts_in(module: nn.Module, block: Block) -> dict[str, nn.Module]:
-    return {name: host for name, host in module.named_modules() if path_regex(block.path).fullmatch(name)}
-
-
-def randomised(module: nn.Module) -> nn.Module:
-    filled(module, 0.2).eval()  # TinyViT's returns nothing
-    return module
-
-
-def called(module: nn.Module, block: Block) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-
-    def value(x: Any) -> Any:
-        return torch.randn(x, generator=generator) if isinstance(x, torch.Size) else x
-
-    out = module(*[value(x) for x in block.call], **{name: value(x) for name, x in block.named.items()})
-    return torch.cat(out, 1) if isinstance(out, tuple) else out
+    monkeypatch.setattr('helpers.projects.MSDeformAttn.__module__', 'ops.modules.ms_deform_attn')
 
 
 def outputs(module: nn.Module, block: Block) -> list[Tensor]:
@@ -242,7 +105,7 @@ def test_every_host_has_its_block() -> None:
     if available('timm'):
         import_module('mmgate.hosts.timm')
     hosts = {host if isinstance(host, str) else full_name(host) for _, host in _ADAPTERS}
-    hosts = {host for host in hosts if host.partition('.')[0] in (*PACKAGES, 'vitdet', 'ms_deform_attn')}
+    hosts = {host for host in hosts if host.partition('.')[0] in (*PACKAGES, *BY_NAME)}
     named = {name.partition(' ')[0] for name in BLOCKS}
     present = {host for host in named if host.partition('.')[0] not in PACKAGES or available(host.partition('.')[0])}
     assert hosts == present, 'a new pair needs the block that calls its host'
@@ -276,8 +139,9 @@ def test_every_gate_runs_in_its_hosts_block(case: str) -> None:
             continue
         gated = anatomy(model)
         left_out = {f'{name}|class' for name, _ in gated_modules(model)}
-        for _, part in gated_modules(model):
+        for name, part in gated_modules(model):
             left_out |= {left.rpartition('.')[2] for left in part.leaves_out}
+            left_out |= {f'{name}|{hidden}' for hidden in part.gating.hidden}
         lost = [place for place, one in before.items() if place not in gated or gated[place] is not one]
         assert not [place for place in lost if left_out.isdisjoint((place, *re.split(r'[.|]', place)))]
         assert not model.load_state_dict(vanilla.state_dict(), strict=False).unexpected_keys

@@ -24,6 +24,17 @@ class ViTAttention(nn.Module):
 ViTAttention.__module__ = 'transformers.models.vit.modeling_vit'
 
 
+class EncoderBlock(nn.Module):
+    """As torchvision has it, around torch's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attention = nn.MultiheadAttention(C, HEADS)
+
+
+EncoderBlock.__module__ = 'torchvision.models.vision_transformer'
+
+
 def mmseg_vit() -> nn.Module:
     return VisionTransformer(32, 16, embed_dims=C, num_layers=1, num_heads=HEADS)
 
@@ -34,18 +45,19 @@ HOSTS: dict[str, tuple[Callable[[], nn.Module], str, bool]] = {
     'detr': (lambda: DetrTransformerEncoderLayer(dict(embed_dims=C, num_heads=HEADS)), 'self_attn', False),
     'swin': (lambda: WindowMSA(C, HEADS, (4, 4)), '', True),
     'mmseg_vit': (mmseg_vit, 'layers.0.attn', True),
+    'torchvision': (EncoderBlock, 'self_attention', True),
     'transformers': (ViTAttention, '', True),
 }
 
 
 @pytest.mark.parametrize('name', HOSTS)
-def test_kind(name: str) -> None:
+def test_a_vision_transformer_is_told_from_a_part_of_a_detector(name: str) -> None:
     make, path, expected = HOSTS[name]
     path = f'backbone.{path}'.rstrip('.')  # what a model calls it says nothing: DETR's encoder could be called so
     assert is_in_vit(nn.ModuleDict(dict(backbone=make())), path) == expected
 
 
-@pytest.mark.parametrize('name', ['detr', 'mmseg_vit', 'swin'])
+@pytest.mark.parametrize('name', ['detr', 'mmseg_vit', 'swin', 'torchvision'])
 def test_the_papers_start_follows(name: str) -> None:
     make, path, narrow = HOSTS[name]
     model = nn.ModuleDict(dict(host=make()))

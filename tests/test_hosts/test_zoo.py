@@ -6,8 +6,8 @@ import logging
 
 import pytest
 import torch
-import zoo
-from zoo import ZOO
+from helpers import zoo
+from helpers.zoo import ZOO
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +18,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize('name', ZOO)
-def test_identity_start(name: str) -> None:
+def test_every_architecture_starts_as_the_vanilla_one(name: str) -> None:
     config, count, mode = ZOO[name]
     cfg = zoo.reduced(config)
     model, data = zoo.build(cfg), zoo.batch(cfg)

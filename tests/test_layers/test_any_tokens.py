@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import DEFORMABLE, FAMILIES, C, build, call
+from helpers.families import DEFORMABLE, FAMILIES, C, build, call
+from helpers.properties import DTYPES, MEMORY, SPOILT, every_number_of_examples, hold, numbers, spoil, stored
 from hypothesis import strategies as st
-from properties import DTYPES, MEMORY, SPOILT, every_number_of_examples, hold, numbers, spoil, stored
 from torch import Tensor
 
 from mmgate.ops.masks import merge_masks
@@ -53,14 +53,14 @@ def assert_right_or_refused(layer: torch.nn.Module, x: Any, hw_shape: tuple[int,
 
 @every_number_of_examples
 @pytest.mark.parametrize('name', FAMILIES)
-def test_right_or_refused(name: str, examples: int) -> None:
+def test_a_layer_is_right_on_any_tokens_or_refuses_them(name: str, examples: int) -> None:
     layer = build(name)
     hold(min(examples, 100), lambda drawn: assert_right_or_refused(layer, *drawn), drawn=tokens(name))
 
 
 @every_number_of_examples
 @pytest.mark.parametrize('name', [name for name in FAMILIES if name.startswith(('plug', 'sdpa', 'dgsa', 'diff'))])
-def test_masks_of_any_shape(name: str, examples: int) -> None:
+def test_masks_of_any_shape_are_right_or_refused(name: str, examples: int) -> None:
     if name in DEFORMABLE:
         pytest.skip('takes one mask, of padding')
     layer, sizes = build(name), st.sampled_from([1, 2, 3, 4, 5, 0])

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import half_on_cpu
-from families import DEFORMABLE, DENSE, FAMILIES, HEADS, MAP, C, build, call
+from helpers.families import DEFORMABLE, DENSE, FAMILIES, HEADS, MAP, C, build, call
 from torch import Tensor, nn
 
 LOGITS = 1e4

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import needs_native
+from helpers.properties import DTYPES, MEMORY, SPOILT, every_number_of_examples, hold, numbers, spoil, stored
 from hypothesis import strategies as st
-from properties import DTYPES, MEMORY, SPOILT, every_number_of_examples, hold, numbers, spoil, stored
 from torch import Tensor
 
 from mmgate.layers import GatingModulation
@@ -185,7 +185,9 @@ def assert_right_or_refused(op: Op, call: Call) -> None:
 
 @every_number_of_examples
 @pytest.mark.parametrize('name', OPS)
-def test_right_or_refused(name: str, examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operator_is_right_on_any_arguments_or_refuses_them(
+    name: str, examples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chunked, 'chunk_on', lambda device: 12)
     op = OPS[name]
     hold(examples, lambda call: assert_right_or_refused(op, call), call=calls(op))

@@ -15,6 +15,7 @@ import torch
 from conftest import TORCH, one_graph
 from torch import Tensor
 
+from mmgate.errors import UnsupportedCall
 from mmgate.ops import backend as choice
 from mmgate.ops import ms_deform_attn
 from mmgate.ops.backend import Backend, candidates, run, size_class
@@ -24,22 +25,27 @@ SMALL, MEDIUM, LARGE = ((number, 10, 20) for number in (1, 15, 21))
 
 
 def refuses(x: Tensor) -> Tensor:
-    raise ValueError('this one does not take more than 3 numbers')
+    raise UnsupportedCall('this one does not take more than 3 numbers')
+
+
+def fails(x: Tensor) -> Tensor:
+    raise ValueError('x is a bad input')
 
 
 KINDS: dict[str, dict[str, Any]] = {
     'elsewhere': dict(why_not=lambda x: 'it is for another machine'),
     'numbers': dict(traceable=False),
     'refuses': dict(run=refuses),
-    'first': dict(words='the plain way'),
-    'torch': dict(plain=True),
+    'fails': dict(run=fails),
+    'first': dict(description='the plain way'),
+    'torch': dict(exportable=True),
     'unproven': dict(in_order=False),
 }
-ORDER = [name for name in KINDS if name != 'refuses']
+ORDER = [name for name in KINDS if name not in ('refuses', 'fails')]
 
 
 def backends(*names: str) -> tuple[Backend, ...]:
-    usual: dict[str, Any] = dict(why_not=lambda x: None, run=lambda x: x * x)
+    usual: dict[str, Any] = dict(run=lambda x: x * x)
     return tuple(Backend(name, **(usual | KINDS[name])) for name in names or ORDER)
 
 
@@ -51,7 +57,7 @@ def names(*args: Any, **options: Any) -> list[str]:
 def _calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A file of its own, and the log where mmengine's does not take it."""
     monkeypatch.setenv('MMGATE_CALIBRATION', str(tmp_path / 'cache/calibration.json'))
-    monkeypatch.setattr(choice, '_said', set())
+    monkeypatch.setattr(choice, '_logged', set())
     monkeypatch.setitem(choice.OPERATORS, 'square', backends())
     monkeypatch.delitem(choice.sys.modules, 'mmengine.logging')
     caplog.set_level(logging.INFO, 'mmgate')
@@ -60,7 +66,7 @@ def _calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest
 
 def test_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(None) == ['numbers', 'first', 'torch'] and names('unproven') == ['unproven']
-    monkeypatch.setattr(choice, 'is_traced', lambda: True)
+    monkeypatch.setattr(choice, 'hides_numbers', lambda tensor: True)
     assert names('auto') == ['first', 'torch']
 
 
@@ -131,36 +137,45 @@ def test_a_broken_file_is_said_and_replaced(content: str, caplog: pytest.LogCapt
 
 
 def test_one_that_refuses_hands_on_unless_it_was_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    x, kinds = torch.rand(5), backends('refuses', 'torch')
+    x = torch.rand(5)
     for _ in range(2):
-        assert torch.equal(run('square', kinds, (x,), 'auto', SMALL), x * x)
+        assert torch.equal(run('square', backends('refuses', 'torch'), x, 'auto', SMALL, x=x), x * x)
     assert caplog.text.count("square: 'refuses' hands a call on to the next: this one does not take") == 1
     with pytest.raises(ValueError, match='this one does not take'):
-        run('square', kinds, (x,), 'refuses', SMALL)
+        run('square', backends('refuses', 'torch'), x, 'refuses', SMALL, x=x)
     with pytest.raises(ValueError, match='this one does not take'):
-        run('square', backends('refuses', 'refuses'), (x,), None, SMALL)
+        run('square', backends('refuses', 'refuses'), x, None, SMALL, x=x)
+
+
+@pytest.mark.parametrize('requested', ['auto', 'fails'])
+def test_an_error_of_the_input_is_not_handed_on(requested: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A backend's ValueError says that the input is wrong, for which no other backend is the remedy."""
+    x = torch.rand(5)
+    with pytest.raises(ValueError, match='x is a bad input'):
+        run('square', backends('fails', 'torch'), x, requested, SMALL, x=x)
+    assert 'hands a call on' not in caplog.text
 
 
 def test_the_first_call_says_what_runs(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
-        run('square', backends('first'), (torch.rand(5),), None, SMALL)
-        run('square', backends('first', 'torch'), (torch.rand(5),), 'torch', SMALL)
+        run('square', backends('first'), torch.rand(5), None, SMALL, x=torch.rand(5))
+        run('square', backends('first', 'torch'), torch.rand(5), 'torch', SMALL, x=torch.rand(5))
     assert [record.getMessage() for record in caplog.records] == [
         "square runs on the plain way ('first'), the first of the order that can run here.",
         "square runs on its backend ('torch'), as asked for.",
     ]
-    choice._said.clear()
+    choice._logged.clear()
     on_gpu: Any = SimpleNamespace(is_cuda=True, device=torch.device('cuda', 0), dtype=torch.float32)
-    run('square', [replace(backends('first')[0], run=lambda x: x)], (on_gpu,), None, SMALL)
+    run('square', [replace(backends('first')[0], run=lambda x: x)], on_gpu, None, SMALL, x=on_gpu)
     assert 'type once: python -m mmgate.doctor --calibrate' in caplog.text
 
 
 def test_the_line_says_how_to_have_a_better_one(caplog: pytest.LogCaptureFixture) -> None:
     better = replace(backends('elsewhere')[0], advice=lambda x: 'Type: build it')
-    run('square', [better, *backends('first')], (torch.rand(5),), None, SMALL)
+    run('square', [better, *backends('first')], torch.rand(5), None, SMALL, x=torch.rand(5))
     assert 'the first of the order that can run here. Type: build it.' in caplog.text
-    choice._said.clear()
-    run('square', [better, *backends('first')], (torch.rand(5),), 'first', SMALL)
+    choice._logged.clear()
+    run('square', [better, *backends('first')], torch.rand(5), 'first', SMALL, x=torch.rand(5))
     assert caplog.text.count('build it') == 1, 'nothing beside what was asked for'
 
 
@@ -170,7 +185,7 @@ def test_mmengine_gets_the_line_where_it_is_loaded(monkeypatch: pytest.MonkeyPat
     said: list[str] = []
     monkeypatch.setattr(logging.MMLogger.get_instance('a_run'), 'handle', lambda record: said.append(record.msg))
     monkeypatch.setitem(choice.sys.modules, 'mmengine.logging', logging)
-    run('square', backends('first'), (torch.rand(5),), None, SMALL)
+    run('square', backends('first'), torch.rand(5), None, SMALL, x=torch.rand(5))
     assert len(said) == 1 and 'square runs on the plain way' in said[0]
 
 
@@ -184,9 +199,8 @@ def sampler() -> list[Tensor]:
 def test_traced_models_take_the_calibrated_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """By one graph, as the answer is a constant there."""
     package = choice.sys.modules['mmgate.ops.ms_deform_attn']
-    tripled = Backend(
-        'tripled', lambda value: None, lambda *x: 3 * choice.find('', package.BACKENDS, 'torch').run(*x), in_order=False
-    )
+    torchs = choice.find('', package.BACKENDS, 'torch')
+    tripled = Backend('tripled', lambda **x: 3 * torchs.run(**x), in_order=False)
     monkeypatch.setattr(package, 'BACKENDS', (*package.BACKENDS, tripled))
     monkeypatch.setitem(choice.OPERATORS, 'ms_deform_attn', package.BACKENDS)
     choice.write('ms_deform_attn', CPU, {'torch.float32 small': 'tripled'})

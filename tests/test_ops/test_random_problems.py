@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from samplings import by_backend, compare, drawn, exactly, with_gradients
+from helpers.samplings import by_backend, compare, drawn, exactly, with_gradients
 from torch import Tensor
 
 from mmgate.layers.gml import GatingModulation
@@ -60,7 +60,7 @@ def plug_by_maps(tensors: list[Tensor], bias: Tensor | None, weight: Tensor, off
 
 
 @pytest.mark.parametrize('count', PROBLEMS)
-def test_sampler(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sampler_solves_random_problems(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = launches_of(sampler, monkeypatch)
     for seed in range(count):
         draw, given = drawn(seed)
@@ -76,7 +76,7 @@ def test_sampler(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize('count', PROBLEMS)
-def test_plug(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plug_attention_solves_random_problems(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = launches_of(dense, monkeypatch)
     for seed in range(count):
         draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, run_python
+from helpers.small_demo import CONFIG
 from shapes import write_shapes
-from small_demo import CONFIG
 
 
 @pytest.fixture(scope='module')

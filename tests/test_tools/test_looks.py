@@ -20,7 +20,7 @@ from torch import nn
 
 import mmgate  # noqa: F401
 from mmgate.analysis.figures.maps import seen_part
-from mmgate.analysis.loading import UNTRAINED, class_names, load_models, parser, picture_names
+from mmgate.analysis.loading import UNTRAINED, load_models, parser
 from mmgate.benchmarks import backbones
 from mmgate.benchmarks.measure import MODES
 from mmgate.layers import SDPAGate
@@ -253,18 +253,6 @@ def test_one_level_of_a_decoder_and_the_density(configs: dict[str, str], tmp_pat
     assert look(*arguments, tmp_path, '--level', '9') == look(*arguments, tmp_path, '--layer', '5') == 2
     said = capsys.readouterr().err
     assert '--layer 5: the decoder has 2 layers' in said and 'the model has levels 0 to 3' in said
-
-
-def test_pictures_of_images_of_one_name_are_told_apart() -> None:
-    assert list(picture_names(['a/1.jpg', 'a/2.jpg', 'a/2.png']).values()) == ['1', '2.jpg', '2.png']
-    assert list(picture_names(['/x/a/1.jpg', '/y/a/1.jpg', '/y/a/1.jpg']).values()) == ['x_a_1', 'y_a_1']
-    assert list(picture_names(['1.jpg', 'b/1.jpg']).values()) == ['1', 'b_1']
-
-
-def test_classes_are_those_of_the_data(configs: dict[str, str]) -> None:
-    of_coco, of_shapes = 'mmdet::detr/detr_r50_8xb2-150e_coco.py', configs['detr']
-    assert class_names(read_config(of_coco))[:2] == ('person', 'bicycle')
-    assert class_names(read_config(of_shapes))[:2] == ('circle', 'square')
 
 
 def test_a_window_that_slides_is_not_taken_for_the_image(configs: dict[str, str], tmp_path: Path) -> None:

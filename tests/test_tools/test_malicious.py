@@ -1,4 +1,4 @@
-"""A stranger's checkpoint by every way in: the tools, the converters, init_cfg and the inferencers."""
+"""A stranger's checkpoint by every way in: tools, converters, backbones, and mmengine's own in a guarded block."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, needs_mmpretrain, tool
+from conftest import ROOT, needs_mmpretrain, run_python, tool
+from helpers.small_demo import CONFIG
+from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
+from mmengine.runner.checkpoint import CheckpointLoader, load_from_http, load_from_local
 from shapes import write_shapes
-from small_demo import CONFIG
 
 import mmgate  # noqa: F401
+from mmgate.analysis.loading import load_model
 from mmgate.backbones import AgentPVT
+from mmgate.checkpoints.loading import guarded_loaders, load_checkpoint_file
 from mmgate.train import cli
 
 SEGMENTOR = str(ROOT / 'configs/plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py')
@@ -30,9 +34,22 @@ class Evil:
         return os.mkdir, ('code_ran',)
 
 
+def loaders() -> list[Callable]:
+    """Return mmengine's loaders of files and web addresses."""
+    paths = ('a.pth', 'http://a/a.pth', 'https://a/a.pth')
+    return [CheckpointLoader._get_checkpoint_loader(path) for path in paths]
+
+
+THEIRS = [load_from_local, load_from_http, load_from_http]
+
+
 def backbone() -> None:
     sizes = dict(embed_dims=8, num_layers=[1, 1, 1, 1], num_heads=[1, 1, 1, 1], agent_nums=(4, 4, 4, 4))
     AgentPVT(**sizes, init_cfg=dict(type='Pretrained', checkpoint='evil.pth')).init_weights()
+
+
+def analysis() -> None:
+    load_model(Config.fromfile('config.py'), 'evil.pth')
 
 
 def init_cfg() -> None:
@@ -64,23 +81,63 @@ WAYS: dict[str, Callable[[], Any]] = {
     'train': partial(cli.main, cli.train, ['config.py', '--cfg-options', 'load_from=evil.pth']),
     'resume': partial(cli.main, cli.train, ['config.py', '--resume', 'evil.pth']),
     'agent_attention': partial(cli.main, CONVERTER.main, ['evil.pth', 'converted.pth']),
+    'load_model': analysis,
     'backbone': backbone,
-    'init_cfg': init_cfg,
-    'DetInferencer': detector,
-    'MMSegInferencer': segmentor,
-    'ImageClassificationInferencer': classifier,
+    'init_cfg': guarded_loaders()(init_cfg),
+    'DetInferencer': guarded_loaders()(detector),
+    'MMSegInferencer': guarded_loaders()(segmentor),
+    'ImageClassificationInferencer': guarded_loaders()(classifier),
+}
+# Scripts, with their arguments before the checkpoint.
+SCRIPTS = {
+    'train': ('tools/train.py', 'config.py', '--resume'),
+    'test': ('tools/test.py', 'config.py'),
+    'module': ('-m', 'mmgate.tools.test', 'config.py'),
+    "mmdet's": ('tools/mm.py', 'mmdet:test', 'config.py'),
+    'gates': ('tools/model_converters/gates.py', 'extract', 'config.py'),
+    'figure': ('tools/analysis_tools/plot_gates.py', 'config.py'),
 }
 
 
-@pytest.mark.parametrize('way', [pytest.param(way, marks=[needs_mmpretrain] * way.startswith('Image')) for way in WAYS])
-def test_no_way_in(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What loaders refuse, and how, stands in test_checkpoints."""
+@pytest.fixture
+def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a folder with data, a config and the checkpoint."""
     monkeypatch.chdir(tmp_path)
     write_shapes('data/shapes', num_train=1, num_val=1, size=64)
     Path('config.py').write_text(CONFIG.replace('EPOCHS', '1'))
     torch.save(dict(state_dict={}, meta=dict(hooks=[dict(deep=(Evil(),))])), 'evil.pth')
+
+
+@pytest.mark.parametrize('way', [pytest.param(way, marks=[needs_mmpretrain] * way.startswith('Image')) for way in WAYS])
+@pytest.mark.usefixtures('evil')
+def test_no_way_in(way: str) -> None:
+    """The tests of mmgate.checkpoints have what loaders refuse, and with which message."""
     try:
         failed = WAYS[way]() == 2
     except ValueError:  # ConfigError, and what the backbones raise
         failed = True
     assert failed and not Path('code_ran').exists() and not Path('converted.pth').exists()
+    assert loaders() == THEIRS
+
+
+@pytest.mark.parametrize('script', SCRIPTS)
+@pytest.mark.usefixtures('evil')
+def test_no_way_in_by_a_script(script: str) -> None:
+    program, *arguments = SCRIPTS[script]
+    if program != '-m':
+        program = str(ROOT / program)
+    out = dict(gates=['gates.safetensors'], figure=['--out', 'figures'])
+    run = run_python(program, *arguments, 'evil.pth', *out.get(script, []), fails=True, PYTHONPATH=str(ROOT))
+    assert 'checkpoint evil.pth asks for posix.mkdir' in run.stderr and 'it was not loaded' in run.stderr
+    assert run.returncode == 2 and not Path('code_ran').exists()
+
+
+def test_mmengines_loaders_are_back_after_a_guarded_block() -> None:
+    """Also after an error, and after a block in a block."""
+    assert loaders() == THEIRS
+    with pytest.raises(ZeroDivisionError), guarded_loaders():
+        with guarded_loaders():
+            pass
+        assert loaders()[0] is load_checkpoint_file
+        raise ZeroDivisionError
+    assert loaders() == THEIRS

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import cv2
 import pytest
 import torch
+from helpers.small_demo import CONFIG, SEGMENTOR
 from mmengine.config import Config
 from shapes import write_shapes
-from small_demo import CONFIG
-from test_environment import SEGMENTOR
 
 from mmgate.train import cli
 

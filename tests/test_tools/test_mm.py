@@ -32,7 +32,7 @@ DRAWS = pytest.mark.skipif(mmseg.__version__ == '1.2.2', reason='mmseg 1.2.2 han
 
 
 @pytest.mark.parametrize('config', [DETECTOR, pytest.param(SEGMENTOR, marks=DRAWS)], ids=['mmdet', 'mmseg'])
-def test_browse_dataset(project: Path, tmp_path: Path, config: str) -> None:
+def test_mms_browse_dataset_shows_our_configs(project: Path, tmp_path: Path, config: str) -> None:
     arguments = ['browse_dataset', config, '--not-show', '--output-dir', tmp_path]
     done = run_python(ROOT / 'tools/mm.py', *arguments, cwd=project)
     assert 'browse_dataset.py' in done.stderr.partition('\n')[0]
@@ -54,21 +54,21 @@ def test_browse_dataset(project: Path, tmp_path: Path, config: str) -> None:
         ('list_attention', [], 'mmgate/.mim/tools/analysis_tools/list_attention.py'),
     ],
 )
-def test_finds(name: str, arguments: list[str], expected: str) -> None:
+def test_mms_files_are_found(name: str, arguments: list[str], expected: str) -> None:
     assert str(mm.find(name, arguments)).endswith(f'/{expected}')
 
 
 @pytest.mark.parametrize(
     'name, message',
     [
-        ('print_config', 'say mmdet:print_config or mmseg:print_config'),
+        ('print_config', 'write mmdet:print_config or mmseg:print_config'),
         ('print_confg', r'There is no tool print_confg in mmdet, mmseg, mmgate'),
         ('mmpose:print_config', 'There is no tool print_config in mmpose'),
         ('config', 'There is no tool config'),
     ],
     ids=['both', 'misspelt', 'unknown package', 'part of a name'],
 )
-def test_refuses(name: str, message: str) -> None:
+def test_what_is_not_found_is_one_message(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         mm.find(name)
 

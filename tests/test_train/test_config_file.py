@@ -34,7 +34,9 @@ def test_types_as_names_and_as_classes(kind: Any, name: str) -> None:
     [(None, 'does not exist'), ('model = dict(', 'cannot be read'), ('_base_ = "nope.py"', 'cannot be read')],
     ids=['missing', 'syntax', 'base'],
 )
-def test_bad_config_files(tmp_path: Path, capsys: pytest.CaptureFixture, content: str | None, message: str) -> None:
+def test_a_bad_config_file_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture, content: str | None, message: str
+) -> None:
     path = tmp_path / 'config.py'
     if content is not None:
         path.write_text(content)
@@ -61,7 +63,7 @@ def test_without_mmpretrain_one_line_says_what_to_type(tmp_path: Path, monkeypat
     ],
     ids=['the same', 'inside a list', 'more and less', 'another kind'],
 )
-def test_which_settings_differ(before: Any, now: Any, said: list[str]) -> None:
+def test_settings_that_differ_are_named(before: Any, now: Any, said: list[str]) -> None:
     assert list(config_file.differences(before, now, 'm')) == said
 
 
@@ -72,7 +74,7 @@ def test_options_that_cannot_be_merged(key: str) -> None:
         merge_options(cfg, {key: 1})
 
 
-def test_checkpoints(tmp_path: Path) -> None:
+def test_a_checkpoint_is_checked_before_any_work(tmp_path: Path) -> None:
     good, old, cut, text = (tmp_path / name for name in ('good.pth', 'old.pth', 'cut.pth', 'text.pth'))
     torch.save(dict(state_dict={}, meta=dict(x=object)), good)
     torch.save({}, old, _use_new_zipfile_serialization=False)
@@ -93,7 +95,7 @@ def test_checkpoints(tmp_path: Path) -> None:
             check_checkpoint(str(path))
 
 
-def test_missing_pretrained_weights(tmp_path: Path) -> None:
+def test_missing_pretrained_weights_are_refused(tmp_path: Path) -> None:
     def config(checkpoint: str) -> Config:
         return Config(dict(model=dict(backbone=dict(init_cfg=dict(type='Pretrained', checkpoint=checkpoint)))))
 

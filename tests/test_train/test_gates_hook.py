@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, tool
+from helpers.small_demo import CONFIG, DEMO
 from mmengine.fileio import load
 from shapes import write_shapes
-from small_demo import CONFIG, DEMO
 
 from mmgate.checkpoints.gates_file import read_gates
 from mmgate.errors import ConfigError
@@ -23,7 +23,7 @@ GATES = """
 _base_ = './gated.py'
 load_from = 'vanilla/epoch_1.pth'
 model = dict(train='gates')
-custom_hooks = [dict(type='mmgate.GatesCheckpointHook', max_keep=1)]
+custom_hooks = [dict(type='mmgate.GatesCheckpointHook', max_keep_ckpts=1)]
 optim_wrapper = dict(optimizer=dict(lr=1.0))
 train_dataloader = dict(dataset=dict(indices=4))
 """
@@ -119,7 +119,7 @@ def test_the_converter_takes_out_and_puts_in(project: Path, monkeypatch: pytest.
     whole = torch.load(project / 'gates/epoch_3.pth', weights_only=False)['state_dict']
     assert set(merged) == set(whole) and all(torch.equal(tensor, merged[name]) for name, tensor in whole.items())
     run(CONVERTER.main, 'extract', 'gates.py', 'gates/epoch_3.pth', 'also', '--cfg-options', 'model.train=attention')
-    assert found.trained == 'gates' and set(read_gates('also').also) and not found.also
+    assert found.trained == 'gates' and set(read_gates('also').host_tensors) and not found.host_tensors
 
 
 @pytest.mark.parametrize(

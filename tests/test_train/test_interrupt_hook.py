@@ -21,9 +21,7 @@ from mmengine.model import BaseModel
 from mmengine.registry import DATASETS, HOOKS, METRICS, MODELS
 from torch import Tensor, nn
 
-from mmgate.errors import ConfigError
 from mmgate.train import cli, interrupt_hook
-from mmgate.train.reproducible import ReproducibleHook
 
 CONFIG = """
 model = dict(type='InterruptedNet')
@@ -232,15 +230,3 @@ def test_processes_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(interrupt_hook.signal, 'signal', lambda *_: None)
     interrupt_hook._end_workers()
     assert ended == [True]
-
-
-@pytest.mark.parametrize(
-    ('seed', 'keeps', 'error'),
-    [(None, False, 'needs --cfg-options randomness.seed=0'), (0, True, 'persistent_workers=False')],
-    ids=['seed', 'workers'],
-)
-def test_reproducible_hook_refuses(seed: int | None, keeps: bool, error: str) -> None:
-    loader = SimpleNamespace(persistent_workers=keeps, num_workers=1)
-    runner: Any = SimpleNamespace(_randomness_cfg=dict(seed=seed), train_dataloader=loader, train_loop=None)
-    with pytest.raises(ConfigError, match=error):
-        ReproducibleHook().before_train(runner)

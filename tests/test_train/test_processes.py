@@ -11,15 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
-from mmengine._strategy import FSDPStrategy
 from mmengine.config import Config
 from mmengine.model import MMDistributedDataParallel
-from mmengine.registry import STRATEGIES
+from mmengine.registry import MODEL_WRAPPERS
 from safetensors.torch import load_file
 from torch import Tensor
 
 from mmgate.errors import ConfigError
-from mmgate.registry import MODEL_WRAPPERS
 from mmgate.train import cli
 from mmgate.train.processes import prepare_processes
 
@@ -165,19 +163,14 @@ def test_two_processes_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(averaged, {name: two[name] for name in trained})
 
 
-@pytest.mark.parametrize('name', [None, 'MMDistributedDataParallel', 'mmgate.DistributedDataParallelOnCPU'])
+@pytest.mark.parametrize('name', [None, 'MMDistributedDataParallel'])
 def test_without_a_gpu_no_device_is_handed_over(monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
-    """The last name stands in configs that older runs on CPUs wrote."""
     monkeypatch.setattr('mmgate.train.processes.get_device', lambda: 'cpu')
     monkeypatch.setattr('mmgate.train.processes.is_distributed', lambda: True)
     cfg = Config(dict(launcher='pytorch', model_wrapper_cfg=name and dict(type=name)))
     prepare_processes(cfg)
     assert cfg.model_wrapper_cfg.device_ids is None
     assert MODEL_WRAPPERS.get(cfg.model_wrapper_cfg.type) is MMDistributedDataParallel
-
-
-def test_the_strategy_of_older_configs_is_mmengines() -> None:
-    assert STRATEGIES.get('mmgate.FSDPStrategy') is FSDPStrategy
 
 
 def test_slurm_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
 
 import transformers
-from hub_models import build, feed, largest_difference, moved, outputs
+from helpers.hub_models import build, feed, largest_difference, moved, outputs
 
 import mmgate
 from mmgate.transformers import from_pretrained

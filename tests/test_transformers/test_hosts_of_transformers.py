@@ -15,13 +15,15 @@ from torch import nn
 
 pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
 
-from hub_models import DEFORMABLE, DENSE, build, feed, largest_difference, moved, outputs
+from helpers.hub_models import DEFORMABLE, DENSE, build, feed, largest_difference, moved, outputs
+from transformers import PretrainedConfig
 
 import mmgate
 from mmgate.layers.base.gate import Gate
 from mmgate.layers.base.gated import GatedModule
 
 PLUG = dict(path='**', type='PLuGMultiScaleDeformableAttention')
+SUFFIX = 'MultiscaleDeformableAttention'
 DENSE_GATES: dict[str, dict[str, Any]] = {
     'plug': dict(type='PLuGMultiheadAttention'),
     'sdpa': dict(type='SDPAGatedMultiheadAttention', scale=2.0, init='identity'),
@@ -81,13 +83,51 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize('name, options', OPTIONS, ids=str)
-def test_deformable_layers(name: str, options: dict[str, Any]) -> None:
+def test_a_deformable_layer_starts_as_the_vanilla_one(name: str, options: dict[str, Any]) -> None:
     check_layers(build(name, **options), PLUG, feed(name))
+
+
+CLASSES = [  # of models that are too large for a test, by themselves
+    ('omdet_turbo', 'OmDetTurbo'),
+    *((f'pp_doclayout_v{number}', f'PPDocLayoutV{number}') for number in (2, 3, 4)),
+]
+
+
+@pytest.mark.parametrize('columns', [2, 4])
+@pytest.mark.parametrize('module, prefix', CLASSES)
+def test_deformable_classes(module: str, prefix: str, columns: int) -> None:
+    """A mask, a position and one reference for all levels included; a gate that moves changes the output."""
+    path = f'transformers.models.{module}.modeling_{module}'
+    kind = getattr(pytest.importorskip(path, reason=f'this transformers has no {prefix}'), f'{prefix}{SUFFIX}')
+    config = PretrainedConfig(d_model=32, num_feature_levels=2, disable_custom_kernels=True)
+    model: Any = nn.ModuleDict(dict(attn=kind(config, num_heads=4, n_points=3))).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.3 * torch.randn_like(parameter))
+    shapes = [(4, 6), (2, 3)]
+    given = dict(
+        hidden_states=torch.randn(2, 5, 32),
+        position_embeddings=torch.randn(2, 5, 32),
+        encoder_hidden_states=torch.randn(2, 30, 32),
+        attention_mask=torch.arange(30)[None] < torch.tensor([[30], [25]]),
+        reference_points=torch.rand(2, 5, 2 if columns == 2 else 1, columns),
+        spatial_shapes=torch.tensor(shapes),
+        spatial_shapes_list=shapes,
+        level_start_index=torch.tensor([0, 24]),
+    )
+    with torch.no_grad():
+        expected, weights = model['attn'](**given)
+        mmgate.swap_attention(model, dict(PLUG, path='attn'))
+        found, gated = model['attn'](**given)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(gated, weights, rtol=1e-4, atol=1e-6)
+        moved(model)
+        assert (model['attn'](**given)[0] - expected).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize('gate', DENSE_GATES)
 @pytest.mark.parametrize('name', DENSE)
-def test_dense_layers(name: str, gate: str) -> None:
+def test_a_dense_layer_starts_as_the_vanilla_one(name: str, gate: str) -> None:
     rule = dict(DENSE_GATES[gate], path='**')
     check_layers(build(name), rule, feed(name))
 
@@ -139,7 +179,7 @@ def test_rows_that_may_attend_to_nothing_get_zeros() -> None:
     ('rt_detr_v2', dict(decoder_method='discrete'), PLUG['type'], "decoder_method='discrete'"),
     ('dinov3', {}, 'DifferentialMultiheadAttention', 'rotates their halves together'),
 ])  # fmt: skip
-def test_what_gates_refuse(name: str, options: dict[str, Any], kind: str, words: str) -> None:
+def test_a_gate_refuses_what_it_does_not_fit(name: str, options: dict[str, Any], kind: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         mmgate.swap_attention(build(name, **options), dict(path='**', type=kind))
 
@@ -149,7 +189,7 @@ def test_what_gates_refuse(name: str, options: dict[str, Any], kind: str, words:
     ('swin', 'PLuGMultiheadAttention'),
     ('vit', 'DifferentialMultiheadAttention'),
 ])  # fmt: skip
-def test_copies_and_pickles(name: str, kind: str) -> None:
+def test_a_gated_model_is_copied_and_pickled(name: str, kind: str) -> None:
     model, fed = build(name), feed(name)
     mmgate.swap_attention(model, dict(path='**', type=kind))
     moved(model)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
 
-from hub_models import build, feed, largest_difference, outputs
+from helpers.hub_models import build, feed, largest_difference, outputs
 
 import mmgate
 from mmgate.analysis.probes.gates import gate_statistics
@@ -23,7 +23,7 @@ PLUG = 'PLuGMultiScaleDeformableAttention'
 
 @pytest.mark.parametrize('gated', [False, True])
 @pytest.mark.parametrize('name', ['deformable_detr', 'rt_detr', 'rt_detr_v2', 'mask2former'])
-def test_sampling_points(name: str, gated: bool) -> None:
+def test_sampling_points_are_recorded(name: str, gated: bool) -> None:
     """Locations and weights are those that transformers' own sampler is given."""
     vanilla, model, fed = build(name), build(name), feed(name)
     seen: dict[str, tuple[Tensor, ...]] = {}
@@ -60,7 +60,7 @@ def test_gates_and_weights_of_dense_attention() -> None:
         assert found['gate'].last.shape == (2, 1, 6, 6)
 
 
-def test_statistics_of_gates() -> None:
+def test_statistics_of_gates_are_recorded() -> None:
     model = build('deformable_detr')
     mmgate.swap_attention(model, dict(path='**', type=PLUG))
     assert len(readable(model)['gate']) == 4
@@ -70,7 +70,7 @@ def test_statistics_of_gates() -> None:
     assert all(gate.kind == 'levels' and gate.unchanged == 0 and gate.statistics.mean == 0 for gate in found)
 
 
-def test_a_picture(tmp_path: Path) -> None:
+def test_a_picture_of_sampling_points_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip('matplotlib', reason='needs matplotlib')
     from PIL import Image
 

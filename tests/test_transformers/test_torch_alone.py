@@ -59,6 +59,7 @@ from mmgate import layers
 from mmgate.layers.base.deformable import DeformableGate
 from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, make_gated
 from mmgate.layers.base.gate import Sizes
+from mmgate.layers.base.map import MapGate
 x = torch.randn(2, 16, 32)
 shapes, start = torch.tensor([[4, 4], [2, 2]]), torch.tensor([0, 16])
 made = 0
@@ -77,6 +78,13 @@ for name in layers.__all__:
         gate = kind(Sizes(32, 4, levels=2, points=2))
         gate.reset_gate()
         y = x * gate.modulate(x)['gate'].mean()
+    elif issubclass(kind, MapGate):
+        try:
+            gate = kind(Sizes(32, 4))
+        except TypeError:
+            gate = kind(Sizes(32, 4), map_size=(4, 4))
+        gate.reset_gate()
+        y = gate.mix(x, x, x, x, (4, 4))
     elif name == 'GatingModulation':
         y = kind()(x)
     else:
@@ -112,13 +120,23 @@ def test_every_layer_runs(tmp_path: Path, prelude: str) -> None:
     assert run(LAYERS, tmp_path, prelude) == f'{len(layers.__all__)} layers\n'
 
 
+def test_every_gate_is_exported_beside_its_attention() -> None:
+    from mmgate import layers
+    from mmgate.hosts.table import registered_gates
+
+    ours = [kind for kind in registered_gates() if kind.__module__.startswith('mmgate.layers.')]
+    gates = {kind.gate_type.__name__ for kind in ours if kind is not layers.MultiScaleDeformableAttention}
+    assert len(gates) >= 17 and gates <= set(layers.__all__)
+    assert all(getattr(layers, name).__name__ == name for name in layers.__all__)
+
+
 def test_swaps_and_gates_as_adapters(tmp_path: Path) -> None:
     said = run(SWAP, tmp_path)
     assert 'Did you mean\n  PLuGMultiheadAttention\n' in said
     assert 'INFO:mmgate:mmgate: trains' in said
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_what_needs_a_package_is_refused(tmp_path: Path) -> None:
     refused = {
         "layers.PLuGMultiheadAttention(32, 4, dropout_layer=dict(type='Gaussian'))": "type='Gaussian' needs mmcv",
         'layers.PLuGMultiheadAttention(32, 4, init_cfg={})': 'read by mmengine',

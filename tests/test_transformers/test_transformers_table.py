@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
 
 from conftest import tool
-from hub_models import build
+from helpers.hub_models import build
 
 benchmark = tool('transformers_table', 'dev')
 

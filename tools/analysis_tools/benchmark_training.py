@@ -11,8 +11,11 @@ from mmgate.benchmarks.measure import told, write_csv
 from mmgate.benchmarks.training import SPEEDUPS, benchmark_training
 from mmgate.finetune import TRAINS
 from mmgate.train import cli
+from mmgate.train.config_file import read_config
+from mmgate.train.gate_options import add_gate_option, put_gates
 
 CONFIGS = Path(__file__).parents[2] / 'configs'
+OURS = CONFIGS / 'plug/deformable_detr/plug-deformable-detr-refine_r50_8xb4-50e_coco.py'
 
 
 def main(argv: list[str]) -> None:
@@ -21,9 +24,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         '--peer', default=str(CONFIGS / 'vanilla/deformable_detr/deformable-detr-refine_r50_8xb4-50e_coco.py')
     )
-    parser.add_argument(
-        '--ours', default=str(CONFIGS / 'plug/deformable_detr/plug-deformable-detr-refine_r50_8xb4-50e_coco.py')
-    )
+    parser.add_argument('--ours', help="default: PLuG's Deformable DETR, and with --gate the peer's config")
+    add_gate_option(parser)
     parser.add_argument('--op', choices=['ms_deform_attn', 'plug_attention'], default='ms_deform_attn')
     parser.add_argument('--backends', nargs='+', default=['auto'], help="of ours, such as 'mmcv triton'")
     parser.add_argument(
@@ -50,9 +52,11 @@ def main(argv: list[str]) -> None:
     elif args.amp:
         parser.error('--amp is for CUDA, mmengine has it nowhere else here')
     MMLogger.get_current_instance().setLevel('ERROR')
+    ours = read_config(args.ours or (args.peer if args.gate else str(OURS)))
+    put_gates(ours, args.gate)
     options = dict(op=args.op, backends=args.backends, speedups=args.speedups, size=tuple(args.size), batch=args.batch)
     options |= dict(amp=args.amp, device=args.device, processor_time=args.processor_time, train=args.train)
-    write_csv(told(benchmark_training(args.peer, args.ours, repetitions=args.repetitions, **options)), args.out)
+    write_csv(told(benchmark_training(args.peer, ours, repetitions=args.repetitions, **options)), args.out)
     print(f'written to {args.out}')
 
 

@@ -121,6 +121,11 @@ def choose_metric(runs: Sequence[Run], metric: str | None = None) -> str:
     return metric
 
 
+VISIBLE = (
+    'Visible is the size that a true difference must have for such seeds to show it in 4 of 5 trials (80 % power, by '
+    'the spread that these seeds had). Time and memory are those of a training step, over those of the first row.'
+)
+POWER = 0.8
 UNKNOWN = dict.fromkeys(('difference', 'standard_error', 'low', 'high', 'p'), NAN)
 
 
@@ -173,6 +178,47 @@ def summary(
     return rows
 
 
+def visible_difference(row: Mapping[str, Any]) -> float:
+    """Return the true difference that as many pairs show with a power of 80 %, by the spread of a row's differences.
+
+    It is ``(t_0.975 + t_0.8) s``, with the standard error ``s`` and Student's quantiles; NaN if the spread is unknown.
+    """
+    from scipy.stats import t
+
+    if not row['standard_error'] > 0:
+        return NAN
+    free = row['runs'] - 1
+    return float(row['standard_error'] * (t.ppf((1 + CONFIDENCE) / 2, free) + t.ppf(POWER, free)))
+
+
+def conclusions(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a sentence for each comparison in a summary: a difference, or that none was shown.
+
+    A difference is shown if its p, multiplied as by Holm for the number of comparisons, is below 5 %.
+    """
+    compared = [row for row in rows if row['against'] != '-']
+    known = sorted((row['p'], place) for place, row in enumerate(compared) if row['p'] == row['p'])
+    corrected: dict[int, float] = {}
+    for rank, (p, place) in enumerate(known):
+        corrected[place] = max([min(1.0, p * (len(known) - rank)), *corrected.values()])
+    sentences = []
+    for place, row in enumerate(compared):
+        begin = f'{row["name"]} against {row["against"]}:'
+        if place not in corrected:
+            few = 'one seed has' if row['runs'] == 1 else 'these seeds have'
+            judged = f'{few} no spread by which to judge {row["difference"]:.3f}'
+            sentences.append(f'{begin} no difference was shown; {judged}.')
+            continue
+        interval = f'{row["difference"]:.3f}, 95 % interval {row["low"]:.3f} to {row["high"]:.3f}'
+        if corrected[place] < 1 - CONFIDENCE:
+            sentences.append(f'{begin} a difference was shown, {interval}.')
+        else:
+            alone = row['p'] < 1 - CONFIDENCE
+            holm = f' once {len(known)} comparisons are corrected for (Holm)' if alone else ''
+            sentences.append(f'{begin} no difference was shown{holm} ({interval}).')
+    return sentences
+
+
 def gates_of(runs: Sequence[Run]) -> dict[str, float]:
     """Return ``moved``, the mean over runs of the gates' distance from rest, and ``moved_most``, if any."""
     known = [run.gates for run in runs if run.gates is not None]
@@ -186,6 +232,10 @@ def as_table(rows: Sequence[dict[str, float | str | int]]) -> str:
     """Return a Markdown table, with a dash for NaN and a column of the gates' distances if a row has any."""
     keys = ['name', 'runs', 'mean', 'std', 'against', 'difference', 'interval', 'p']
     titles = ['', *keys[1:6], '95 % interval', 'p']
+    for key in ('visible', 'time', 'memory'):
+        if any(key in row for row in rows):
+            keys.append(key)
+            titles.append(key)
     if any('moved' in row for row in rows):
         keys += ['gates']
         titles += ['gates moved, mean (most)']
@@ -220,6 +270,42 @@ def draw_curves_of_runs(
     handles = axis.get_legend_handles_labels()[0]
     if handles:
         legend(figure, handles, columns=1 if len(groups) < 4 else 2)
+    return save(figure, out)
+
+
+def draw_differences(
+    groups: Mapping[str, Sequence[float]], baselines: Mapping[str, str], metric: str, out: Path
+) -> Path | None:
+    """Draw the paired differences of every group as points, with their mean and its 95 % interval; return the path.
+
+    Args:
+        groups: Values of each group, one for each seed.
+        baselines: Name of the group that a group is compared with, by its name; by default the first.
+        metric: Name of the metric.
+        out: Path of the picture.
+    """
+    first = next(iter(groups))
+    pairs = [(name, baselines.get(name, first)) for name in groups if name != baselines.get(name, first)]
+    if not pairs:
+        return None
+    figure, ((axis,),) = panels(1, 1, height=max(1.8, 0.45 * len(pairs) + 1.1), width=5.0)
+    for place, (name, other) in enumerate(pairs):
+        colour = COLOURS[list(groups).index(name) % len(COLOURS)]
+        differences = np.asarray(groups[name], np.float64) - np.asarray(groups[other], np.float64)
+        # Points of equal differences stay apart.
+        heights = place + np.linspace(-0.14, 0.14, len(differences)) if len(differences) > 1 else [place]
+        axis.plot(differences, heights, 'o', color=colour, markersize=4, alpha=0.5)
+        found = paired_difference(groups[name], groups[other])
+        if not np.isnan(found['low']):
+            axis.plot([found['low'], found['high']], [place, place], color=colour, linewidth=1.5)
+        axis.plot([found['difference']], [place], '|', color=colour, markersize=16, markeredgewidth=2)
+    axis.axvline(0, color='0.6', linewidth=0.8)
+    labels = [f'{name} - {other} (n = {len(groups[name])})' for name, other in pairs]
+    axis.set_yticks(range(len(pairs)), labels)
+    axis.set(xlabel=f'difference in {metric}', ylim=(len(pairs) - 0.5, -0.5))
+    axis.locator_params(axis='x', nbins=5)
+    axis.grid(alpha=0.3, axis='x')
+    legend(figure, note='Points: seeds. Bar: their mean. Line: its 95 % interval.')
     return save(figure, out)
 
 

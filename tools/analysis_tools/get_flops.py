@@ -1,6 +1,5 @@
 """Count parameters and multiply-accumulates of a config's model, as papers on attention count them."""
 
-import argparse
 import json
 import sys
 from dataclasses import asdict
@@ -8,15 +7,16 @@ from dataclasses import asdict
 from mmengine.logging import MMLogger
 
 import mmgate  # noqa: F401  (mmgate:: and mmseg:: resolve from here on)
-from mmgate.analysis.report.flops import count_config
+from mmgate.analysis.complexity import count_config
 from mmgate.train import cli
-from mmgate.train.config_file import read_config
+from mmgate.train.config_file import config_parser
+from mmgate.train.gate_options import add_gate_options, configured
 
 
 def main(argv: list[str]) -> None:
     """Parse arguments, count and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('config', help="a file, or 'package::path'")
+    parser = config_parser(__doc__)
+    add_gate_options(parser)
     parser.add_argument('--shape', type=int, nargs='+', default=[800, 1280], help='height and width, or one side')
     parser.add_argument('--json', action='store_true', help='print numbers as JSON')
     args = parser.parse_args(argv)
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> None:
     MMLogger.get_current_instance().setLevel('ERROR')
     height = args.shape[0]
     width = args.shape[-1]
-    counted = count_config(read_config(args.config), height, width)
+    counted = count_config(configured(args), height, width)
     if args.json:
         print(json.dumps(dict(asdict(counted), shape=[height, width])))
         return

@@ -12,7 +12,7 @@ from pathlib import Path
 from mmengine.config import Config
 
 import mmgate  # noqa: F401
-from mmgate.analysis.report.structure import build_structure, list_attention
+from mmgate.analysis.structure import build_structure, list_attention
 from mmgate.errors import ConfigError
 from mmgate.hosts import adapter_for, gates_for
 from mmgate.hosts.table import gate_of_type
@@ -93,8 +93,6 @@ def hosts_in(package: str, config: str) -> list[Host]:
     hosts: dict[tuple[str, str], Host] = {}
     for attention in list_attention(model):
         path = re.sub(r'\d+(?=\.|$)', '*', attention.path)
-        if attention.inside:
-            continue
         host = hosts.setdefault((path, attention.kind), Host(package, config, path, attention.kind))
         host.count += 1
         module = model.get_submodule(attention.path)

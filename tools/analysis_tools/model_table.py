@@ -11,7 +11,7 @@ from mmengine.hub import get_config
 from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
-from mmgate.analysis.report.flops import count_config
+from mmgate.analysis.complexity import count_config
 from mmgate.registry import MODELS
 
 IMAGENET = (224, 224)
@@ -297,7 +297,8 @@ HEADER = (
 
 def markdown(row: Row) -> str:
     """Count the model of ``row`` and return its line of the table: millions and billions."""
-    parameters = macs = None
+    parameters = None
+    macs = None
     if isinstance(row.model, str):
         counted = count_config(get_config(row.model), *row.shape)
     elif row.model is not None:

@@ -24,12 +24,14 @@ from mmgate.benchmarks.measure import MODES, throughput, told, write_csv
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 from mmgate.train.config_file import read_config
+from mmgate.train.gate_options import add_gate_option, put_gates
 
 
 def main(argv: list[str]) -> None:
     """Parse arguments, measure, draw, write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('configs', nargs='+', help="config files, or 'package::path'; the first is the peer")
+    add_gate_option(parser)
     parser.add_argument('--sizes', type=int, nargs='+', default=[224, 512, 800, 1280], help='sides of square images')
     parser.add_argument('--batch', type=int, default=1, help='images at a time (default %(default)s)')
     parser.add_argument('--modes', nargs='+', choices=MODES, default=MODES[:1], help='each a panel (default: forward)')
@@ -47,6 +49,10 @@ def main(argv: list[str]) -> None:
     builds = {Path(path).stem: partial(backbone, read_config(path)) for path in args.configs}
     if len(builds) < len(args.configs):
         raise ConfigError('two configs have one file name, by which they are told apart; copy one to another name.')
+    for path in args.configs if args.gate else ():
+        cfg = read_config(path)
+        put_gates(cfg, args.gate)
+        builds[f'{Path(path).stem}, gated'] = partial(backbone, cfg)
     accuracies = read_accuracies(args.accuracies, builds) if args.accuracies else None
     options = {name: getattr(args, name) for name in ('batch', 'repetitions', 'modes', 'device', 'autocast')}
     measured = benchmark_models(builds, args.sizes, **options)

@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
     part = 'self-attention over the image (default, if there is any), queries of a dense decoder, heads of one layer'
     options.add_argument('--part', choices=PARTS, help=part)
     options.add_argument('--top-k', type=positive, default=4, help='queries with the best scores (default 4)')
-    options.add_argument('--queries', type=int, nargs='+', help='numbers of queries, in the place of the best')
+    options.add_argument('--queries', type=int, nargs='+', help='numbers of queries, instead of the best')
     options.add_argument('--layer', type=int, default=-1, help='whose heads are drawn (default: the last)')
     sizes = 'let the sizes of signed weights (M-DGSA) count, so that heads that disagree do not cancel out'
     options.add_argument('--absolute', action='store_true', help=sizes)

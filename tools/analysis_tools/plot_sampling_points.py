@@ -24,12 +24,12 @@ def main(argv: list[str]) -> None:
     options.add_argument('--part', choices=['decoder', 'encoder'], help='default: the decoder, if there is one')
     options.add_argument('--layer', type=int, default=-1, help='of that part (default: the last)')
     options.add_argument('--top-k', type=positive, default=3, help='queries with the best scores (decoder)')
-    options.add_argument('--queries', type=int, nargs='+', help='their numbers, in the place of the best (decoder)')
+    options.add_argument('--queries', type=int, nargs='+', help='their numbers, instead of the best (decoder)')
     middle = 'encoder: pixel of the image (default: its middle)'
     options.add_argument('--pixel', type=float, nargs=2, metavar=('X', 'Y'), help=middle)
     level = 'decoder: the points of this level alone; encoder: level of the query (default 0); 0 is the finest'
     options.add_argument('--level', type=int, help=level)
-    over_images = "one picture of the finest level's points over all images, in the place of one each"
+    over_images = "one picture of the finest level's points over all images, instead of one each"
     options.add_argument('--density', action='store_true', help=over_images)
     args = options.parse_args(argv)
     if args.density and args.level is not None:

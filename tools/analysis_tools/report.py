@@ -33,13 +33,13 @@ FAMILIES = {'Deformable DETR': (VANILLA_DETR, DETR), 'Mask2Former': (VANILLA_MAS
     'Mask R-CNN with PVT': (PVT, AGENT, SAGA)
 }
 PICTURES = (  # tool, model, second model, text
-    ('sampling_points', DETR, VANILLA_DETR, 'Where the best queries sample, sized by attention, coloured by level.'),
+    ('sampling_points', DETR, VANILLA_DETR, 'Sampling points of the best queries: size by attention, colour by level.'),
     ('gates', DETR, None, "PLuG's gates of deformable attention by head and level."),
     ('gates', MASK2FORMER, None, "PLuG's gates between Mask2Former's queries."),
-    ('attention_sink', MASK2FORMER, VANILLA_MASK2FORMER, 'How much attention the most attended query draws.'),
-    ('cka', MASK2FORMER, VANILLA_MASK2FORMER, "How alike two layers' attention patterns are."),
-    ('rollout', AGENT, PVT, 'Where the backbone looks, attention rolled through its layers.'),
-    ('agents', AGENT, None, 'What each agent token attends to.'),
+    ('attention_sink', MASK2FORMER, VANILLA_MASK2FORMER, 'Share of the attention that the most attended query draws.'),
+    ('cka', MASK2FORMER, VANILLA_MASK2FORMER, 'Similarity of the attention patterns of every two layers.'),
+    ('rollout', AGENT, PVT, 'Attention of the backbone, rolled out through its layers.'),
+    ('agents', AGENT, None, 'Attention of each agent token.'),
     ('gates', SAGA, None, "SAGA's gates of keys, values and outputs."),
     ('kv_rank', SAGA, None, 'Rank of the map K^T V.'),
 )
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> None:
     command = ['plot_efficiency', PVT, AGENT, SAGA, '--sizes', *args.sizes]
     text = 'Throughput and peak memory here.'
     sections.append(drawn('efficiency of the backbones', text, command, args.out / 'efficiency'))
-    print(write_page(args.out, 'What attention does in the demos, vanilla beside gated', sections))
+    print(write_page(args.out, 'Attention in the demos, vanilla and gated', sections))
 
 
 def checkpoint_of(config: str, work_dirs: Path, options: list[str]) -> str:
@@ -120,15 +120,15 @@ def drawn(title: str, text: str, command: list[str], out: Path) -> Section:
     for old in (*out.glob('*.png'), *out.glob('*.csv')):
         old.unlink()
     run([str(TOOLS / f'{command[0]}.py'), *command[1:], '--out', str(out)])
-    said = f'python tools/analysis_tools/{command[0]}.py {" ".join(command[1:])} --out DIR'
-    return Section(title, text, said, sorted(out.glob('*.png')))
+    shown = f'python tools/analysis_tools/{command[0]}.py {" ".join(command[1:])} --out DIR'
+    return Section(title, text, shown, sorted(out.glob('*.png')))
 
 
 def runs_of(family: str, configs: tuple[str, ...], args: argparse.Namespace) -> Section:
     """Return the table and the curves of a family's runs."""
     folders = {Path(config).stem: args.work_dirs / Path(config).stem for config in configs}
     command = ['compare_runs', *(f'{name}={folder}' for name, folder in folders.items())]
-    text = 'One seed each: a difference says little.'
+    text = 'One seed each: a difference may be chance.'
     out = args.out / family.replace(' ', '-')
     section = drawn(f'runs of {family}', text, command, out)
     runs = {name: read_run(folder) for name, folder in folders.items()}

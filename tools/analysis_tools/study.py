@@ -5,12 +5,28 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from compare_runs import UNKNOWN, as_table, draw_curves_of_runs, gates_of, paired_difference, read_run, summary
+from compare_runs import (
+    NAN,
+    UNKNOWN,
+    VISIBLE,
+    as_table,
+    conclusions,
+    draw_curves_of_runs,
+    draw_differences,
+    gates_of,
+    paired_difference,
+    read_run,
+    summary,
+    visible_difference,
+)
 
 import mmgate  # noqa: F401
 from mmgate.analysis.loading import write_csv
@@ -21,7 +37,10 @@ from mmgate.train.config_file import differences, read_config
 RESULT = 'result.json'
 SETTINGS = 'settings.json'
 MOST = 4  # changed settings in one message
-KEYS = {'runs', 'seeds', 'metric', 'options', 'budgets', 'baselines', 'interactions'}
+KEYS = {'runs', 'seeds', 'metric', 'options', 'budgets', 'baselines', 'interactions', 'processes'}
+OF_RUN = {'config', 'gate', 'gates', 'train'}  # of a run that is more than a config
+OUTPUT = 'output.log'
+LINES = 15  # of the output of a command that failed
 Execute = Callable[[list[str]], None]
 
 
@@ -40,6 +59,8 @@ class Study:
         interactions: Name of another run, by a run's name. The difference of the first to its baseline is compared with
             the difference of the other to its baseline.
         starts: Checkpoint that a run's config starts from (``load_from``), by the run's name.
+        gated: The part of a command line that gates a run's config, by the run's name.
+        processes: Number of processes that train and test together.
     """
 
     path: Path
@@ -51,6 +72,8 @@ class Study:
     baselines: dict[str, str] = field(default_factory=dict)
     interactions: dict[str, str] = field(default_factory=dict)
     starts: dict[str, str] = field(default_factory=dict)
+    gated: dict[str, list[str]] = field(default_factory=dict)
+    processes: int = 1
 
 
 def read_study(path: str | Path) -> Study:
@@ -69,17 +92,60 @@ def read_study(path: str | Path) -> Study:
         )
     if not cfg.runs or not cfg.seeds or len(set(cfg.seeds)) != len(cfg.seeds):
         raise ConfigError(f'study {path} needs runs and seeds, each seed once.')
-    starts = {name: read_config(config).get('load_from') for name, config in cfg.runs.items()}
+    runs = {name: run if isinstance(run, str) else run.get('config') for name, run in cfg.runs.items()}
+    gated = {name: _gate_arguments(path, name, run) for name, run in cfg.runs.items() if not isinstance(run, str)}
+    starts = {name: read_config(config).get('load_from') for name, config in runs.items()}
     given = {key: {**cfg.get(key, {})} for key in ('options', 'budgets', 'baselines', 'interactions')}
     for key in ('baselines', 'interactions'):
         strangers = sorted({*given[key], *given[key].values()} - set(cfg.runs))
         if strangers:
             raise ConfigError(f'{key} of study {path}: {", ".join(strangers)} is none of its runs.')
-    return Study(Path(path), dict(cfg.runs), list(cfg.seeds), cfg.metric, **given, starts=starts)
+    processes = int(cfg.get('processes', 1))
+    beside = dict(starts=starts, gated=gated, processes=processes)
+    return Study(Path(path), runs, list(cfg.seeds), cfg.metric, **given, **beside)
+
+
+def _gate_arguments(path: str | Path, name: str, run: Any) -> list[str]:
+    """Return the part of a command line that gates a run.
+
+    Raises:
+        ConfigError: The run lacks its config or has unknown keys.
+    """
+    if 'config' not in run or not set(run) <= OF_RUN:
+        raise ConfigError(f'run {name} of study {path} has {", ".join(run)}; it takes config, gate, gates and train.')
+    texts = [run['gate']] if isinstance(run.get('gate'), str) else run.get('gate') or ()
+    found = [argument for text in texts for argument in ('--gate', text)]
+    for key in ('gates', 'train'):
+        found += [f'--{key}', run[key]] if run.get(key) else []
+    return found
+
+
+def write_study(study: Study, path: Path) -> None:
+    """Write a study as a file that :func:`read_study` reads."""
+    runs: dict[str, Any] = {}
+    for name, config in study.runs.items():
+        arguments = study.gated.get(name, [])
+        keys = {key: arguments[place + 1] for place, key in enumerate(arguments) if key in ('--gates', '--train')}
+        texts = [arguments[place + 1] for place, key in enumerate(arguments) if key == '--gate']
+        of_run = {'config': config, **({'gate': texts} if texts else {}), **{k[2:]: v for k, v in keys.items()}}
+        runs[name] = of_run if len(of_run) > 1 else config
+    lines = ['runs = {', *(f'    {name!r}: {run!r},' for name, run in runs.items()), '}']
+    lines += [f'seeds = {list(study.seeds)!r}', f'metric = {study.metric!r}']
+    for key, empty in (('options', {}), ('budgets', {}), ('baselines', {}), ('interactions', {}), ('processes', 1)):
+        value = getattr(study, key)
+        lines += [f'{key} = {value!r}'] if value != empty else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text('\n'.join([f'# Run: python tools/analysis_tools/study.py {path}', *lines, '']))
 
 
 def run_study(
-    study: Study, out: Path, *, budget: str | None = None, execute: Execute | None = None, most: int | None = None
+    study: Study,
+    out: Path,
+    *,
+    budget: str | None = None,
+    execute: Execute | None = None,
+    most: int | None = None,
+    expected: float | None = None,
 ) -> int:
     """Train and test the runs without a result, seed by seed, and return the number of runs that remain.
 
@@ -92,29 +158,58 @@ def run_study(
         budget: One of the study's budgets.
         execute: Function that runs a command of ``tools``; by default in a process.
         most: Number of runs after which to stop.
+        expected: Seconds that a run is expected to take, until one is done.
 
     Raises:
         ConfigError: The budget is unknown, or a result or a stopped run has other settings.
     """
-    execute = execute or _execute
+    execute = execute or partial(run_tool, study.processes)
     planned = list(_planned(study, out, budget))
     starts = list(_starts(study, out, budget))
     _refuse_other_settings([*planned, *starts], out)
     todo = [run for run in planned if not _done(run[0])]
     for folder, settings in starts:
         if not _done(folder):
+            print(f'{settings["checkpoint"]}, from which the runs start, is tested first.', flush=True)
             folder.mkdir(parents=True, exist_ok=True)
             _test(folder, settings, settings['checkpoint'], study.metric, execute)
-    for folder, settings in todo[:most]:
+    for number, (folder, settings) in enumerate(todo[:most]):
+        seconds = [_seconds(done) for done, _ in planned if _done(done)]
+        known = [one for one in seconds if one is not None] or ([] if expected is None else [expected])
+        left = len(todo) - number
+        remaining = f', about {_clock(left * sum(known) / len(known))} for them' if known else ''
+        place = len(planned) - left + 1
+        words = f'run {place} of {len(planned)}: {settings["name"]}, seed {settings["seed"]}'
+        print(f'{words}; {left} to do{remaining}.', flush=True)
         _train_and_test(folder, settings, study.metric, execute)
     return len(todo[most:]) if most is not None else 0
 
 
-def report_study(study: Study, out: Path, *, budget: str | None = None) -> str:
+def _seconds(folder: Path) -> float | None:
+    """Return the seconds that a finished run took, if it was not resumed."""
+    return json.loads((folder / RESULT).read_text()).get('seconds')
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f'{minutes // 60}:{minutes % 60:02}:{rest:02}'
+
+
+def report_study(
+    study: Study, out: Path, *, budget: str | None = None, costs: Mapping[str, Mapping[str, float]] | None = None
+) -> str:
     """Write ``results.csv``, ``table.md`` and ``curves.png`` of seeds that are done for every run; return the table.
 
     The first row is the checkpoint that the runs started from, if there is one. The text below the table gives the
     half-width of the widest interval, below which a difference cannot be told from none.
+
+    Args:
+        study: The study.
+        out: Folder of the runs.
+        budget: One of the study's budgets.
+        costs: Time and memory of a run as ratios to those of the first, by the run's name and ``'time'`` and
+            ``'memory'``. With them the table also has the smallest difference that these seeds would have shown, and
+            a sentence for each comparison; and ``differences.png`` is written.
 
     Raises:
         ConfigError: No seed is done for every run, or some runs have other settings.
@@ -139,12 +234,16 @@ def report_study(study: Study, out: Path, *, budget: str | None = None) -> str:
     runs = {name: [of_name[seed] for seed in seeds] for name, of_name in logs.items()}
     for row in rows:
         row.update(gates_of(runs.get(str(row['name']), [])))
+        if costs is not None:
+            row.update(dict(time=NAN, memory=NAN, visible=visible_difference(row)), **costs.get(str(row['name']), {}))
     starts = {
         settings['name']: json.loads((folder / RESULT).read_text())['metrics'][study.metric]
         for folder, settings in _starts(study, out, budget)
         if _done(folder)
     }
-    alone: dict[str, Any] = dict(UNKNOWN, runs=1, std=float('nan'), against='-')
+    alone: dict[str, Any] = dict(UNKNOWN, runs=1, std=NAN, against='-')
+    if costs is not None:
+        alone.update(time=NAN, memory=NAN, visible=NAN)
     rows = [*(dict(alone, name=name, mean=value) for name, value in starts.items()), *rows]
     results: list[dict[str, Any]] = [
         dict(name=name, seed='', **{study.metric: value}) for name, value in starts.items()
@@ -160,6 +259,9 @@ def report_study(study: Study, out: Path, *, budget: str | None = None) -> str:
         f'{study.metric}, seeds {", ".join(map(str, seeds))} (of {len(study.seeds)} planned)\n\n{as_table(rows)}\n\n'
         f'The widest interval reaches to either side by {sees}. {len(reaches)} comparisons were made, each at 95 %.\n'
     )
+    if costs is not None:
+        table += f'{VISIBLE}\n\n' + ''.join(f'- {sentence}\n' for sentence in conclusions(rows))
+        draw_differences(groups, study.baselines, study.metric, out / 'differences.png')
     (out / 'table.md').write_text(table)
     if all(study.metric in run.curves for listed in runs.values() for run in listed):
         draw_curves_of_runs(runs, study.metric, out / 'curves.png', starts=starts)
@@ -187,7 +289,14 @@ def _planned(study: Study, out: Path, budget: str | None) -> Iterator[tuple[Path
     options = {**study.options, **(study.budgets[budget] if budget else {})}
     for seed in study.seeds:  # seed by seed, so that a study cut short still compares
         for name, config in study.runs.items():
-            yield out / name / f'seed{seed}', dict(name=name, config=config, seed=seed, options=options)
+            settings = dict(name=name, config=config, seed=seed, options=options)
+            yield out / name / f'seed{seed}', {**settings, **_beside(study, name)}
+
+
+def _beside(study: Study, name: str) -> dict[str, Any]:
+    """Return the settings of a run that only some studies have, so that the files of the others stay as they are."""
+    settings: dict[str, Any] = dict(gated=study.gated[name]) if study.gated.get(name) else {}
+    return {**settings, **(dict(processes=study.processes) if study.processes > 1 else {})}
 
 
 def _refuse_other_settings(planned: Sequence[tuple[Path, dict[str, Any]]], out: Path) -> None:
@@ -237,7 +346,8 @@ def _starts(study: Study, out: Path, budget: str | None) -> Iterator[tuple[Path,
             first.setdefault(checkpoint, name)
     for checkpoint, run in first.items():
         name = 'start' if len(first) == 1 else f'start of {run}'
-        yield out / run / 'start', dict(name=name, config=study.runs[run], checkpoint=checkpoint, options=options)
+        settings = dict(name=name, config=study.runs[run], checkpoint=checkpoint, options=options)
+        yield out / run / 'start', {**settings, **_beside(study, run)}
 
 
 def _done(folder: Path) -> bool:
@@ -256,12 +366,19 @@ def _train_and_test(folder: Path, settings: dict[str, Any], metric: str, execute
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SETTINGS).write_text(json.dumps(settings, indent=1))
     resume = ['--resume'] if (folder / 'last_checkpoint').is_file() else []
-    execute(['train', settings['config'], '--work-dir', str(folder), *resume, *_options(settings)])
+    begun = time.monotonic()
+    gated = settings.get('gated', [])
+    execute(['train', settings['config'], *gated, '--work-dir', str(folder), *resume, *_options(settings)])
     _test(folder, settings, (folder / 'last_checkpoint').read_text().strip(), metric, execute)
+    if not resume:
+        result = json.loads((folder / RESULT).read_text())
+        (folder / RESULT).write_text(json.dumps(dict(result, seconds=round(time.monotonic() - begun, 1)), indent=1))
 
 
 def _test(folder: Path, settings: dict[str, Any], checkpoint: str, metric: str, execute: Execute) -> None:
-    execute(['test', settings['config'], checkpoint, '--work-dir', str(folder / 'test'), *_options(settings)])
+    gated = settings.get('gated', [])
+    work_dir = str(folder / 'test')
+    execute(['test', settings['config'], checkpoint, *gated, '--work-dir', work_dir, *_options(settings)])
     logs = sorted((folder / 'test').glob('*/*.json'), key=lambda path: path.stat().st_mtime)
     metrics = json.loads(logs[-1].read_text().splitlines()[-1]) if logs else {}
     if metric not in metrics:
@@ -269,11 +386,55 @@ def _test(folder: Path, settings: dict[str, Any], checkpoint: str, metric: str, 
     (folder / RESULT).write_text(json.dumps(dict(settings=settings, metrics=metrics), indent=1))
 
 
-def _execute(command: list[str]) -> None:
-    call = [sys.executable, '-W', 'ignore', '-m', f'mmgate.tools.{command[0]}', *command[1:]]
-    code = subprocess.run(call, check=False).returncode
-    if code:
-        raise ConfigError(f'{" ".join(call[4:])} ended with {code}; the study goes on from there when it is run again.')
+def run_tool(processes: int, command: list[str], *, quiet: bool = False) -> None:
+    """Run a command of ``mmgate.tools``, in several processes if asked for; a quiet one writes into its work dir.
+
+    After Ctrl-C, which the command gets as well, this waits until it has saved its run.
+
+    Raises:
+        ConfigError: The command failed.
+    """
+    launcher = ['torch.distributed.run', '--standalone', f'--nproc_per_node={processes}', '-m']
+    module = f'mmgate.tools.{command[0]}'
+    call = [sys.executable, '-W', 'ignore', '-m', *(launcher if processes > 1 else []), module, *command[1:]]
+    call += ['--launcher', 'pytorch'] if processes > 1 else []
+    log = Path(command[command.index('--work-dir') + 1]) / OUTPUT
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open('ab') if quiet else nullcontext() as file:
+        child = subprocess.Popen(call, stdout=file, stderr=None if file is None else subprocess.STDOUT)
+        try:
+            while child.poll() is None:
+                _show_step(log.parent if quiet else None)
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(1.0)
+        except KeyboardInterrupt:
+            print('\nThe run in progress is saved; the same command goes on from there.', file=sys.stderr, flush=True)
+            child.wait()
+            raise
+    if quiet and sys.stdout.isatty():
+        print('\r\033[K', end='', flush=True)
+    if child.returncode == 130:  # Ctrl-C reached the command alone
+        raise KeyboardInterrupt
+    if child.returncode:
+        last = ''
+        if quiet:
+            last = '\n'.join(['', *log.read_text(errors='replace').splitlines()[-LINES:], f'({log})'])
+        words = f'{shlex.join(call[4:])} ended with {child.returncode}'
+        raise ConfigError(f'{words}; the study goes on from there when it is run again.{last}')
+
+
+def _show_step(folder: Path | None) -> None:
+    """Show the last step that a run in ``folder`` has logged, on a terminal."""
+    logs = sorted(folder.glob('*/vis_data/scalars.json')) if folder is not None and sys.stdout.isatty() else []
+    rows = logs[-1].read_text().splitlines()[-1:] if logs else []
+    with suppress(ValueError, KeyError, TypeError):
+        print(f'\r\033[K  step {json.loads(rows[0])["step"]}' if rows else '', end='', flush=True)
+
+
+def add_processes(parser: argparse.ArgumentParser) -> None:
+    """Add ``--launcher`` and ``--processes``."""
+    parser.add_argument('--launcher', choices=['none', 'pytorch'], default='none', help='pytorch: several processes')
+    parser.add_argument('--processes', type=int, help='of --launcher pytorch, on a GPU each (default 2)')
 
 
 def main(argv: list[str]) -> None:
@@ -284,8 +445,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument('--budget', help="one of the study's budgets, such as gpu")
     parser.add_argument('--max-runs', type=int, help='stop after this many runs; the next call goes on')
     parser.add_argument('--report-only', action='store_true', help='run nothing')
+    add_processes(parser)
     args = parser.parse_args(argv)
     study = read_study(args.study)
+    if args.launcher == 'pytorch':
+        study = replace(study, processes=args.processes or max(2, study.processes))
     out = Path(args.out or f'work_dirs/{Path(args.study).stem}{f"-{args.budget}" if args.budget else ""}')
     left = 0 if args.report_only else run_study(study, out, budget=args.budget, most=args.max_runs)
     try:

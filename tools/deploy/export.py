@@ -14,11 +14,13 @@ from mmgate.deploy.sampling import SAMPLERS
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 from mmgate.train.config_file import config_parser
+from mmgate.train.gate_options import add_gate_options
 
 
 def main(argv: list[str]) -> None:
     """Parse arguments, export and compare."""
     parser = config_parser(__doc__)
+    add_gate_options(parser)
     add_images(parser)
     parser.add_argument('--format', choices=sorted(SUFFIXES), default='onnx', help='(default onnx)')
     parser.add_argument('--out', help='file to write (default, in work_dirs/deploy: NAME.onnx, NAME.pt2)')

@@ -9,6 +9,7 @@ from mmgate.deploy.inputs import FOLDER
 from mmgate.deploy.runtime import Exported
 from mmgate.train import cli
 from mmgate.train.config_file import add_trust_option, check_data, config_parser, load_config
+from mmgate.train.gate_options import add_gate_options, put_gates
 
 
 def main(argv: list[str]) -> None:
@@ -16,12 +17,14 @@ def main(argv: list[str]) -> None:
     parser = config_parser(__doc__)
     parser.add_argument('file', help='.onnx or .pt2 file of tools/deploy/export.py')
     parser.add_argument('--work-dir', help='folder for logs and metrics (default: work_dirs/deploy/NAME)')
+    add_gate_options(parser)
     add_trust_option(parser)
     args = parser.parse_args(argv)
     args.work_dir = args.work_dir or f'{FOLDER}/{Path(args.file).stem}'
     run = Exported(args.file)
     args.launcher = 'none'
     cfg = load_config(args)
+    put_gates(cfg, args.gate, gates=args.gates, train=args.train)
     check_data(cfg, ('test',))
     runner = cli.build_runner(cfg)
     serve(runner.model, run)

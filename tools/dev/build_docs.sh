@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build the documentation into site/, in a small environment of its own that needs no torch. Idempotent, as setup_env.sh.
+# Build the documentation into site/, in a small separate environment without torch. Idempotent, as setup_env.sh.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

@@ -72,7 +72,8 @@ def build(out: Path, epoch: int) -> list[Path]:
         environment = {**os.environ, 'SOURCE_DATE_EPOCH': str(epoch), 'PYTHONHASHSEED': '0'}
         command = [sys.executable, '-W', 'ignore', '-m', 'build', '--no-isolation', '--outdir', str(raw), str(tree)]
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
-        (archive,), (wheel,) = raw.glob('*.tar.gz'), raw.glob('*.whl')
+        (archive,) = raw.glob('*.tar.gz')
+        (wheel,) = raw.glob('*.whl')
         repack(archive, out / archive.name, epoch)
         (out / wheel.name).write_bytes(wheel.read_bytes())
         return [out / archive.name, out / wheel.name]

@@ -1,25 +1,30 @@
 """Run all measurements on a GPU: ``python tools/dev/gpu.py --out DIR`` or ``make gpu``.
 
-The steps are tests of the kernels, compute-sanitizer, calibration, operators and their peers, other launches of the
-kernels, and training steps. Each is a process with a time limit, results are written one by one, and the table at the
-end lists the steps that could not run. It needs torch, triton, numpy and pytest; a step that needs more reports it. If
-mmgate is not installed, set ``PYTHONPATH=.``. ``--device cpu --tiny`` tries it without a GPU.
+There are three parts of at most eight minutes, each a separate command with ``--part``: ``correctness`` (tests and
+compute-sanitizer), ``sampler`` (deformable attention beside its peers, an encoder first) and ``plug`` (PLuG attention,
+calibration, training steps). A step is a process with a time limit. Rows are written as they come, later parts append,
+and the table at the end lists the steps that could not run. The command needs torch, triton, numpy and pytest; a step
+that needs more reports it. If mmgate is not installed, set ``PYTHONPATH=.``. ``--device cpu --tiny`` tries it without a
+GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +32,12 @@ from torch.optim import AdamW
 
 from mmgate._environment import why_not
 from mmgate.benchmarks import ops
-from mmgate.benchmarks.measure import Row, interleaved, write_csv
+from mmgate.benchmarks.measure import MODES, Row, interleaved, write_csv
 from mmgate.layers import MultiScaleDeformableAttention, PLuGMultiScaleDeformableAttention
+from mmgate.layers.gml import GatingModulation
+from mmgate.ops import plug_attention
 from mmgate.ops.backend import machine
+from mmgate.ops.plug_attention import chunked
 
 ROOT = Path(__file__).resolve().parents[2]
 OPS = ('ms_deform_attn', 'plug_attention')
@@ -49,7 +57,11 @@ CONFIGS = (  # a vanilla config, and ours beside it
     ),
 )
 TINY: dict[str, Any] = dict(levels=[(2, 2)], batch=1, heads=1, points=1)
-TRIAL = 6  # times as long as on a GPU may a step of a trial take, on a machine that does other things beside
+TRIAL = 6  # factor of the limits in a trial, on a machine that does other things beside
+CHUNKS = (1 << 21, 1 << 24, 1 << 26)  # elements of PLuG's map that exist at a time
+# compute-sanitizer watches our kernels alone, as torch's many would take most of the time.
+KERNELS = ('order_kernel', 'forward_kernel', 'backward_kernel')
+INTERPRETER = "triton's interpreter does not run beside this numpy; the GPU's tests do not need it"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,8 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('--out', type=Path, default=Path('benchmarks/results'), help='folder of the CSV and the table')
     parser.add_argument('--device', default='cuda')
     parser.add_argument('--tiny', action='store_true', help='sizes that a CPU and an interpreter take in a minute')
-    parser.add_argument('--steps', nargs='+', choices=list(STEPS), help='default: all')
-    parser.add_argument('--step', choices=list(ROWS), help=argparse.SUPPRESS)  # in a process of its own
+    parser.add_argument('--part', choices=list(PARTS), help='eight minutes at most; default: all')
+    parser.add_argument('--steps', nargs='+', choices=list(STEPS), help='default: all of the part')
+    parser.add_argument('--step', choices=list(ROWS), help=argparse.SUPPRESS)  # in a separate process
     args = parser.parse_args(argv)
     if args.device == 'cuda' and not torch.cuda.is_available():
         parser.error('torch sees no CUDA device; --device cpu --tiny tries the command without one')
@@ -72,30 +85,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'
     args.out.mkdir(parents=True, exist_ok=True)
     csv_file = args.out / f'{name.replace(" ", "-")}.csv'
-    csv_file.unlink(missing_ok=True)
+    if args.part is None and args.steps is None:
+        csv_file.unlink(missing_ok=True)
     told: list[tuple[str, str, float]] = []
-    for step in args.steps or STEPS:
+    for step in args.steps or PARTS.get(args.part, list(STEPS)):
         limit, command = STEPS[step]
         start = time.perf_counter()
         limit *= TRIAL if args.tiny else 1
-        words = _run(command(args, csv_file), limit, csv_file.with_suffix(f'.{step}.log'), 'training' not in step)
+        words = _run(command(args, csv_file), limit, csv_file.with_suffix(f'.{step}.log'), step)
         told.append((step, words, time.perf_counter() - start))
         print(f'{step}: {words} ({told[-1][2]:.0f} s)', flush=True)
-        csv_file.with_suffix('.md').write_text(_page(machine(device), told, csv_file))
-    print(csv_file.with_suffix('.md').read_text())
-    print(f'written to {csv_file} and {csv_file.with_suffix(".md")}')
+        page = csv_file.with_suffix(f'.{args.part}.md' if args.part else '.md')
+        page.write_text(_page(machine(device), told, csv_file))
+    print(page.read_text())
+    print(f'written to {csv_file} and {page}')
     return int(any(words.startswith('failed') for _, words, _ in told))
 
 
-def _run(command: list[str] | str, limit: int, log: Path, alone: bool) -> str:
-    """Run a command with its output in ``log`` and return a description of its end, or the reason why it cannot run.
+def _run(command: list[str] | str, limit: int, log: Path, step: str) -> str:
+    """Run a step's command with its output in ``log`` and return a description of its end.
 
-    A command that needs operators ``alone`` does not import the mm packages.
+    Training alone needs and imports the mm packages. memcheck sees single tensors only if torch does not cache memory.
     """
     if isinstance(command, str):
         return f'could not run: {command}'
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get('PYTHONPATH'))))
-    environment = os.environ | {'PYTHONPATH': paths, 'MMGATE_TORCH_ALONE': str(int(alone))}
+    environment = dict(os.environ)
+    environment['PYTHONPATH'] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get('PYTHONPATH'))))
+    environment['MMGATE_TORCH_ALONE'] = '0' if 'training' in step else '1'
+    if step in SANITIZERS:
+        environment['PYTORCH_NO_CUDA_MEMORY_CACHING'] = '1'
     with log.open('w') as file:
         try:
             done = subprocess.run(command, stdout=file, stderr=file, timeout=limit, env=environment, cwd=ROOT)
@@ -106,18 +124,50 @@ def _run(command: list[str] | str, limit: int, log: Path, alone: bool) -> str:
     return 'done' if done.returncode == 0 else f'failed with {done.returncode}, see {log.name}'
 
 
-def _tests(op: str, args: argparse.Namespace, _: Path) -> list[str]:
-    path = f'tests/test_ops/test_{op}_triton.py'
-    marks = ['-m', 'gpu'] if args.device == 'cuda' else ['-k', f'interpreter and {SMALL_TESTS}']
-    return [sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', *marks, path]
+def interpreter_runs() -> bool:
+    """Return whether Triton's interpreter runs beside this numpy: triton 3.6 does not beside numpy 2.5.
+
+    It then converts arrays of one element to numbers, which newer numpy versions refuse.
+    """
+    program = (
+        'import torch, triton, triton.language as tl\n'
+        '@triton.jit\n'
+        'def twice(x, n: tl.constexpr):\n'
+        '    for i in range(tl.load(x)):\n'
+        '        tl.store(x, 2 * tl.load(x))\n'
+        'twice[(1,)](torch.ones(1, dtype=torch.int32), 1)\n'
+    )
+    environment = os.environ | {'TRITON_INTERPRET': '1'}
+    with tempfile.TemporaryDirectory() as folder:  # Triton reads the source of a kernel from its file
+        path = Path(folder, 'twice.py')
+        path.write_text(program)
+        done = subprocess.run([sys.executable, str(path)], env=environment, capture_output=True, check=False)
+    return done.returncode == 0
+
+
+def _tests(op: str, args: argparse.Namespace, _: Path) -> list[str] | str:
+    path = f'tests/test_ops/test_{op}/test_triton.py'
+    options = ['-q', '--maxfail=20', '-p', 'no:cacheprovider']
+    if args.device == 'cuda':
+        marks = ['-m', 'gpu']
+        # Most of the time is spent on compiling kernels, which processes do beside each other.
+        if importlib.util.find_spec('xdist') is not None:
+            options += ['-n', '8']
+    elif interpreter_runs():
+        marks = ['-k', f'interpreter and {SMALL_TESTS}']
+    else:
+        return INTERPRETER
+    return [sys.executable, '-m', 'pytest', *options, *marks, path]
 
 
 def _sanitizer(tool: str, args: argparse.Namespace, csv_file: Path) -> list[str] | str:
     program = shutil.which('compute-sanitizer') or shutil.which('/usr/local/cuda/bin/compute-sanitizer')
     if program is None or args.device != 'cuda':
         return 'compute-sanitizer was not found' if program is None else 'it is for CUDA'
-    tests = [_tests(op, args, csv_file) for op in OPS]
-    return [program, '--tool', tool, '--error-exitcode', '9', *tests[0], tests[1][-1], '-k', SMALL_TESTS]
+    filters = [part for name in KERNELS for part in ('--kernel-name', f'kernel_substring={name}')]
+    paths = [f'tests/test_ops/test_{op}/test_triton.py' for op in OPS]
+    tests = [sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', '-m', 'gpu', '-k', SMALL_TESTS]
+    return [program, '--tool', tool, '--error-exitcode', '9', *filters, *tests, *paths]
 
 
 def _calibrate(args: argparse.Namespace, _: Path) -> list[str]:
@@ -153,6 +203,27 @@ def plug_rows(device: str, tiny: bool) -> Iterator[Row]:
         yield from ops.benchmark_plug_attention(1 if tiny else 10, device=device, tokens=[tokens], dtype=dtype)
 
 
+def chunk_rows(device: str, tiny: bool) -> Iterator[Row]:
+    """Yield rows of the backend 'chunked' with several sizes of its chunks."""
+    tokens = 16 if tiny else 4096
+    dtype = torch.float32 if tiny else torch.bfloat16
+    gml = GatingModulation('product', activation='tanh', init='paper').to(device)
+    inputs = [torch.randn(2, heads, tokens, 32, device=device, dtype=dtype) for heads in (8, 8, 8, 1, 1)]
+
+    def attend(*tensors: Tensor) -> Tensor:
+        return plug_attention(*tensors, gml, backend='chunked')
+
+    def of_size(chunk: int) -> Callable[[], Any]:
+        return lambda: mock.patch.object(chunked, 'chunk_on', lambda device: chunk)
+
+    names = {f'chunks of 2^{chunk.bit_length() - 1}': chunk for chunk in CHUNKS}
+    within = {name: of_size(chunk) for name, chunk in names.items()}
+    for mode in MODES:
+        runs = dict.fromkeys(names, attend)
+        x = f'N{tokens} {str(dtype)[6:]}'
+        yield from interleaved('plug_attention', runs, x, inputs, mode, 1 if tiny else 10, within)
+
+
 def step_rows(device: str, tiny: bool) -> Iterator[Row]:
     """Yield rows of training steps (AdamW) of a deformable encoder, ungated with grid_sample and gated with others."""
     levels, width, count = (TINY['levels'], 32, 1) if tiny else (ops.LEVELS, 256, 6)
@@ -181,21 +252,33 @@ def step_rows(device: str, tiny: bool) -> Iterator[Row]:
     yield from interleaved('training', runs, f'{count} layers', [x], 'step', 1 if tiny else 10)
 
 
-ROWS: dict[str, Callable[[str, bool], Iterator[Row]]] = {'sampler': sampler_rows, 'plug': plug_rows, 'step': step_rows}
+ROWS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
+    'sampler': sampler_rows,
+    'plug': plug_rows,
+    'plug-chunks': chunk_rows,
+    'step': step_rows,
+}
 OURS = ['tools/dev/gpu.py', '--step']
 SWITCHES = ['tools/dev/kernels/switches.py']
+SANITIZERS = ('memcheck', 'racecheck', 'initcheck')
 STEPS: dict[str, tuple[int, Any]] = {  # seconds, and function that returns the command
-    'sampler-tests': (65, partial(_tests, OPS[0])),
-    'plug-tests': (40, partial(_tests, OPS[1])),
-    **{tool: (25, partial(_sanitizer, tool)) for tool in ('memcheck', 'racecheck')},
-    'calibration': (72, _calibrate),
-    'sampler': (40, partial(_measure, [*OURS, 'sampler'])),
-    'plug': (60, partial(_measure, [*OURS, 'plug'])),
-    'sampler-switches': (33, partial(_measure, [*SWITCHES, OPS[0]])),
-    'plug-switches': (33, partial(_measure, [*SWITCHES, OPS[1]])),
-    'step': (15, partial(_measure, [*OURS, 'step'])),
-    **{f'training-{i}': (22, partial(_train, *configs)) for i, configs in enumerate(CONFIGS, 1)},
-}  # 474 seconds at most
+    'sampler-tests': (150, partial(_tests, OPS[0])),
+    'plug-tests': (150, partial(_tests, OPS[1])),
+    **{tool: (55, partial(_sanitizer, tool)) for tool in SANITIZERS},
+    'sampler': (330, partial(_measure, [*OURS, 'sampler'])),
+    'sampler-switches': (120, partial(_measure, [*SWITCHES, OPS[0]])),
+    'plug-chunks': (40, partial(_measure, [*OURS, 'plug-chunks'])),
+    'plug': (90, partial(_measure, [*OURS, 'plug'])),
+    'calibration': (150, _calibrate),
+    'step': (30, partial(_measure, [*OURS, 'step'])),
+    'plug-switches': (75, partial(_measure, [*SWITCHES, OPS[1]])),
+    **{f'training-{i}': (28, partial(_train, *configs)) for i, configs in enumerate(CONFIGS, 1)},
+}
+PARTS: dict[str, list[str]] = {  # 480 seconds at most, each
+    'correctness': ['sampler-tests', 'plug-tests', *SANITIZERS],
+    'sampler': ['sampler', 'sampler-switches'],
+    'plug': ['plug-chunks', 'plug', 'calibration', 'step', 'plug-switches', 'training-1', 'training-2', 'training-3'],
+}
 
 
 def _page(where: str, told: list[tuple[str, str, float]], csv_file: Path) -> str:
@@ -215,7 +298,7 @@ def _page(where: str, told: list[tuple[str, str, float]], csv_file: Path) -> str
         log = csv_file.with_suffix(f'.{step}.log')
         left_out = re.findall(r'UserWarning: (.* is left out, .*)', log.read_text()) if log.exists() else []
         missing += [f'- {step}: {line}' for line in dict.fromkeys(left_out)]
-    return '\n'.join([*lines, '', '## What did not run, or failed', '', *(missing or ['nothing']), ''])
+    return '\n'.join([*lines, '', '## Steps that did not run, or failed', '', *(missing or ['nothing']), ''])
 
 
 if __name__ == '__main__':

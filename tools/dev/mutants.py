@@ -44,38 +44,8 @@ LEFT_OUT = (
 )  # kernels, their launches; what is tested beside transformers, in an environment without mm packages
 # Keyword arguments that change no result: whose line a warning names, and a check of lengths that are one by the code.
 MEANINGLESS = ('stacklevel', 'strict')
-# By the beginning of a module's path, tests that see a change in it beside those of its name.
-CONCERNS = {
-    'backbones/': ('test_backbones/test_presets.py', 'test_backbones/test_backbones.py'),
-    'checkpoints/': ('test_checkpoints/test_guarded_pickle.py', 'test_checkpoints/test_loading.py'),
-    'checkpoints/gates_file': ('test_finetune.py',),
-    'layers/agent': ('test_backbones/test_resolutions.py', 'test_backbones/test_backbones.py'),
-    'layers/base/without_mmcv': ('test_transformers/test_stand_ins.py',),
-    'layers/base/dense': ('test_layers/test_open_gates.py', 'test_layers/test_dropout.py'),
-    'layers/base/gate': ('test_starts.py', 'test_layers/test_init.py'),
-    'layers/base/gated': ('test_swap.py', 'test_finetune.py'),
-    'layers/base/map': ('test_layers/test_map_attention.py', 'test_layers/test_linear.py'),
-    'layers/cross_window': ('test_backbones/test_cswin.py',),
-    'layers/linear': ('test_layers/test_map_attention.py', 'test_backbones/test_linear_backbones.py'),
-    'layers/plug': ('test_layers/test_open_gates.py',),
-    'layers/parts/resizing': ('test_backbones/test_resolutions.py',),
-    'layers/parts/stripes': ('test_backbones/test_cswin.py', 'test_backbones/test_linear_backbones.py'),
-    'layers/parts/swiglu': ('test_backbones/test_dgvit.py',),
-    'ops/agent_attention': ('test_layers/test_map_attention.py', 'test_backbones/test_resolutions.py'),
-    'ops/differential_attention': ('test_layers/test_dense.py', 'test_layers/test_open_gates.py'),
-    'ops/gated_linear_attention': ('test_layers/test_linear.py', 'test_layers/test_map_attention.py'),
-    'ops/layout': ('test_layers/test_dense.py', 'test_layers/test_plug.py'),
-    'ops/linear_attention': (
-        'test_layers/test_linear.py',
-        'test_ops/test_any_arguments.py',
-        'test_layers/test_numbers.py',
-    ),
-    'ops/ms_deform_attn': ('test_layers/test_plug.py',),
-    'ops/masks': ('test_layers/test_dense.py', 'test_hosts/test_swapped_rates.py'),
-    'train/': ('test_tools/test_flags.py', 'test_tools/test_mistakes.py'),
-}
 PYTEST = ('-x', '-q', '-p', 'no:cacheprovider', '-m', 'not slow')
-# What every test run needs is imported once; none of it imports mmgate.
+# Packages that every test run needs are imported once; none of them imports mmgate.
 PRELOADED = (
     'pytest',
     'torch',
@@ -109,10 +79,10 @@ class Change:
 def main() -> None:
     """Draw a sample of changes, run their tests and report."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('--sample', type=int, default=60, help='how many changes, shared out among the packages')
+    parser.add_argument('--sample', type=int, default=60, help='number of changes, shared out among the packages')
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument(
-        '--timeout', type=float, default=240, help="seconds for one change's tests, then it is undecided"
+        '--timeout', type=float, default=600, help="seconds for one change's tests, then it is undecided"
     )
     parser.add_argument('--out', type=Path, default=ROOT / 'work_dirs/mutants', help='folder for what was tried')
     parser.add_argument('--list', action='store_true', help='print the sample and try nothing')
@@ -171,16 +141,22 @@ def sample(package: Path, number: int, seed: int) -> list[tuple[Place, Change]]:
 
 
 def tests_of(module: str) -> list[str]:
-    """Return the test files for a path below ``mmgate``: of its name, or all of its folder, and :data:`CONCERNS`.
+    """Return the test files for a path below ``mmgate``, the nearest first.
 
-    ``tests`` mirrors ``mmgate``: ``a/b.py`` has ``test_a/test_b.py``, and ``a/b/c.py`` that or ``test_a/test_c.py``.
+    ``tests`` mirrors ``mmgate``: ``a/b/c.py`` has ``test_a/test_b/test_c.py``, and ``a/b/__init__.py`` has
+    ``test_a/test_b/test_b.py``. Its neighbours in ``test_a/test_b`` follow, then the files in ``test_a``. A module
+    beside the packages has the file of its name alone.
     """
     *folders, name = module.removesuffix('.py').split('/')
-    base = ROOT / 'tests' / f'test_{folders[0]}' if folders else ROOT / 'tests'
-    named = [base / f'test_{part}.py' for part in (name, *folders[:0:-1])]
-    found = [path for path in named if path.is_file()][:1] or sorted(base.glob('test_*.py'))
-    further = [f'tests/{test}' for start, tests in CONCERNS.items() if module.startswith(start) for test in tests]
-    return list(dict.fromkeys([path.relative_to(ROOT).as_posix() for path in found] + further))
+    folder = ROOT.joinpath('tests', *(f'test_{part}' for part in folders))
+    if name == '__init__' and folders:
+        name = folders[-1]
+    named = folder / f'test_{name.lstrip("_")}.py'
+    found = [named] if named.is_file() else []
+    for _ in folders:
+        found += sorted(set(folder.glob('test_*.py')) - {named})
+        folder = folder.parent
+    return [path.relative_to(ROOT).as_posix() for path in found]
 
 
 def draw_change(draw: random.Random, code: str, possible: list[Change], place: Place) -> tuple[Place, Change] | None:
@@ -197,7 +173,8 @@ def draw_change(draw: random.Random, code: str, possible: list[Change], place: P
 def changes(module: str, code: str) -> dict[Place, list[Change]]:
     """Return cosmic-ray's changes of a file by place, without those that have no effect when the code runs."""
     found: dict[Place, list[Change]] = {}
-    tree, (unread, operands) = get_ast(code), spans(code)
+    tree = get_ast(code)
+    unread, operands = spans(code)
     nodes = list(ast_nodes(tree))
     for name in operator_names():
         kind = get_operator(name)
@@ -291,7 +268,9 @@ def _test(arguments: list[str], tree: Path, output: int) -> NoReturn:
         os.setsid()
         for stream in (1, 2):
             os.dup2(output, stream)
-        sys.stdout = sys.stderr = os.fdopen(1, 'w', closefd=False)  # whatever they were
+        # Both write to the file of the output, whatever they were before.
+        sys.stdout = os.fdopen(1, 'w', closefd=False)
+        sys.stderr = sys.stdout
         os.chdir(tree)
         os.environ['PYTHONPATH'] = str(tree)
         sys.path.insert(0, str(tree))

@@ -78,7 +78,7 @@ def find_problems(papers: Mapping[str, Any], models: Mapping[str, Any]) -> Itera
         tables = {key.lower(): value['tables'] for key, value in papers.items()}.get(paper)
         rows = (tables or {}).get(table, {'rows': {}})['rows'].values()
         if tables is not None and not any(_answer(given)[:2] == ('config', name) for given in rows):
-            yield f'{name} has a figure of {paper}, {table}, and stands in no row of it'
+            yield f'{name} has a figure of {paper}, {table}, and is in no row of it'
 
 
 def make_page(papers: Mapping[str, Any], models: Mapping[str, Any]) -> str:
@@ -119,12 +119,12 @@ def _fault(given: Any, paper: Mapping[str, Any], models: Mapping[str, Any]) -> s
     if not kind:
         return f'neither a config nor one of {", ".join(KINDS)}'
     if not text or not str(text).strip():
-        return f'{kind} says nothing'
+        return f'{kind} is empty'
     if kind == 'config' and '::' in text:
         package, _, path = text.partition('::')
         return '' if package in HOSTS and path.endswith('.py') else f'{text} is no config of a host'
     if kind == 'config':
-        return '' if text in models else f'{text} stands in no metafile'
+        return '' if text in models else f'{text} is in no metafile'
     if kind == 'run' and not script(text).exists():
         return f'{script(text).relative_to(ROOT)} is no file'
     return f'{text} is no table of the paper' if kind == 'see' and text not in paper['tables'] else ''

@@ -10,7 +10,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 compile() { # FILE FLAGS
   MMGATE_NATIVE=$1 "$PY" -W ignore -c \
-    'import sys; from mmgate.ops.ms_deform_attn import build; build.build(sys.argv[1])' "$2 -g -O1 -fno-omit-frame-pointer"
+    'import sys; from mmgate.ops.native import build; build.build(sys.argv[1])' "$2 -g -O1 -fno-omit-frame-pointer"
 }
 preloaded() { printf '%s ' "$("$CXX" -print-file-name="$1")"; }
 
@@ -19,7 +19,7 @@ compile "$folder/address.so" '-fsanitize=address,undefined -fno-sanitize-recover
 # libstdc++ is named as well, or the sanitizer does not find what throws exceptions
 MMGATE_NATIVE=$folder/address.so ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
   LD_PRELOAD="$(preloaded libasan.so)$(preloaded libubsan.so)$(preloaded libstdc++.so)" \
-  "$PY" -m pytest -q -p no:cacheprovider tests/test_ops/test_ms_deform_attn_native.py -k 'not auto_takes'
+  "$PY" -m pytest -q -p no:cacheprovider tests/test_ops/test_ms_deform_attn/test_native.py -k 'not auto_takes'
 
 echo 'sanitize: threads'
 compile "$folder/thread.so" '-fsanitize=thread'

@@ -3,7 +3,8 @@
 #
 #   setup_env.sh             the maintained forks of the mm packages on the newest torch, in .venv
 #   setup_env.sh originals   OpenMMLab's own packages on the torch of their last release, in .venv-originals
-#   setup_env.sh transformers   torch, transformers and diffusers without any mm package, in .venv-transformers
+#   setup_env.sh transformers   torch, transformers, diffusers, timm and detectors without any mm package, in
+#                               .venv-transformers
 #
 #   PYTHON=python3.11        interpreter to build the environment from
 #   VENV=.venv               where the environment goes
@@ -38,7 +39,11 @@ case $SET in
     MMCV=
     BUILD=("setuptools>=80,<81")
     PACKAGES=('.[transformers]' diffusers==0.42.1 tomesd==0.1.3 "accelerate>=1" pytorch-fid==0.3.0 torchvision
-      "pytest>=8" scipy matplotlib)
+      "pytest>=8" scipy matplotlib polars "onnx>=1.18" "onnxruntime>=1.22")
+    # Detectors with their trainers, and what those import: what else they name pulls in another torchvision and a
+    # second OpenCV.
+    ALONE=(timm==1.0.31 rfdetr==1.11.2 supervision "pyDeprecate>=0.9,<0.10" pytorch-lightning lightning-utilities
+      torchmetrics faster-coco-eval ultralytics==8.4.190 ultralytics-thop opencv-python-headless)
     ;;
   *) echo "usage: $0 [forks|originals|transformers]" >&2; exit 2 ;;
 esac
@@ -46,7 +51,7 @@ CACHE=${MMGATE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/mmgate}
 PYTHON=${PYTHON:-$(command -v python3.11 || command -v python3)}
 STAMP=$VENV/.mmgate-setup
 
-fingerprint=$(cat pyproject.toml tools/dev/setup_env.sh mmgate/ops/ms_deform_attn/cpp/*.{h,cpp} <(echo "$SET $TORCH") | cksum)
+fingerprint=$(cat pyproject.toml tools/dev/setup_env.sh mmgate/ops/native/cpp/*.{h,cpp} <(echo "$SET $TORCH") | cksum)
 if [ "$(cat "$STAMP" 2>/dev/null)" = "$fingerprint" ]; then exit 0; fi
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -76,6 +81,7 @@ mend_torchvision() {
 if [ -z "$MMCV" ]; then
   say "installing mmgate and what its models come from"
   run_pip install -q --no-build-isolation "torch==$TORCH" -e "${PACKAGES[@]}"
+  run_pip install -q --no-deps "${ALONE[@]}"
   mend_torchvision
   build_native
   echo "$fingerprint" >"$STAMP"

@@ -20,7 +20,8 @@ from mmgate import gate_parameters, save_gates
 from mmgate.checkpoints.gates_file import read_gates
 from mmgate.errors import ConfigError
 from mmgate.train import cli
-from mmgate.train.config_file import add_trust_option, merge_options, read_config
+from mmgate.train.config_file import add_trust_option
+from mmgate.train.gate_options import add_gate_options, configured
 
 
 def main(argv: list[str]) -> None:
@@ -30,8 +31,9 @@ def main(argv: list[str]) -> None:
     extract = commands.add_parser('extract', help='write the gates of a checkpoint')
     extract.add_argument('config', help='config of the gated model')
     extract.add_argument('checkpoint', help='its checkpoint')
-    changed = "settings that the training had, as model.train='attention', which says what is written beside the gates"
+    changed = "settings of the training, such as model.train='attention', by which more than the gates is written"
     extract.add_argument('--cfg-options', nargs='+', action=DictAction, default={}, help=changed)
+    add_gate_options(extract)
     merge = commands.add_parser('merge', help='write a checkpoint of the gated model')
     merge.add_argument('checkpoint', help='checkpoint of the vanilla model')
     merge.add_argument('gates', help='file of gates')
@@ -47,8 +49,7 @@ def main(argv: list[str]) -> None:
     if args.command == 'merge':
         print(f'{args.out}: {_merge(args.checkpoint, args.gates, args.out)} tensors')
         return
-    cfg = read_config(args.config)
-    merge_options(cfg, args.cfg_options)
+    cfg = configured(args)
     init_default_scope(cfg.get('default_scope') or 'mmengine')
     model = MODELS.build(cfg.model)
     given = _load(args.checkpoint, model)

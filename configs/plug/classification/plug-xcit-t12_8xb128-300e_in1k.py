@@ -1,6 +1,6 @@
 _base_ = '../../vanilla/classification/xcit-t12_8xb128-300e_in1k.py'
 
-# In the cross-covariance attentions; the class attentions behind them stay.
+# In the cross-covariance attentions; the class attentions after them stay vanilla.
 model = dict(
     type='mmgate.Gated',
     host='mmpretrain.ImageClassifier',

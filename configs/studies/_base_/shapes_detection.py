@@ -1,4 +1,4 @@
-# What the studies of detectors on hard shapes share.
+# Settings that the studies of detectors on hard shapes share.
 options = {
     'train_dataloader.dataset.data_root': 'data/shapes_hard/',
     'val_dataloader.dataset.data_root': 'data/shapes_hard/',

@@ -1,4 +1,4 @@
-# What the studies of segmentors on hard shapes share.
+# Settings that the studies of segmentors on hard shapes share.
 options = {
     'train_dataloader.dataset.data_root': 'data/shapes_hard/ade',
     'val_dataloader.dataset.data_root': 'data/shapes_hard/ade',

@@ -1,4 +1,4 @@
-# Two photographs of COCO (data/coco_sample), learnt by heart: they are trained on and looked at. From the model of
+# Two photographs of COCO, learnt by heart: they are trained on and looked at. It starts from the model of
 # finetune_detr_start.py: --cfg-options load_from=work_dirs/finetune_detr_start/vanilla/seed0/epoch_12.pth
 _base_ = '../finetune_detr/vanilla.py'
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmgate.analysis.figures.style import COLOURS, add_box, class_name
+from mmgate.analysis.probes.recording import Sample
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.transforms import BboxBase
+    from mmengine.structures import InstanceData
 
 PREDICTED = COLOURS[5]
 THRESHOLD = 0.3  # boxes of lower scores are not drawn
 MOST_BOXES = 10
 
 
-def draw_boxes(axis: Any, sample: Any) -> tuple[int, Any]:
+def draw_boxes(axis: Axes, sample: Sample) -> tuple[int, InstanceData | tuple[()]]:
     """Draw true and predicted boxes; return the number of true ones, and the predictions drawn, best first."""
     truth = sample.get('gt_instances')
     found = sample.get('pred_instances')
@@ -29,16 +35,17 @@ def draw_boxes(axis: Any, sample: Any) -> tuple[int, Any]:
     return len(known), found
 
 
-def label_boxes(axis: Any, found: Any, names: Sequence[str]) -> None:
+def label_boxes(axis: Axes, found: InstanceData | tuple[()], names: Sequence[str]) -> None:
     """Write class and score at the upper left corner of each box, best first; skip a label that would hide another."""
     height = axis.get_ylim()[0]
-    taken: list[Any] = []
+    taken: list[BboxBase] = []
     for instance in found:
         left, top, *_ = instance.bboxes[0].tolist()
         words = f'{class_name(int(instance.labels), names)} {float(instance.scores):.2f}'
-        look = dict(facecolor=PREDICTED, edgecolor='none', pad=0.6)
-        side = 'bottom' if top > 0.05 * height else 'top'  # above the box where there is room
-        font = dict(fontsize=5.5, color='white')
+        look: dict[str, Any] = dict(facecolor=PREDICTED, edgecolor='none', pad=0.6)
+        # The label is above the box where there is room.
+        side = 'bottom' if top > 0.05 * height else 'top'
+        font: dict[str, Any] = dict(fontsize=5.5, color='white')
         text = axis.text(max(left, 0), max(top, 0), words, va=side, clip_on=True, bbox=look, **font)
         extent = text.get_window_extent()
         if any(extent.overlaps(other) for other in taken):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -19,10 +19,11 @@ LONGEST = 80  # characters from which the middle of a layer's name is left out
 MAP_INCHES = 1.5  # width of a map, about
 MOST_DPI = 600
 KINDS = dict(pairs='of pairs', levels='of levels', heads='of heads', channels='of channels')
-MEANINGS = {
-    0: 'A gate of 0 leaves attention unchanged (PLuG multiplies by 1 + gate).',
-    1: 'A gate of 1 leaves attention unchanged, one of 0 closes it.',
-    None: 'A gate of 0 is closed.',
+# Sentences below the figure, by the value at which a gate changes nothing.
+MEANINGS: dict[float | None, str] = {
+    0: 'a gate of 0 leaves attention unchanged (PLuG multiplies by 1 + gate).',
+    1: 'a gate of 1 leaves attention unchanged, one of 0 closes it.',
+    None: 'a gate of 0 is closed.',
 }
 
 
@@ -30,18 +31,22 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
     """Draw a row of panels for each model: its gates' maps, every layer's mean, a histogram; return the path.
 
     The colours of a map are centred on the value at which its gates change nothing; maps of one kind share a scale.
-    Histograms count every layer alike, no matter how many values it has.
+    Histograms count every layer alike, no matter how many values it has. Each sentence below the figure names the
+    panels that it is about.
     """
     maps = [mean_maps(gates) for _, gates in models]
+    drawn = [of_kind for found in maps for of_kind in found]
     every = [gate for _, gates in models for gate in gates]
     used = _used(every)
     labels = _labels(every)
     names = [_names(gates) for _, gates in models]
-    left = max(map(len, maps))  # gates of channels, as SAGA's, have no map
+    # Gates of channels, as SAGA's, have no map.
+    left = max(map(len, maps))
     columns = left + 2
     tallest = max(map(len, names))
     longest = max(len(name) for listed in names for name in listed)
-    by_head = sum(any(found[i].kind == 'heads' for found in maps if i < len(found)) for i in range(left))
+    # Maps of heads have the layers' names beside them.
+    by_head = len({number for found in maps for number, of_kind in enumerate(found) if of_kind.kind == 'heads'})
     width = style.WIDTH / 3 * max(columns, 3) + 0.05 * max(longest - SHORT, 0) * (1 + by_head)
     figure, axes = style.panels(len(models), columns, height=max(2.3, 0.16 * tallest + 0.9), width=width)
     for middle, right in axes[1:, -2:]:
@@ -52,30 +57,82 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
         _draw_histogram(right, gates, used, labels)
         for axis in lefts[len(found) :]:
             axis.set_axis_off()
-        for axis, of_kind in zip(lefts, found, strict=False):
-            alike = [o.values for os in maps for o in os if (o.kind, o.unchanged) == (of_kind.kind, of_kind.unchanged)]
+        for number, (axis, of_kind) in enumerate(zip(lefts, found, strict=False), 1):
+            scale = (of_kind.kind, of_kind.unchanged)
+            alike = [other.values for other in drawn if (other.kind, other.unchanged) == scale]
             _draw_map(figure, axis, of_kind, alike, [listed[gates.index(gate)] for gate in of_kind.gates])
+            if len(found) > 1:
+                axis.set_title(f'map {number}: {axis.get_title()}')
         if lefts and not found:
             lefts[0].set_title('no map: these gates are of channels')
         first = (*lefts, middle)[0]
         first.set_title(f'{fill(title, style.LINE // 3)}\n{first.get_title()}')
-    notes = {title: ' '.join(dict.fromkeys(MEANINGS[gate.unchanged] for gate in gates)) for title, gates in models}
-    if len(set(notes.values())) > 1:
-        notes = {title: f'{title}: {note}' for title, note in notes.items()}
-    lines = [*dict.fromkeys(notes.values())]
-    if any(gate.unchanged is not None for gate in every):
-        lines.append("Grey lines, and the middle of a map's colours: where nothing is changed.")
-    style.legend(figure, note='\n'.join(lines))
-    cells = max((max(of_kind.values.shape) for found in maps for of_kind in found), default=0)
+    style.legend(figure, note='\n'.join(_notes(models, maps)))
+    cells = max((max(of_kind.values.shape) for of_kind in drawn), default=0)
     # Two pixels a cell show a diagonal.
     figure.set_dpi(min(cells / MAP_INCHES * 2, MOST_DPI))
     return style.save(figure, out)
+
+
+def histogram_image(by_kind: Mapping[str, Sequence[LayerGate]]) -> np.ndarray:
+    """Return a picture ``(h, w, 3)``, RGB in uint8, with a histogram for each kind of gates.
+
+    Args:
+        by_kind: Gates of layers, by the name of their class.
+    """
+    figure, (axes,) = style.panels(1, len(by_kind), height=2.4, width=3.2 * len(by_kind))
+    for axis, (kind, gates) in zip(axes, by_kind.items(), strict=True):
+        _draw_histogram(axis, gates, _used(gates), _labels(gates))
+        layers = len({gate.path for gate in gates})
+        axis.set_title(f'{kind}, {layers} layer{"s" if layers > 1 else ""}', fontsize=9)
+    figure.set_dpi(120)
+    canvas: Any = figure.canvas
+    canvas.draw()
+    return np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])
+
+
+def _meaning(value: float | None) -> str:
+    """Return a sentence on gates that change nothing at ``value``."""
+    return MEANINGS.get(value, f'a gate of {value} leaves attention unchanged.')
 
 
 def _names(gates: Sequence[LayerGate]) -> list[str]:
     """Return the label of each gate of a model: the name of its layer, with ``_k`` and the like for a ``gate_k``."""
     layers = style.layer_labels([gate.path for gate in gates], length=LONGEST)
     return [f'{layer} {gate.name[5:]}'.strip() for layer, gate in zip(layers, gates, strict=True)]
+
+
+def _notes(models: Sequence[tuple[str, Sequence[LayerGate]]], maps: Sequence[Sequence[GateMap]]) -> list[str]:
+    """Return the lines below the figure, each with the panels that it is about."""
+    values = {gate.unchanged for _, gates in models for gate in gates}
+    lines = []
+    if len(values) == 1:
+        lines = [f'All panels: {_meaning(value)}' for value in values]
+    else:
+        for (title, gates), found in zip(models, maps, strict=True):
+            row = f'{title}, ' if len(models) > 1 else ''
+            for value in dict.fromkeys(gate.unchanged for gate in gates):
+                lines.append(f'{row}{_panels_of(value, gates, found)}: {_meaning(value)}')
+    if values != {None}:
+        where = 'By layer, histogram: grey lines mark the value that changes nothing.'
+        if any(of_kind.unchanged is not None for found in maps for of_kind in found):
+            where += ' Maps: it has the middle of the colours.'
+        lines.append(where)
+    return lines
+
+
+def _panels_of(value: float | None, gates: Sequence[LayerGate], found: Sequence[GateMap]) -> str:
+    """Return the names of a row's panels with the gates that change nothing at ``value``."""
+    numbers = [str(number) for number, of_kind in enumerate(found, 1) if of_kind.unchanged == value]
+    panels = []
+    if numbers and len(found) == 1:
+        panels.append('map')
+    elif numbers:
+        panels.append(f'map{"s" if len(numbers) > 1 else ""} {" and ".join(numbers)}')
+    on_maps = {id(gate) for of_kind in found for gate in of_kind.gates}
+    if any(gate.unchanged == value and id(gate) not in on_maps for gate in gates):
+        panels.append('layers without a map')
+    return ' and '.join(panels)
 
 
 def _draw_map(figure: Any, axis: Any, of_kind: GateMap, alike: Sequence[np.ndarray], names: Sequence[str]) -> None:
@@ -123,7 +180,7 @@ def _draw_layers(axis: Any, gates: Sequence[LayerGate], names: Sequence[str]) ->
     axis.set(xlabel='gate, mean ± std', ylabel='layer', ylim=(len(gates) - 0.4, -0.6), title='by layer')
 
 
-def _labels(gates: Sequence[LayerGate]) -> dict[tuple[str, str, int | None], str]:
+def _labels(gates: Sequence[LayerGate]) -> dict[tuple[str, str, float | None], str]:
     """Return the histograms' label of each series of gates: those of one name, kind and unchanged value.
 
     It is the gates' name, with their kind where several series share the name.
@@ -136,12 +193,12 @@ def _labels(gates: Sequence[LayerGate]) -> dict[tuple[str, str, int | None], str
     }
 
 
-def _series(gate: LayerGate) -> tuple[str, str, int | None]:
+def _series(gate: LayerGate) -> tuple[str, str, float | None]:
     return gate.name, gate.kind, gate.unchanged
 
 
 def _draw_histogram(
-    axis: Any, gates: Sequence[LayerGate], used: tuple[float, float], labels: dict[tuple[str, str, int | None], str]
+    axis: Any, gates: Sequence[LayerGate], used: tuple[float, float], labels: dict[tuple[str, str, float | None], str]
 ) -> None:
     bins = np.searchsorted(EDGES, used)
     step = next(n for n in (1, 2, 4, 5, 10) if n * BARS >= bins[1] - bins[0])  # a bar begins at 0

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mmgate.analysis.figures import style
 from mmgate.analysis.figures.boxes import PREDICTED, draw_boxes, label_boxes
+from mmgate.analysis.probes.recording import Sample
 from mmgate.analysis.probes.sampling import SamplingPoints, density
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 CONTOURS = np.array([0.1, 0.3, 0.5, 0.7, 0.9])  # shares of the highest density
 
 
 def draw_sampling(
-    drawn: Sequence[tuple[str, SamplingPoints, Any]], out: str | Path, *, classes: Sequence[Sequence[str]] = ()
+    drawn: Sequence[tuple[str, SamplingPoints, Sample]], out: str | Path, *, classes: Sequence[Sequence[str]] = ()
 ) -> Path:
     """Draw sampling points, sized by weight and coloured by level, with their density and boxes; return the path.
 
@@ -60,7 +66,7 @@ def draw_densities(models: Sequence[tuple[str, np.ndarray]], out: Path, *, image
     return style.save(figure, out)
 
 
-def _draw_points(axis: Any, image: np.ndarray, points: SamplingPoints, largest: float) -> None:
+def _draw_points(axis: Axes, image: np.ndarray, points: SamplingPoints, largest: float) -> None:
     height, width = image.shape[:2]
     # A dim, grey image lets the colours of the levels be seen.
     grey = image.mean(-1, keepdims=True)
@@ -79,15 +85,31 @@ def _draw_points(axis: Any, image: np.ndarray, points: SamplingPoints, largest: 
         xy = points.xy[:, :, place].reshape(-1, 2)
         weights = points.weights[:, :, place].ravel()
         sizes = 2 + 40 * weights.clip(min=0) / largest
-        look = dict(color=style.COLOURS[level % len(style.COLOURS)], edgecolors='white', linewidths=0.25, alpha=0.85)
-        axis.scatter(*xy.T, s=sizes, **look)
-    axis.scatter(*points.reference.T, s=60, marker='P', color='white', edgecolors='black', linewidths=0.9, zorder=5)
+        look: dict[str, Any] = dict(
+            color=style.COLOURS[level % len(style.COLOURS)], edgecolors='white', linewidths=0.25, alpha=0.85
+        )
+        axis.scatter(xy[:, 0], xy[:, 1], s=sizes, **look)
+    axis.scatter(
+        points.reference[:, 0],
+        points.reference[:, 1],
+        s=60,
+        marker='P',
+        color='white',
+        edgecolors='black',
+        linewidths=0.9,
+        zorder=5,
+    )
 
 
-def _legend(figure: Any, drawn: Sequence[tuple[str, SamplingPoints, Any]], largest: float, boxes: Any) -> None:
+def _legend(
+    figure: Figure,
+    drawn: Sequence[tuple[str, SamplingPoints, Sample]],
+    largest: float,
+    boxes: Sequence[tuple[int, Sized]],
+) -> None:
     from matplotlib.lines import Line2D
 
-    def dot(label: str, colour: str, size: float, marker: str = 'o', edge: str = 'white') -> Any:
+    def dot(label: str, colour: str, size: float, marker: str = 'o', edge: str = 'white') -> Line2D:
         look: dict[str, Any] = dict(marker=marker, color=colour, markeredgecolor=edge, markersize=size)
         return Line2D([], [], linestyle='', label=label, **look)
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colorbar import Colorbar
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 COLOURS = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#56B4E9', '#D55E00', '#F0E442', '#000000')
 DIVERGING = 'RdBu_r'  # centred on 0
@@ -23,7 +31,7 @@ def read_image(path: str) -> np.ndarray:
         return np.asarray(ImageOps.exif_transpose(image).convert('RGB'))
 
 
-def panels(rows: int, columns: int, *, height: float, width: float = WIDTH) -> tuple[Any, Any]:
+def panels(rows: int, columns: int, *, height: float, width: float = WIDTH) -> tuple[Figure, np.ndarray]:
     """Return a figure that opens no window, ``width`` inches wide, and its axes, in rows of ``height`` inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -36,7 +44,7 @@ def panels(rows: int, columns: int, *, height: float, width: float = WIDTH) -> t
     return figure, axes
 
 
-def save(figure: Any, path: str | Path) -> Path:
+def save(figure: Figure, path: str | Path) -> Path:
     """Write a figure as PNG, make the folders that it needs, and return the path."""
     for axis in figure.axes:
         axis.title.set_fontsize(9)
@@ -48,7 +56,7 @@ def save(figure: Any, path: str | Path) -> Path:
     return path
 
 
-def show_map(axis: Any, values: np.ndarray, image: np.ndarray | None = None, **style: Any) -> Any:
+def show_map(axis: Axes, values: np.ndarray, image: np.ndarray | None = None, **style: Any) -> AxesImage:
     """Draw a map ``(h, w)`` on an axis, over a grey image ``(H, W, 3)`` if one is given; return matplotlib's image."""
     if image is None:
         return axis.imshow(values, **style)
@@ -58,7 +66,9 @@ def show_map(axis: Any, values: np.ndarray, image: np.ndarray | None = None, **s
     return axis.imshow(values, extent=extent, interpolation='bilinear', **style)
 
 
-def colour_bar(figure: Any, drawn: Any, axes: Any, label: str = '', **options: Any) -> Any:
+def colour_bar(
+    figure: Figure, drawn: ScalarMappable, axes: Axes | np.ndarray, label: str = '', **options: Any
+) -> Colorbar:
     """Add the colour bar of a map that :func:`show_map` drew on ``axes``, and return it."""
     bar = figure.colorbar(drawn, ax=axes, **{'shrink': 0.8, **options})
     bar.ax.tick_params(labelsize=7)
@@ -66,20 +76,20 @@ def colour_bar(figure: Any, drawn: Any, axes: Any, label: str = '', **options: A
     return bar
 
 
-def layer_axis(axis: Any, xlabel: str = 'layer') -> None:
+def layer_axis(axis: Axes, xlabel: str = 'layer') -> None:
     """Set whole numbers and a grid on an axis that counts layers or steps."""
     axis.set_xlabel(xlabel)
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.locator_params(axis='x', integer=True)
     axis.grid(alpha=0.3)
 
 
-def legend(figure: Any, handles: Sequence[Any] = (), *, note: str = '', columns: int = 2) -> None:
+def legend(figure: Figure, handles: Sequence[Artist] = (), *, note: str = '', columns: int = 2) -> None:
     """Write a legend and a note on reading the figure below it."""
     style: dict[str, Any] = dict(fontsize=7, title_fontsize=7, frameon=False, ncols=columns)
     figure.legend(handles=handles, title=note or None, loc='outside lower center', **style)
 
 
-def add_box(axis: Any, corners: Any, **style: Any) -> None:
+def add_box(axis: Axes, corners: Iterable[float], **style: Any) -> None:
     """Draw the outline of a box ``(x, y, x, y)``."""
     from matplotlib.patches import Rectangle
 

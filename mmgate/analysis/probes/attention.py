@@ -33,25 +33,30 @@ NAMES = (*GATES, 'attention', *POINTS[:4], 'agents', 'kv', *PLACES)
 OF_TRANSFORMERS = (
     *('DeformableDetr', 'RTDetr', 'RTDetrV2', 'GroundingDino', 'MMGroundingDino', 'LwDetr', 'RfDetr'),
     *('Mask2FormerPixelDecoderEncoder', 'OneFormerPixelDecoderEncoder'),
+    *('OmDetTurbo', 'PPDocLayoutV2', 'PPDocLayoutV3', 'PPDocLayoutV4'),
 )
 _READS: dict[str, dict[str, Read]] = {}
 
 
 def reads(*classes: str, **how: Read) -> None:
-    """Register functions that compute the readings, named as in :data:`NAMES`, of classes ``'package.Class'``."""
+    """Register functions that compute the readings, named as in :data:`NAMES`, of classes.
+
+    A class is named ``'package.Class'``, or by all of its module.
+    """
     _READS.update({name: how for name in classes})
 
 
 def reads_of(module: nn.Module) -> dict[str, Read]:
     """Return the readings of a vanilla module, registered for its class or the nearest of its bases."""
     for base in type(module).__mro__:
-        found = _READS.get(f'{base.__module__.split(".")[0]}.{base.__name__}')
-        if found is not None:
-            return found
+        # timm has classes of one name that compute different things
+        for name in (f'{base.__module__}.{base.__name__}', f'{base.__module__.split(".")[0]}.{base.__name__}'):
+            if name in _READS:
+                return _READS[name]
     return {}
 
 
-def gated_reads(module: Any) -> dict[str, dict[str, Read]]:
+def gated_reads(module: GatedModule) -> dict[str, dict[str, Read]]:
     """Return the readings of a gated module, by the name of each gate in it; the only gate is ``''``."""
     gates = {name: gate for name, gate in module.gate.named_modules() if isinstance(gate, Gate)}
     if isinstance(module.gate, Gate):
@@ -76,9 +81,12 @@ def _gate_reads(module: Any, gate: Gate) -> dict[str, Read]:
     return {}
 
 
-def gate_at(module: Any) -> Any:
+def gate_at(module: nn.Module) -> Gate:
     """Return the first gate of a gated module, or the module itself if it is a gate."""
-    return module.gates()[0] if isinstance(module, GatedModule) else module
+    if isinstance(module, GatedModule):
+        return module.gates()[0]
+    assert isinstance(module, Gate), type(module).__name__
+    return module
 
 
 def bind(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +109,7 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def arguments_of(module: Any, method: str, host: Any, given: Mapping[str, Any]) -> tuple[Any, ...]:
+def arguments_of(module: nn.Module, method: str, host: nn.Module, given: Mapping[str, Any]) -> tuple[Any, ...]:
     """Run ``host`` once more and return the arguments with which it last calls ``module.method``.
 
     The host projects, masks and cuts windows as it always does, so that no probe has to know how.
@@ -114,7 +122,7 @@ def arguments_of(module: Any, method: str, host: Any, given: Mapping[str, Any]) 
     """
     noted: list[tuple[Any, ...]] = []
 
-    def note(*args: Any) -> Any:
+    def note(*args: Any) -> object:
         noted.append(args)
         return getattr(type(module), method)(module, *args)
 
@@ -156,6 +164,15 @@ def _of_transformers(module: Any, given: Given) -> Sampled:
     # One reference point serves all levels.
     points = given['reference_points'].expand(-1, -1, module.n_levels, -1)
     return query, *sampled(module, query, points), points, shapes
+
+
+def _of_ms_deform_attn(module: Any, given: Given) -> Sampled:
+    """Return what rfdetr's and ultralytics' ``MSDeformAttn`` sample."""
+    query = given['query']
+    points = given['reference_points'] if 'reference_points' in given else given['refer_bbox']
+    shapes = given['input_spatial_shapes'] if 'input_spatial_shapes' in given else given['value_shapes']
+    points = points.expand(-1, -1, module.n_levels, -1)
+    return query, *sampled(module, query, points), points, torch.as_tensor(shapes)
 
 
 def _deformable(sample: Callable[[Any, Given], Sampled], gate: Any = None) -> dict[str, Read]:
@@ -218,4 +235,5 @@ reads('mmcv.MultiScaleDeformableAttention', **_deformable(_of_mmcv))
 reads(
     *(f'transformers.{name}MultiscaleDeformableAttention' for name in OF_TRANSFORMERS), **_deformable(_of_transformers)
 )
+reads('rfdetr.MSDeformAttn', 'ultralytics.MSDeformAttn', **_deformable(_of_ms_deform_attn))
 reads('torch.MultiheadAttention', attention=_torch_attention)

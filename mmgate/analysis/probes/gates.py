@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mmgate.analysis.probes.attention import GATES, gate_at
 from mmgate.analysis.probes.recording import class_tokens, predict, record
 from mmgate.analysis.probes.statistics import RunningStatistics
+from mmgate.layers.base.gate import Gate
 
 # The mean map of a gate's values, by their kind, which the gate's class declares in ``gate_readings``.
 MAPS = {
@@ -37,7 +38,7 @@ class GateMap:
 
     values: np.ndarray
     kind: str
-    unchanged: int | None
+    unchanged: float | None
     gates: tuple[LayerGate, ...]
     class_tokens: int = 0
 
@@ -66,13 +67,13 @@ class LayerGate:
 
     class_tokens = 0
 
-    def __init__(self, path: str, name: str, gate: Any) -> None:
+    def __init__(self, path: str, name: str, gate: Gate) -> None:
         self.path = path
         self.name = name
         self.kind = gate.gate_readings[name]
-        self.unchanged = unchanged_value(gate, name)
+        self.unchanged = gate.unchanged_value(name)
         self.statistics = RunningStatistics(self.unchanged)
-        self._maps: Any = 0.0  # sum over images
+        self._maps = torch.zeros(())  # sum over images
         self._count = 0
 
     def add(self, x: Tensor) -> None:
@@ -118,22 +119,12 @@ def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list
     return found
 
 
-def unchanged_value(gate: Any, name: str) -> int | None:
-    """Return the value of the gate called ``name`` at which attention is as without it; None where there is none."""
-    if hasattr(gate, 'gml'):
-        return 0 if gate.residual else 1
-    if hasattr(gate, 'form'):
-        return 1 if gate.form == 'multiplicative' else 0
-    # Gates of K, V and the output are factors.
-    return 1 if name != 'gate' else None
-
-
 def mean_maps(gates: Iterable[LayerGate]) -> list[GateMap]:
     """Return the mean maps of gates, one for all that share kind, shape and unchanged value.
 
     Pairs come first, then levels, then heads. Gates without a map, such as those of channels, are left out.
     """
-    alike: dict[tuple[str, int | None, int, tuple[int, ...]], list[LayerGate]] = {}
+    alike: dict[tuple[str, float | None, int, tuple[int, ...]], list[LayerGate]] = {}
     for gate in gates:
         found = gate.coefficients
         if found is not None:

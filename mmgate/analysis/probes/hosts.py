@@ -16,6 +16,16 @@ def _before_dropout(module: Any, given: Given) -> Tensor:
     return arguments_of(module.attn_drop, 'forward', module, given)[0]
 
 
+def _unfused(module: Any, given: Given) -> Tensor:
+    """Return the weights of a host of timm's, which its fused attention does not form."""
+    fused = module.fused_attn
+    module.fused_attn = False
+    try:
+        return _before_dropout(module, given)
+    finally:
+        module.fused_attn = fused
+
+
 def _le_attention(module: Any, given: Given) -> Tensor:
     joint = module.qkv(module.norm(given['x'])).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
     query, key, _ = joint.split([module.key_dim, module.key_dim, module.d], -1)
@@ -50,6 +60,11 @@ reads(
     *('mmdet.WindowMSA', 'mmseg.WindowMSA', 'mmpretrain.WindowMSA', 'mmpretrain.WindowMSAV2'),
     *('mmseg.BEiTAttention', 'timm.WindowAttentionGlobal'),
     attention=_before_dropout,
+)
+reads(
+    *('timm.layers.attention.Attention', 'timm.layers.attention.AttentionRope', 'timm.models.eva.EvaAttention'),
+    'timm.models.swin_transformer.WindowAttention',
+    attention=_unfused,
 )
 reads(  # Conditional DETR's and DAB-DETR's
     'mmdet.ConditionalAttention',

@@ -35,7 +35,7 @@ def _activations(states: Tensor) -> Tensor:
 _REDUCED = {'attention': _shares, ACTIVATION: _activations}
 
 
-def _accumulate(path: str, name: str) -> Any:
+def _accumulate(path: str, name: str) -> Kept | RunningStatistics:
     return Kept(_REDUCED[name]) if name in _REDUCED else RunningStatistics()
 
 
@@ -62,14 +62,18 @@ def sinks(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict[str,
         gates = [readings[name].sparsity for name in GATES if name in readings]
         if path not in with_weights and not gates:
             continue
-        share = head = first = uniform = largest = of_first = NAN
+        shares = [NAN] * 5
         if path in with_weights:
-            share, head, first, uniform, _ = torch.stack(with_weights[path].tensors).mean(0).tolist()
+            shares = torch.stack(with_weights[path].tensors).mean(0).tolist()
+        share, head, first, uniform, _ = shares
+        activations = [NAN, NAN]
         states = nearest(recording, path, ACTIVATION)
         if states is not None:
-            largest, of_first = torch.stack(states.tensors).amax(0).tolist()
+            activations = torch.stack(states.tensors).amax(0).tolist()
+        largest, of_first = activations
         if path not in extra:
-            first = of_first = NAN
+            first = NAN
+            of_first = NAN
         row = dict(layer=path, sink_share=share, largest_head_share=head, first_token_share=first, uniform=uniform)
         row.update(maximum_activation=largest, first_token_activation=of_first)
         rows.append(dict(row, gate_sparsity=float(np.mean(gates)) if gates else NAN))

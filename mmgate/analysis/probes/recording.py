@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -35,6 +35,27 @@ DRAWN = {
     **dict.fromkeys(GATES, 'gates (plot_gates.py)'),
 }
 _ATTENTION = re.compile(r'(Attention|Attn|MSA)$')
+
+
+class Sample(Protocol):
+    """Data sample of an image, by mmengine's names."""
+
+    @property
+    def img_path(self) -> str:
+        """Path of the image."""
+
+    @property
+    def ori_shape(self) -> tuple[int, ...]:
+        """Height and width on disk."""
+
+    @property
+    def img_shape(self) -> tuple[int, ...]:
+        """Height and width of the model's input, without padding."""
+
+    def get(self, name: str) -> Any:
+        """Return a field such as ``batch_input_shape``, or None."""
+
+
 Recording = dict[str, dict[str, Any]]  # accumulators, by path of the module and name of the reading
 
 
@@ -186,7 +207,7 @@ def class_tokens(model: nn.Module, keys: Mapping[str, int]) -> dict[str, int]:
         if getattr(module, 'cls_token', None) is None or not getattr(module, 'with_cls_token', True):
             continue
         inside = [path for path in keys if path.startswith(f'{owner}.' if owner else '')]
-        count = getattr(module, 'num_extra_tokens', 1)
+        count = getattr(module, 'num_extra_tokens', getattr(module, 'num_prefix_tokens', 1))  # mmpretrain's, timm's
         found.update({path: count for path in inside if keys[path] == keys[inside[-1]]})
     return found
 

@@ -14,7 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.analysis.probes.measures import roll_back, row_shares
-from mmgate.analysis.probes.recording import PREDICTIONS, Recording, class_tokens, nearest, predict, predicted, record
+from mmgate.analysis.probes.recording import (
+    PREDICTIONS,
+    Recording,
+    Sample,
+    class_tokens,
+    nearest,
+    predict,
+    predicted,
+    record,
+)
 from mmgate.analysis.probes.statistics import Kept
 from mmgate.errors import ConfigError
 
@@ -69,7 +78,7 @@ def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
     square = [x for path, x, _ in found if x.shape[-1] == x.shape[-2] and 'decoder' not in path]
     # Several maps of one image are windows, and their places are unknown.
     if any(len(weights) > 1 for weights in square):
-        raise ConfigError('the attention lies in windows of which this host does not tell where they are.')
+        raise ConfigError('the attention lies in windows whose places on the map this host does not give.')
     maps = [x[0] for x in square if x.shape == square[0].shape]
     for tokens in (0, 1, 2):  # none, a class token, DeiT's distillation token
         plain = factors(maps[0].shape[-1] - tokens, size) if maps else None
@@ -104,7 +113,7 @@ def attended(model: nn.Module, recording: Recording) -> dict[str, Tensor]:
     return {path: maps[0, ..., extra[path] :] if path in extra else maps[1] for path, maps in rows.items()}
 
 
-def head_maps(model: nn.Module, batch: dict[str, Any], layer: int = -1) -> tuple[str, np.ndarray, Any]:
+def head_maps(model: nn.Module, batch: dict[str, Any], layer: int = -1) -> tuple[str, np.ndarray, Sample]:
     """Return a layer's path, a map ``(H, h, w)`` of the attention of each head, and the data sample of the image.
 
     Maps are those of the class token, else the mean over the queries. M-DGSA's are signed: below 0 they inhibit.
@@ -126,7 +135,7 @@ def head_maps(model: nn.Module, batch: dict[str, Any], layer: int = -1) -> tuple
     if geometry is None:
         shape = factors(rows.shape[-1], padded_size(sample))
         if shape is None or len(rows) > 1:
-            raise ConfigError(f'{path} attends to {rows.shape[-1]} tokens of which nobody knows where they are.')
+            raise ConfigError(f'{path} attends to {rows.shape[-1]} tokens whose places on the image are unknown.')
         return path, rows[0].unflatten(-1, shape).numpy(), sample
     in_windows = len(geometry) >= 4
     tokens = geometry[0] * geometry[1]
@@ -137,7 +146,7 @@ def head_maps(model: nn.Module, batch: dict[str, Any], layer: int = -1) -> tuple
     return path, torch.stack(back).view(-1, *geometry[:2]).numpy(), sample
 
 
-def agent_maps(model: nn.Module, batch: dict[str, Any], layer: int = 0) -> tuple[str, np.ndarray, Any]:
+def agent_maps(model: nn.Module, batch: dict[str, Any], layer: int = 0) -> tuple[str, np.ndarray, Sample]:
     """Return a layer's path, the attention of its agents ``(n, h, w)``, heads averaged, and the image's data sample.
 
     Raises:
@@ -170,7 +179,7 @@ def placed_maps(recording: Recording) -> list[tuple[str, Tensor, tuple[int, ...]
     return found
 
 
-def padded_size(sample: Any) -> tuple[int, int]:
+def padded_size(sample: Sample) -> tuple[int, int]:
     """Return height and width of the model's input of an image, padding included."""
     return tuple(sample.get('batch_input_shape') or sample.img_shape[:2])
 
@@ -283,7 +292,7 @@ def query_relevance(layers: Recording, size: tuple[int, int], queries: Sequence[
 def add_levels(by_shape: dict[tuple[int, int], Tensor]) -> Tensor:
     """Return the sum ``(Q, h, w)`` of levels' relevances ``(Q, h w)`` on the finest level; each keeps its share."""
     finest = max(by_shape, key=lambda shape: shape[0] * shape[1])
-    total: Any = 0
+    total = torch.zeros(())
     for shape, relevance in by_shape.items():
         level = relevance.view(-1, 1, *shape)
         level = F.interpolate(level, size=finest, mode='bilinear')[:, 0] if shape != finest else level[:, 0]

@@ -11,7 +11,7 @@ import numpy as np
 from torch import nn
 
 from mmgate.analysis.probes.attention import POINTS
-from mmgate.analysis.probes.recording import PREDICTIONS, Recording, best_queries, record
+from mmgate.analysis.probes.recording import PREDICTIONS, Recording, Sample, best_queries, record
 from mmgate.analysis.probes.relevance import padded_size
 from mmgate.errors import ConfigError
 
@@ -76,14 +76,16 @@ def layers_of(layers: Recording, part: str) -> list[str]:
     return found
 
 
-def to_image(xy: np.ndarray, sample: Any) -> np.ndarray:
+def to_image(xy: np.ndarray, sample: Sample) -> np.ndarray:
     """Convert (x, y), 0 to 1 over the padded batch, to pixels of the image on disk."""
     height, width = padded_size(sample)
     scale = np.asarray(sample.get('scale_factor') or (1.0, 1.0), np.float64)[:2]
     return xy * np.array([width, height]) / scale
 
 
-def query_at(layers: Recording, path: str, sample: Any, pixel: Any = None, level: int = 0) -> int:
+def query_at(
+    layers: Recording, path: str, sample: Sample, pixel: tuple[float, float] | None = None, level: int = 0
+) -> int:
     """Return the query of an encoder's layer at a pixel ``(x, y)`` of the image on disk (default: its middle).
 
     Raises:
@@ -101,14 +103,14 @@ def query_at(layers: Recording, path: str, sample: Any, pixel: Any = None, level
 
 def chosen_points(
     layers: Recording,
-    sample: Any,
+    sample: Sample,
     image: int = 0,
     *,
     part: str | None = None,
     layer: int = -1,
     top_k: int = 3,
     queries: Sequence[int] | None = None,
-    pixel: Any = None,
+    pixel: tuple[float, float] | None = None,
     level: int | None = None,
 ) -> SamplingPoints:
     """Return the points of a decoder's best queries, or of an encoder's query at a pixel.
@@ -176,7 +178,7 @@ def density(xy: np.ndarray, weights: np.ndarray, size: tuple[int, int], steps: i
     return kernel(np.stack([x.ravel(), y.ravel()])).reshape(steps, steps)
 
 
-def mean_density(points: Sequence[SamplingPoints], samples: Sequence[Any], steps: int = 96) -> np.ndarray:
+def mean_density(points: Sequence[SamplingPoints], samples: Sequence[Sample], steps: int = 96) -> np.ndarray:
     """Return the density of the points on the finest level over a set of images, a grid ``(steps, steps)``.
 
     Every point counts alike, no matter what its weight is; places are shares of the images' heights and widths, so that

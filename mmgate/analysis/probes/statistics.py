@@ -48,7 +48,10 @@ class RunningStatistics:
         self.centre = centre
         self.histogram = np.zeros(len(EDGES) - 1, np.int64)
         self.count = 0
-        self.mean = self.deviation = self.sparsity = self.distance = 0.0
+        self.mean = 0.0
+        self.deviation = 0.0
+        self.sparsity = 0.0
+        self.distance = 0.0
         self.minimum = float('inf')
         self.maximum = float('-inf')
 

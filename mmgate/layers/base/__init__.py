@@ -1,1 +1,1 @@
-"""What the layers of the papers derive from: dense, map and deformable attention, and how gates start."""
+"""Bases of the papers' layers: the three kinds of gates, the hosts' adapters, and the mechanism that gates a module."""

@@ -1,29 +1,29 @@
-"""Multi-scale deformable attention on our operator, without a gate and with gates on its logits."""
+"""Multi-scale deformable attention with our operator: the bases of gates on its logits, and a class without a gate."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from mmgate.layers.base.gate import Gate, Sizes
 from mmgate.layers.base.gated import GatedModule
-from mmgate.layers.base.of_mmcv import MMCVMultiScaleDeformableAttention
+from mmgate.layers.base.mmcv_or_torch import MMCVMultiScaleDeformableAttention
 from mmgate.ops.layout import broadcasts_to, check_layout
 from mmgate.ops.ms_deform_attn import check_backend, ms_deform_attn
 from mmgate.registry import MODELS
 
 
 class DeformableGate(Gate):
-    """Base of the gates on the logits of multi-scale deformable attention; by itself it changes none.
+    """Base of the gates on the logits of multi-scale deformable attention; by itself it changes no logit.
 
     Args:
-        sizes: Of the host's attention.
-        backend: Of :func:`mmgate.ops.ms_deform_attn`. Default ``'auto'``.
+        sizes: Sizes of the host's attention.
+        backend: Backend of :func:`mmgate.ops.ms_deform_attn`. Default ``'auto'``.
 
     Raises:
-        ValueError: An unknown backend.
+        ValueError: The backend is unknown.
     """
 
     identity_start = True
@@ -37,12 +37,24 @@ class DeformableGate(Gate):
         self.backend = backend
 
     def modulate(self, query: Tensor) -> dict[str, Any]:
-        """Return ``gate``, ``residual`` and ``position`` of the operator for ``query`` (B, Q, C): none here."""
+        """Return the operator's arguments ``gate``, ``residual`` and ``position`` for a query (B, Q, C): none here."""
         return {}
+
+
+class WithLevels(Protocol):
+    """Host that names its sizes as mmcv's ``MultiScaleDeformableAttention`` does."""
+
+    embed_dims: int
+    num_heads: int
+    num_levels: int
+    num_points: int
+    value_proj: nn.Linear
 
 
 class DeformableHost(GatedModule):
     """Base of the adapters of deformable attention."""
+
+    gate: DeformableGate
 
     def sample(
         self,
@@ -54,16 +66,16 @@ class DeformableHost(GatedModule):
         logits: Tensor,
         reference_points: Tensor,
     ) -> Tensor:
-        """Return what the gated logits make of the samples, ``(B, Q, H d)``.
+        """Return the sums of samples, weighted by the softmax of the gated logits, ``(B, Q, H d)``.
 
         Args:
-            query: With its position, ``(B, Q, C)``: what gates read.
-            value: Projected, ``(B, S, H, d)``.
-            spatial_shapes: ``(L, 2)`` as (height, width), integer.
-            level_start_index: ``(L,)``, integer.
-            offsets: ``(B, Q, H, L, P, 2)``.
-            logits: ``(B, Q, H, L, P)``.
-            reference_points: ``(B, Q, L|1, 2 or 4)``, 0 to 1.
+            query: Queries ``(B, Q, C)`` with their position embedding. Gates read these.
+            value: Projected values ``(B, S, H, d)``.
+            spatial_shapes: Sizes of the levels ``(L, 2)`` as (height, width), integer.
+            level_start_index: Index of the first token of each level ``(L,)``, integer.
+            offsets: Offsets of the sampling points ``(B, Q, H, L, P, 2)``.
+            logits: Logits of the sampling points ``(B, Q, H, L, P)``.
+            reference_points: Reference points or boxes ``(B, Q, L|1, 2 or 4)``, 0 to 1.
         """
         return ms_deform_attn(
             value,
@@ -78,7 +90,7 @@ class DeformableHost(GatedModule):
 
 
 class GatedDeformableAttention(DeformableHost):
-    """Adapter of mmcv's ``MultiScaleDeformableAttention``, and of the module that stands in where there is no mmcv."""
+    """Adapter of mmcv's ``MultiScaleDeformableAttention`` or, without mmcv, of our module with its parameters."""
 
     embed_dims: int
     num_heads: int
@@ -92,7 +104,7 @@ class GatedDeformableAttention(DeformableHost):
     dropout: nn.Dropout
 
     @classmethod
-    def sizes(cls, host: Any) -> Sizes:
+    def sizes(cls, host: WithLevels) -> Sizes:
         """Return the sizes of mmcv's module."""
         inputs = (host.embed_dims, host.embed_dims, host.embed_dims)
         channels = host.value_proj.out_features
@@ -114,23 +126,24 @@ class GatedDeformableAttention(DeformableHost):
         """Attend from ``query`` to the levels in ``value``; the arguments are mmcv's.
 
         Args:
-            query: ``(Q, B, C)``, or ``(B, Q, C)`` if ``batch_first``, as all of the following.
+            query: Queries ``(Q, B, C)``, or ``(B, Q, C)`` if ``batch_first``, as ``value`` and ``identity``, too.
             key: Not used, as in mmcv.
-            value: ``(S, B, C)``, the levels one after the other; default ``query``.
-            identity: Added to the result, of the shape of ``query``; default ``query``.
-            query_pos: Position embedding, added to ``query``.
-            key_padding_mask: ``(B, S)``, True where ``value`` is padding.
+            value: Tokens of all levels ``(S, B, C)``, one level after the other; default ``query``.
+            identity: Tensor of the shape of ``query`` that is added to the result; default ``query``.
+            query_pos: Position embedding that is added to ``query``.
+            key_padding_mask: Mask ``(B, S)``, True where ``value`` is padding.
             reference_points: ``(B, Q, L, 2)`` as (x, y), or ``(B, Q, L, 4)`` as (x, y, w, h), in 0 to 1.
-            spatial_shapes: ``(L, 2)`` as (height, width), integer.
-            level_start_index: ``(L,)``, integer.
-            **kwargs: mmcv's deprecated ``residual`` for ``identity``, and what mmdet's layers hand to every attention;
-                not used, as in mmcv.
+            spatial_shapes: Sizes of the levels ``(L, 2)`` as (height, width), integer.
+            level_start_index: Index of the first token of each level ``(L,)``, integer.
+            **kwargs: mmcv's deprecated ``residual`` for ``identity``, and arguments that mmdet's layers give to every
+                attention. The latter are not used, as in mmcv.
 
         Returns:
-            Of the shape of ``query``.
+            The output, of the shape of ``query``.
 
         Raises:
-            ValueError: ``reference_points``, ``spatial_shapes`` or ``level_start_index`` missing, or a wrong shape.
+            ValueError: ``reference_points``, ``spatial_shapes`` or ``level_start_index`` is missing, or a shape is
+                wrong.
         """
         if reference_points is None or spatial_shapes is None or level_start_index is None:
             raise ValueError(
@@ -173,30 +186,30 @@ class GatedDeformableAttention(DeformableHost):
 
 @MODELS.register_module()
 class MultiScaleDeformableAttention(GatedDeformableAttention, MMCVMultiScaleDeformableAttention):
-    """mmcv's multi-scale deformable attention on our operator, without a gate.
+    """mmcv's multi-scale deformable attention with our operator, without a gate.
 
-    It is for the speed of :func:`mmgate.ops.ms_deform_attn` alone, or where mmcv has no compiled operator for a
-    device. It has mmcv's parameters and no others.
+    Use it for the speed of :func:`mmgate.ops.ms_deform_attn`, or on a device for which mmcv has no compiled operator.
+    It has mmcv's parameters and no others.
 
     Args:
         embed_dims: Channels C. Default 256.
         num_heads: Heads H. Default 8.
         num_levels: Feature levels L. Default 4.
         num_points: Sampling points P of a head and level. Default 4.
-        im2col_step: As in mmcv, and so the next five.
-        dropout: Dropout after the output projection.
-        batch_first: ``(B, N, C)`` instead of ``(N, B, C)``.
+        im2col_step: As in mmcv.
+        dropout: Probability of dropout after the output projection.
+        batch_first: True for inputs ``(B, N, C)``, False for ``(N, B, C)``.
         norm_cfg: Not used.
         init_cfg: mmengine's initialisation config.
         value_proj_ratio: Channels of the values over C.
-        **options: Of :class:`DeformableGate`.
+        **options: Options of :class:`DeformableGate`.
 
     Raises:
-        ValueError: An unknown backend, or sizes that do not divide.
-        TypeError: An argument that neither mmcv's class nor the gate has.
+        ValueError: The backend is unknown, or ``embed_dims`` is no multiple of ``num_heads``.
+        TypeError: Neither mmcv's class nor the gate has an argument of that name.
 
     Attributes:
-        gate_type: The gate's class; this one changes no logit.
+        gate_type: Class of the gate; this one changes no logit.
 
     Source: Deformable DETR (arXiv 2010.04159), Eq. 3.
     """
@@ -217,7 +230,7 @@ class MultiScaleDeformableAttention(GatedDeformableAttention, MMCVMultiScaleDefo
         value_proj_ratio: float = 1.0,
         **options: Any,
     ) -> None:
-        # the gate first, as mmcv's constructor calls init_weights
+        # The gate is made, and its options are checked, before mmcv's constructor, which calls init_weights.
         inputs = (embed_dims, embed_dims, embed_dims)
         channels = int(embed_dims * value_proj_ratio)
         sizes = Sizes(channels, num_heads, inputs=inputs, levels=num_levels, points=num_points)
@@ -238,7 +251,7 @@ class MultiScaleDeformableAttention(GatedDeformableAttention, MMCVMultiScaleDefo
         gate.reset_gate()
 
     def init_weights(self) -> None:
-        """Initialise as mmcv does, then the gate; detectors call this after a xavier pass over everything."""
+        """Initialise as mmcv does, then the gate; detectors call this after a xavier pass over all parameters."""
         super().init_weights()
         gate = self._modules.get('gate')
         if isinstance(gate, Gate):

@@ -1,49 +1,53 @@
 """Gates between the projections of dense attention, and torch's and mmcv's multi-head attention with one.
 
-A dense gate has :meth:`DenseGate.attend`. A host's adapter, a :class:`DenseHost`, projects, calls it and projects
-again. The adapter of ``torch.nn.MultiheadAttention`` is here, since mmcv's, PVT's and other modules hold one.
+A dense gate has :meth:`DenseGate.attend`. The adapter of its host, a :class:`DenseHost`, computes the host's query, key
+and value projections, calls the gate, and applies the host's output projection. The adapter of
+``torch.nn.MultiheadAttention`` is here, because mmcv's, PVT's and other attentions hold such a module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.layers.base.gate import Gate, Sizes
 from mmgate.layers.base.gated import GatedModule, gated_class
-from mmgate.layers.base.of_mmcv import MultiheadAttention
+from mmgate.layers.base.mmcv_or_torch import MultiheadAttention
 from mmgate.ops.layout import broadcasts_to, check_layout
-from mmgate.ops.library import is_exporting
 from mmgate.ops.masks import merge_masks
+from mmgate.ops.tracing import is_exporting
 
-KEEP_ALL = dict(type='Dropout', drop_prob=0.0)  # mmcv's default
-Inputs = tuple[Tensor, Tensor, Tensor]  # query, key and value before projection, (B, N|M, C)
-OF_TORCH = ('bias', 'add_bias_kv', 'add_zero_attn', 'kdim', 'vdim', 'device', 'dtype')  # what mmcv hands on
+# mmcv's default of ``dropout_layer``.
+NO_DROPOUT = dict(type='Dropout', drop_prob=0.0)
+# Options that mmcv's module hands on to torch's.
+TORCH_OPTIONS = ('bias', 'add_bias_kv', 'add_zero_attn', 'kdim', 'vdim', 'device', 'dtype')
+# Query, key and value before projection, (B, N|M, C) each.
+Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 class DenseGate(Gate):
     """Base of the gates between the projections of dense attention; a subclass computes the heads in :meth:`attend`.
 
     Args:
-        sizes: Of the host's attention.
+        sizes: Sizes of the host's attention.
 
     Raises:
-        ValueError: The channels are no multiple of the heads, or a head of ``two_streams`` has an odd width.
+        ValueError: The channels are no multiple of the heads, or the heads of a gate with ``two_streams`` have an odd
+            width.
 
     Attributes:
-        two_streams: Whether the halves of a head attend separately.
-        beyond_weights: Whether the heads are more than the weights of :meth:`attention_map` times the projected
-            values.
+        two_streams: True if the two halves of a head's channels attend separately.
+        acts_after_projection: True if :meth:`finish` changes the projected output, which then has to be as wide as the
+            heads together.
         qdim: Channels of the query input.
         kdim: Channels of the key input.
         vdim: Channels of the value input.
     """
 
     two_streams = False
-    beyond_weights = False
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
@@ -55,42 +59,65 @@ class DenseGate(Gate):
         """Return the heads ``(B, H, N, d)``.
 
         Args:
-            query: Projected, ``(B, H, N, d)``.
-            key: Projected, ``(B, H, M, d)``.
-            value: Projected, ``(B, H, M, d)``.
+            query: Projected queries ``(B, H, N, d)``.
+            key: Projected keys ``(B, H, M, d)``.
+            value: Projected values ``(B, H, M, d)``.
             inputs: Query, key and value before projection, ``(B, N|M, C)``.
-            bias: Mask bias, broadcastable to ``(B, H, N, M)``.
+            bias: Bias of the logits, broadcastable to ``(B, H, N, M)``, -inf where a key is masked; or None.
         """
         raise TypeError(f'{type(self).__name__} computes no attention; use a subclass.')
 
     def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the attention weights ``(B, H, N, M)`` for analysis; the arguments are those of :meth:`attend`."""
+        """Return the attention weights ``(B, H, N, M)`` for analysis; the arguments are as in :meth:`attend`."""
         raise TypeError(f'{type(self).__name__} computes no attention; use a subclass.')
 
     def finish(self, output: Tensor, query: Tensor, inputs: Inputs) -> Tensor:
-        """Return the output ``(B, N, C)`` from the projected heads: the same, unless a gate acts there."""
+        """Return the output of the attention; a gate that acts after the output projection changes it here.
+
+        Args:
+            output: Heads after the output projection, ``(B, N, C)``.
+            query: Projected queries ``(B, H, N, d)``.
+            inputs: Query, key and value before projection.
+        """
         return output
 
     @property
-    def finishes(self) -> bool:
-        """Whether :meth:`finish` does something, for which the output has to be as wide as the heads together."""
+    def acts_after_projection(self) -> bool:
+        """True if :meth:`finish` changes the projected output."""
         return False
+
+
+class WithSizes(Protocol):
+    """Host that names its sizes as the mm packages do."""
+
+    embed_dims: int
+    num_heads: int
+    attn_drop: nn.Dropout
+
+
+class WithScale(Protocol):
+    """Host that holds the factor of its logits."""
+
+    embed_dims: int
+    num_heads: int
+    scale: float
 
 
 class DenseHost(GatedModule):
     """Base of the adapters of dense attention."""
 
     @classmethod
-    def sizes(cls, host: Any) -> Sizes:
+    def sizes(cls, host: WithSizes) -> Sizes:
         """Return the sizes of a host that names them as mm packages do."""
         return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop.p)
 
     @classmethod
-    def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
+    def make_gate(cls, host: Any, gate_type: type[Gate], **options: object) -> nn.Module:
         """Return the gate for a host, see :meth:`.GatedModule.make_gate`."""
-        gate: Any = super().make_gate(host, gate_type, **options)
+        gate = super().make_gate(host, gate_type, **options)
         sizes = cls.sizes(host)
-        refuse_finish(gate, sizes.channels if sizes.output is None else sizes.output)
+        if isinstance(gate, DenseGate):
+            check_output_width(gate, sizes.channels if sizes.output is None else sizes.output)
         return gate
 
     def attend_gated(
@@ -107,17 +134,17 @@ class DenseHost(GatedModule):
         """Attend with the gate between the host's projections.
 
         Args:
-            projected: Query, key and value ``(B, H, N|M, d)``; the value may have another width.
-            inputs: What the host made them from, ``(B, N|M, C)``, position embedding included: what gates read.
-            out_proj: The host's output projection.
-            bias: Added to the logits, broadcastable to ``(B, H, N, M)``; no row -inf throughout.
-            attn_mask: See :func:`~mmgate.ops.masks.merge_masks`.
-            key_padding_mask: ``(B, M)``; see there.
-            gate: The gate, by default the child of that name.
-            logit_factor: The host's scale of the logits over ``1 / sqrt(d)``.
+            projected: Projected query, key and value ``(B, H, N|M, d)``; the value may have another width.
+            inputs: Tensors ``(B, N|M, C)`` that the host projected, position embedding included. Gates read these.
+            out_proj: Output projection of the host.
+            bias: Bias of the logits, broadcastable to ``(B, H, N, M)``; no row may be -inf throughout.
+            attn_mask: Mask as in :func:`~mmgate.ops.masks.merge_masks`.
+            key_padding_mask: Mask of keys ``(B, M)`` as in :func:`~mmgate.ops.masks.merge_masks`.
+            gate: Gate to use, by default the child ``gate``.
+            logit_factor: Scale of the host's logits, divided by ``1 / sqrt(d)``.
 
         Returns:
-            ``(B, N, C)``. A row whose keys are all masked gets zeros from the heads.
+            ``(B, N, C)``. The heads are 0 in a row whose keys are all masked.
         """
         gate = self.gate if gate is None else gate
         query, key, value = projected
@@ -131,17 +158,17 @@ class DenseHost(GatedModule):
         return gate.finish(out_proj(gate.merge_heads(heads)), query, inputs)
 
 
-def refuse_finish(gate: DenseGate, width: int) -> None:
-    """Raise ValueError if ``gate`` acts on a host's output of another ``width`` than that of the heads together."""
-    if gate.finishes and width != gate.embed_dims:
+def check_output_width(gate: DenseGate, width: int) -> None:
+    """Raise ValueError if a gate acts after an output projection that is not as wide as the heads together."""
+    if gate.acts_after_projection and width != gate.embed_dims:
         raise ValueError(
             'the gate acts after an output projection as wide as the heads, but this one goes from '
             f'{gate.embed_dims} to {width} channels.'
         )
 
 
-def refuse_scale(host: Any) -> str | None:
-    """Return that ``host`` scales its logits by another number than ``1 / sqrt(d)``, which a gate would lose."""
+def refuses_scale(host: WithScale) -> str | None:
+    """Return that a host scales its logits by another number than ``1 / sqrt(d)``, or None; its gates use that one."""
     default = (host.embed_dims // host.num_heads) ** -0.5
     return None if host.scale == default else f'this {type(host).__name__} has another qk_scale than 1 / sqrt(d)'
 
@@ -149,7 +176,8 @@ def refuse_scale(host: Any) -> str | None:
 class GatedTorchAttention(DenseHost):
     """Adapter of ``torch.nn.MultiheadAttention``.
 
-    Attention weights are not returned unless ``need_weights`` is set: they are the N x M maps that gates avoid.
+    Attention weights are not returned unless ``need_weights`` is set, because they are the N x M maps that the gates'
+    operators keep out of memory.
     """
 
     embed_dim: int
@@ -160,14 +188,14 @@ class GatedTorchAttention(DenseHost):
     out_proj: nn.Linear
 
     @classmethod
-    def sizes(cls, host: Any) -> Sizes:
+    def sizes(cls, host: nn.MultiheadAttention) -> Sizes:  # type: ignore[override]
         """Return the sizes of torch's module."""
         return Sizes(
             host.embed_dim, host.num_heads, inputs=(host.embed_dim, host.kdim, host.vdim), dropout=host.dropout
         )
 
     @classmethod
-    def refuses(cls, host: Any, gate: Any) -> str | None:
+    def refuses(cls, host: nn.MultiheadAttention, gate: Gate) -> str | None:
         """Refuse a key that torch would append: no input belongs to it, so that a gate has nothing to read."""
         if host.bias_k is not None or host.add_zero_attn:
             return 'no input belongs to the key that add_bias_kv or add_zero_attn appends; leave them at False'
@@ -175,7 +203,7 @@ class GatedTorchAttention(DenseHost):
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        # torch's encoder layers ask for this before a fused path in eval mode that skips a module's forward
+        # In eval mode torch's encoder layers take a fused path, which skips the forward of a module that has this.
         return False
 
     @_qkv_same_embed_dim.setter
@@ -183,8 +211,8 @@ class GatedTorchAttention(DenseHost):
         vars(self)['_qkv_same_embed_dim'] = value
 
     def _reset_parameters(self) -> None:
-        apart = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        weights = apart if self.in_proj_weight is None else (self.in_proj_weight,)
+        separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        weights = separate if self.in_proj_weight is None else (self.in_proj_weight,)
         for weight in weights:
             nn.init.xavier_uniform_(weight)
         if self.in_proj_bias is not None:
@@ -202,9 +230,9 @@ class GatedTorchAttention(DenseHost):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend; the arguments are those of ``torch.nn.MultiheadAttention``.
+        """Attend; the arguments are as in ``torch.nn.MultiheadAttention``.
 
-        A row whose keys are all masked gets zeros from the heads, and no gradient.
+        The heads are 0 in a row whose keys are all masked, and give it no gradient.
 
         Returns:
             The output, and the weights ``(B, N, M)`` or ``(B, H, N, M)`` if ``need_weights``, else None.
@@ -236,14 +264,16 @@ class GatedTorchAttention(DenseHost):
             weights = weights if dead is None else weights.masked_fill(dead, 0.0)
             weights = weights.mean(1) if average_attn_weights else weights
         output = output.transpose(0, 1)
-        if self.training:  # a dropout that follows draws in the order of memory, which is torch's: tokens first
+        # A dropout that follows draws its numbers in the order of memory. In torch's module tokens come first there.
+        if self.training:
             output = output.contiguous()
         return output.transpose(0, 1) if self.batch_first else output, weights
 
     def project(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query, key and value ``(B, H, N|M, d)``."""
-        apart = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)  # of kdim or vdim
-        weights = apart if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
+        """Return the projected query, key and value ``(B, H, N|M, d)``."""
+        # Inputs of other widths, kdim or vdim, have separate weights.
+        separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        weights = separate if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         projected = (F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
         query, key, value = (self.gate.split_heads(x) for x in projected)
@@ -261,7 +291,7 @@ class GatedTorchAttention(DenseHost):
 
 
 class GatedMultiheadAttention(MultiheadAttention):
-    """mmcv's ``MultiheadAttention`` with a gate in the module that it holds; a subclass names the gate.
+    """mmcv's ``MultiheadAttention`` with a gate in torch's module that it holds; a subclass names the gate.
 
     It takes mmcv's arguments, and those that mmcv hands on to torch's module.
 
@@ -272,13 +302,13 @@ class GatedMultiheadAttention(MultiheadAttention):
         proj_drop: Dropout after the output projection.
         dropout_layer: Dropout or drop path before the identity is added.
         init_cfg: mmengine's initialisation config.
-        batch_first: ``(B, N, C)`` instead of ``(N, B, C)``.
-        dropout: mmcv's deprecated name for ``attn_drop`` and the probability in ``dropout_layer`` at once.
-        **options: The options of the gate, and torch's ``bias``, ``add_bias_kv``, ``add_zero_attn``, ``kdim``,
-            ``vdim``, ``device`` and ``dtype``.
+        batch_first: True for inputs ``(B, N, C)``, False for ``(N, B, C)``.
+        dropout: mmcv's deprecated argument, which sets ``attn_drop`` and the probability in ``dropout_layer``.
+        **options: Options of the gate, and torch's ``bias``, ``add_bias_kv``, ``add_zero_attn``, ``kdim``, ``vdim``,
+            ``device`` and ``dtype``.
 
     Attributes:
-        gate_type: The gate's class.
+        gate_type: Class of the gate.
     """
 
     gate_type: type[DenseGate]
@@ -289,41 +319,42 @@ class GatedMultiheadAttention(MultiheadAttention):
         num_heads: int,
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
-        dropout_layer: dict | None = KEEP_ALL,
+        dropout_layer: dict | None = NO_DROPOUT,
         init_cfg: dict | None = None,
         batch_first: bool = False,
         *,
         dropout: float | None = None,
         **options: Any,
     ) -> None:
-        of_torch = {name: options.pop(name) for name in OF_TORCH if name in options}
+        torch_options = {name: options.pop(name) for name in TORCH_OPTIONS if name in options}
+        deprecated = {} if dropout is None else dict(dropout=dropout)
         super().__init__(
             embed_dims,
             num_heads,
             attn_drop,
             proj_drop,
-            dropout_layer and dict(dropout_layer),  # mmcv writes a deprecated dropout into it
+            # mmcv writes a deprecated dropout into this dict, so it gets a copy.
+            dropout_layer and dict(dropout_layer),
             init_cfg=init_cfg,
             batch_first=batch_first,
-            **of_torch,
-            **({} if dropout is None else dict(dropout=dropout)),
+            **torch_options,
+            **deprecated,
         )
         make_gated(self.attn, self.gate_type, **options)
 
     def init_weights(self) -> None:
-        """Initialise as mmcv does, then the gate; detectors call this after a xavier pass over everything."""
+        """Initialise as mmcv does, then the gate; detectors call this after a xavier pass over all parameters."""
         super().init_weights()
-        gate: Any = self.attn.gate
-        gate.init_weights()
+        self.attn.gate.init_weights()
 
 
-def make_gated(host: nn.MultiheadAttention, gate_type: type[DenseGate], **options: Any) -> nn.MultiheadAttention:
+def make_gated(host: nn.MultiheadAttention, gate_type: type[DenseGate], **options: object) -> nn.MultiheadAttention:
     """Gate a module of torch's that belongs to no model yet, and return it.
 
     Args:
-        host: The module.
-        gate_type: The gate's class.
-        **options: Of the gate.
+        host: Module to be gated.
+        gate_type: Class of the gate.
+        **options: Options of the gate.
 
     Raises:
         ValueError: The gate does not fit.

@@ -9,41 +9,38 @@ then draws every :class:`Gate` from a random stream of the gate's name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
-OF_GATES = frozenset(
+# Names by which a checkpoint's key is known to be a gate's: that of the child, and those that the gates' parameters had
+# in mmgate 0.1, where they lay beside the host's projections.
+GATE_NAMES = frozenset(
     (
         'gate',
-        # where they lay beside the projections
+        # PLuG, the SDPA gate and M-DGSA
         *('gate_proj', 'gml', 'gate_q_proj', 'gate_k_proj', 'gate_weight', 'gate_bias', 'gate_hidden', 'head_norm'),
         *('lambda_init', 'lambda_q1', 'lambda_k1', 'lambda_q2', 'lambda_k2'),
-        *(
-            'an_bias',
-            'na_bias',
-            'ah_bias',
-            'aw_bias',
-            'ha_bias',
-            'wa_bias',
-            'ac_bias',
-            'ca_bias',
-            'agent_tokens',
-            'dwc',
-        ),
+        # agent attention
+        *('an_bias', 'na_bias', 'ah_bias', 'aw_bias', 'ha_bias', 'wa_bias', 'ac_bias', 'ca_bias'),
+        *('agent_tokens', 'dwc'),
+        # linear attentions
         *('position_encoding', 'focus_scale', 'power', 'gate_k', 'gate_v', 'gate_out', 'local'),
     )
 )
 
+StateDict = dict[str, Tensor]
+# Module of mmengine whose functions an init_cfg applies to every module of a model.
+INITIALISERS = 'mmengine.model.weight_init'
+
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a host's attention, which its adapter reads off the host.
+    """Sizes of a host's attention, which its adapter reads off the host.
 
     Attributes:
         channels: Channels C of all heads together.
@@ -52,10 +49,10 @@ class Sizes:
         output: Channels of the output; C by default.
         dropout: Probability of dropping an attention weight.
         scale: Factor of the logits; ``1 / sqrt(d)`` by default.
-        bias: Whether the host's projections of query, key and value have a bias.
+        bias: True if the host's projections of query, key and value have a bias.
         levels: Feature levels L of deformable attention.
         points: Sampling points P of a head and level, of deformable attention.
-        shifted: Whether the host shifts windows over its map.
+        shifted: True if the host shifts its windows over the map.
     """
 
     channels: int
@@ -81,30 +78,31 @@ class Sizes:
 
 
 class Gate(nn.Module):
-    """Base of all gates, modules with the parameters that a host's attention gains and no others.
+    """Base of all gates: modules with the parameters that a host's attention gains, and no others.
 
-    A subclass takes :class:`Sizes` and keyword-only options, which are what a rule may set. Its kind is the method
-    that it has: ``modulate`` (:class:`~mmgate.layers.base.deformable.DeformableGate`), ``attend``
+    A subclass takes :class:`Sizes` and keyword-only options; a rule may set these options and nothing else. The kind of
+    a gate is the method that it has: ``modulate`` (:class:`~mmgate.layers.base.deformable.DeformableGate`), ``attend``
     (:class:`~mmgate.layers.base.dense.DenseGate`) or ``mix`` (:class:`~mmgate.layers.base.map.MapGate`).
 
     Args:
-        sizes: Of the host's attention.
+        sizes: Sizes of the host's attention.
 
     Raises:
         ValueError: The channels are no multiple of the heads.
 
     Attributes:
-        undecayed: Names of the parameters, or of the children with parameters, that weight decay would only pull to
-            zero: scalars, biases, positions, norms.
-        gate_readings: What figures and statistics show of the gate: by the name of a reading what its values belong
-            to, ``'pairs'`` of queries and keys, ``'levels'``, ``'heads'`` or ``'channels'``. :meth:`read_gate`
-            computes it.
-        identity_start: Whether, by default, the gated attention starts as the vanilla one.
-        in_vit: Whether the host is a vision transformer, whose authors start linear layers otherwise than a detector's;
-            a swap sets it.
-        operator: The operator that computes with the gate, of :data:`mmgate.ops.backend.OPERATORS`, or None.
-        backend: The operator's backend that is asked for.
-        loaded: Whether a state dict has filled any parameter of the gate; then no initialisation draws it anew.
+        undecayed: Names of the parameters, or of the children with parameters, that weight decay leaves alone: scalars,
+            biases, positions and norms, which it would only pull to zero.
+        gate_readings: Readings that figures and statistics show of the gate. The key is the reading's name, which
+            :meth:`read_gate` takes. The value says what each number belongs to: ``'pairs'`` of queries and keys,
+            ``'levels'``, ``'heads'`` or ``'channels'``.
+        identity_start: True if, by default, the gated attention starts as the vanilla one.
+        in_vit: True if the host is a vision transformer, whose authors start linear layers in another way than those of
+            detectors. A swap sets it.
+        operator: Name of the operator that computes with the gate, one of :data:`mmgate.ops.backend.OPERATORS`, or
+            None.
+        backend: Backend of the operator that is asked for.
+        loaded: True once a state dict has filled any parameter of the gate. No initialisation then draws it anew.
     """
 
     undecayed: tuple[str, ...] = ()
@@ -130,22 +128,40 @@ class Gate(nn.Module):
             raise TypeError(f'{type(self).__name__} does not say how its gate starts.')
 
     def init_weights(self) -> None:
-        """Draw the gate unless a state dict has filled it; mmengine calls this where a gate came without a swap."""
+        """Draw the gate unless a state dict has filled it; mmengine calls this on a gate built without a swap."""
         if not self.loaded:
             self.reset_gate()
 
+    def apply(self, fn: Callable[[nn.Module], None]) -> Gate:
+        """Apply a function to the gate and its children, as torch does, unless it is an initialiser of an init_cfg.
+
+        An ``init_cfg`` draws every layer below its module. mmengine then asks the modules in it for their own start,
+        but it reaches none inside a plain ``nn.Module``. A gate there keeps the start of its construction.
+        """
+        if getattr(fn, '__module__', '') != INITIALISERS:
+            super().apply(fn)
+        return self
+
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
-        """Return the gate called ``name`` in :attr:`gate_readings`.
+        """Return the values of a gate for the given inputs.
 
         Args:
-            name: Of the reading.
-            *inputs: What the gate is made from: query, key and value before their projection ``(B, N|M, C)``, of an
-                attention over a map its tokens, of a deformable one the query with its position.
+            name: Name of the reading in :attr:`gate_readings`.
+            *inputs: Tensors from which the gate is computed. Dense attention: query, key and value before their
+                projection, ``(B, N|M, C)``. Attention over a map: its tokens ``(B, N, C)``. Deformable attention: the
+                query ``(B, Q, C)`` with its position embedding.
         """
         raise TypeError(f'{type(self).__name__} does not say how its gate is read.')
 
+    def unchanged_value(self, name: str) -> float | None:
+        """Return the value of the gate called ``name`` at which attention is as without it; None if there is none."""
+        return None
+
     def prepare_count(self) -> None:
-        """Leave out, for good, what a count of multiply-accumulates leaves out; a copy of a model is counted."""
+        """Remove computations that a count of multiply-accumulates does not include.
+
+        It cannot be undone: it is called on a copy of the model.
+        """
 
     def split_heads(self, x: Tensor) -> Tensor:
         """Return ``(B, N, H * d)`` as ``(B, H, N, d)``."""
@@ -157,25 +173,21 @@ class Gate(nn.Module):
 
     @property
     def drop_rate(self) -> float:
-        """Probability of dropping an attention weight in the present mode."""
+        """Probability of dropping an attention weight: 0 in eval mode."""
         return self.dropout if self.training else 0.0
 
-    def own_names(self) -> set[str]:
-        """Return the names of the gate's own parameters, buffers and children."""
-        return {*self._parameters, *self._buffers, *self._modules}
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: object, **kwargs: object) -> None:
         if any(key.startswith(prefix) for key in state_dict):
             self.loaded = True
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 def gate_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield name and parameter of all that gates add to ``model``.
+    """Yield the name and the parameter of all that gates add to a model.
 
     Args:
         model: A gated model, or a part of one.
-        remove_duplicate: Whether a gate that several layers share comes once, under its first name.
+        remove_duplicate: True yields a gate that several layers share once, under its first name.
     """
     seen: set[int] = set()
     for prefix, module in model.named_modules(remove_duplicate=remove_duplicate):
@@ -189,31 +201,33 @@ def gate_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Itera
 
 
 def is_gate_key(key: str) -> bool:
-    """Return whether a checkpoint's key is that of a gate, by its name now or in mmgate 0.1."""
-    return not OF_GATES.isdisjoint(key.split('.'))
+    """Return True if a checkpoint's key belongs to a gate, by its name now or in mmgate 0.1."""
+    return not GATE_NAMES.isdisjoint(key.split('.'))
 
 
 def undecayed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield name and parameter of what the classes of gates exempt from weight decay; gate projections decay."""
+    """Yield the name and the parameter of all that weight decay leaves alone in a model's gates; projections decay."""
     for prefix, module in model.named_modules():
-        spared = module.undecayed if isinstance(module, Gate) else ()
-        for name, parameter in module.named_parameters() if spared else ():
-            if name.partition('.')[0] in spared:
+        if not isinstance(module, Gate) or not module.undecayed:
+            continue
+        for name, parameter in module.named_parameters():
+            if name.partition('.')[0] in module.undecayed:
                 yield f'{prefix}.{name}'.lstrip('.'), parameter
 
 
 def draw_gate(name: str, gate: Gate) -> None:
-    """Draw the parameters of the gate called ``name`` from its own random stream, unless a state dict filled them."""
-    if not gate.loaded:
-        device = next((parameter.device for parameter in gate.parameters()), None)
-        with random_stream(name, device):
-            gate.reset_gate()
+    """Draw the gate called ``name`` from the random stream of that name, unless a state dict has filled it."""
+    if gate.loaded:
+        return
+    device = next((parameter.device for parameter in gate.parameters()), None)
+    with random_stream(name, device):
+        gate.reset_gate()
 
 
 def start_linear(*layers: nn.Linear | nn.Conv2d | None) -> None:
     """Draw weights from a normal distribution of deviation 0.02, truncated at 2, and set biases to 0.
 
-    The public code of PVT, Swin and DeiT starts every linear layer so.
+    The public code of PVT, Swin and DeiT starts every linear layer like this.
     """
     for layer in layers:
         if layer is not None:
@@ -224,7 +238,10 @@ def start_linear(*layers: nn.Linear | nn.Conv2d | None) -> None:
 
 @contextmanager
 def random_stream(name: str, device: torch.device | None = None) -> Iterator[None]:
-    """Draw, on the CPU and on ``device``, random numbers that the seed and ``name`` determine; the global ones stay."""
+    """Let random numbers in the context depend on torch's seed and ``name`` alone, on the CPU and on ``device``.
+
+    Afterwards the global generators go on as if nothing had been drawn.
+    """
     seed = (torch.initial_seed() + crc32(name.encode())) % 2**63
     generators = [torch.default_generator]
     if device is not None and device.type == 'cuda':

@@ -1,7 +1,7 @@
-"""The one way to gate a module: its class becomes a subclass of the host's, and it receives a child ``gate``.
+"""Mechanism that gates a module in place: its class becomes a subclass of the host's, and it receives a child ``gate``.
 
-Nothing of the host is copied, taken over or renamed, so that hooks, shards, parametrizations and ties stay what they
-were. :func:`switch_off` gives the module its own class back and takes the child out; :func:`switch_on` undoes that.
+Nothing of the host is copied or renamed, so that hooks, shards, parametrizations and ties stay as they were.
+:func:`switch_off` gives the module the host's class back and takes the child out; :func:`switch_on` undoes that.
 """
 
 from __future__ import annotations
@@ -10,53 +10,74 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, SupportsIndex
 
 from torch import Tensor, nn
 
-from mmgate.layers.base.gate import Gate, Sizes
+from mmgate.layers.base.gate import Gate, Sizes, StateDict
 
+# The dicts of a module that hold its parameters, buffers and children.
 TENSORS_AND_CHILDREN = ('_parameters', '_buffers', '_modules')
-RECORD = 'gating'  # the attribute of a gated module that holds its record
+# The attribute of a gated module that holds its record.
+RECORD = 'gating'
+# The name of the child that computes the gate.
+CHILD = 'gate'
+
+
+class Handle(Protocol):
+    """A hook's handle, as torch returns it."""
+
+    def remove(self) -> None:
+        """Remove the hook."""
 
 
 class GatedModule(nn.Module):
-    """Base, before a host's class, of the classes that gated modules have; a subclass is the adapter of a host family.
+    """Base of the adapters: the classes that let gates into one family of hosts.
 
-    An adapter overrides ``forward`` with the host's signature and calls its gate there.
+    An adapter overrides ``forward`` with the host's signature and calls its gate there. The class of a gated module
+    derives from the adapter and, after it, from the host's class, so that ``self`` has all attributes of the host.
 
     Attributes:
-        gate: The child that computes the gate.
+        gate: Child that computes the gate.
         leaves_out: Dotted names of the host's parameters, buffers and children that a gated forward does not use.
             They are out of the module while it is gated.
-        old_names: How checkpoints of mmgate 0.1 call what has the host's name now: beginnings of keys.
-        host_signature: Whether a gated class keeps the signature of the host's ``forward``, of a family whose
+        old_names: Beginnings of keys in checkpoints of mmgate 0.1, and the host's beginnings by which they are
+            replaced.
+        host_signature: True if a gated class shows the signature of its host's ``forward``, for a family whose
             signatures differ.
+        own_gates: What to do about hosts that were built with a gate of their package.
     """
 
     gate: Any
     leaves_out: ClassVar[tuple[str, ...]] = ()
     old_names: ClassVar[Mapping[str, str]] = {}
     host_signature: ClassVar[bool] = False
+    own_gates: ClassVar[str] = ''
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Return an attribute of the host, whose class follows in a gated class."""
+            """Return an attribute of the host, whose class comes after the adapter among the bases."""
 
+    # An adapter gives its host the type that it reads, a class or a Protocol, and its gate the class of its kind.
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
-        """Return the sizes of a host's attention, which its gate is made for."""
+        """Return the sizes of a host's attention, for which its gate is made."""
         raise TypeError(f'{cls.__name__} does not say which sizes its hosts have.')
 
     @classmethod
     def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Return why a gate does not fit a host, or None; a sentence without its full stop."""
+        """Return the reason why a gate does not fit a host, as a sentence without its full stop, or None if it fits."""
         return None
 
     @classmethod
-    def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
-        """Return the gate for a host, on its device and of its dtype.
+    def make_gate(cls, host: Any, gate_type: type[Gate], **options: object) -> nn.Module:
+        """Return the gate for a host.
+
+        Args:
+            host: Module to be gated.
+            gate_type: Class of the gate.
+            **options: Options of the gate.
 
         Raises:
             ValueError: The gate does not fit; the message says why.
@@ -67,20 +88,20 @@ class GatedModule(nn.Module):
             raise ValueError(f'{reason}.')
         return gate
 
-    def placed(self, model: nn.Module) -> None:
-        """Prepare the model around the host; called once, after the module was gated; handles go into the record."""
+    def after_gating(self, model: nn.Module) -> None:
+        """Prepare the model around the host; a swap calls this once. Handles of hooks go into the record."""
 
-    def switched_on(self) -> None:
-        """Prepare the host for its gate; called after its class was switched."""
+    def after_switch_on(self) -> None:
+        """Prepare the host for its gate, right after the module got the gated class."""
 
-    def switched_off(self) -> None:
-        """Undo :meth:`switched_on`; called before its class is switched back."""
+    def before_switch_off(self) -> None:
+        """Undo :meth:`after_switch_on`, right before the module gets the host's class back."""
 
     def gates(self) -> list[Gate]:
-        """Return the gates in the child ``gate``: itself, or one for each direction of a bidirectional attention."""
+        """Return the gates in the child ``gate``: the child, or one for each direction of a two-way attention."""
         return [module for module in self.gate.modules() if isinstance(module, Gate)]
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: object, **kwargs: object) -> None:
         for key in [key for key in state_dict if key.startswith(prefix)]:
             name = key[len(prefix) :]
             if any(name == left or name.startswith(f'{left}.') for left in self.leaves_out):
@@ -92,41 +113,43 @@ class GatedModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def current_name(self, name: str) -> str:
-        """Return the name that a tensor of an older checkpoint has now."""
+        """Return the present name of a tensor that an older checkpoint calls ``name``; both lie below the module."""
         for old, new in self.old_names.items():
             if name.startswith(old):
                 name = new + name[len(old) :]
                 break
         first = name.partition('.')[0]
-        own = any(first in getattr(self, kind) for kind in TENSORS_AND_CHILDREN)
-        return f'gate.{name}' if not own and first in self.gate_names() else name
+        # In mmgate 0.1 the gate's parameters lay beside the host's.
+        if first not in _names_in(self) and first in _names_in(self.gate):
+            return f'gate.{name}'
+        return name
 
-    def gate_names(self) -> set[str]:
-        """Return the names of what lies directly in the gate."""
-        return {name for kind in TENSORS_AND_CHILDREN for name in getattr(self.gate, kind)}
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         made_of = vars(type(self)).get('made_of')
-        if made_of is None:  # a class with a name of its module
+        # A class that a file defines is found by its name.
+        if made_of is None:
             return super().__reduce_ex__(protocol)
-        state = self.__getstate__() if hasattr(self, '__getstate__') else vars(self)  # all have it from Python 3.11 on
-        return _empty, made_of, state
+        # Every object has __getstate__ from Python 3.11 on.
+        state = self.__getstate__() if hasattr(self, '__getstate__') else vars(self)
+        return _new_instance, made_of, state
 
 
 @dataclass
 class Record:
-    """What a gated module keeps beside its parameters.
+    """Record that a module keeps of its gate.
 
     Attributes:
-        adapter: The adapter of the host's family.
-        vanilla: The host's class.
-        name: The module's name in the model that was swapped.
-        rule: The rule that gated it.
-        number: The rule's number among all rules of that model.
+        adapter: Adapter of the host's family.
+        vanilla: Class of the host.
+        name: Name of the module in the model that was swapped.
+        rule: Rule that gated it.
+        number: Number of the rule among all rules of that model.
+        child: Path to the module from the one that the rule chose; empty if the rule chose the module itself.
         gate: The child while it is out of the module, else None.
-        left_out: What a gated forward does not use, with its place, while it is out of the module.
-        notes: What the adapter keeps, by name.
-        handles: Of hooks that go with the gate.
+        left_out: The parts of the host that a gated forward does not use, while they are out of the module.
+        notes: Values that the adapter keeps, by name.
+        hidden: The host's attribute of the child's name, while the child is in the module. timm's is None.
+        handles: Handles of the hooks that are removed with the gate.
     """
 
     adapter: type[GatedModule]
@@ -134,10 +157,20 @@ class Record:
     name: str
     rule: Mapping[str, Any]
     number: int = 0
+    child: str = ''
     gate: nn.Module | None = None
     left_out: list[Part] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
-    handles: list[Any] = field(default_factory=list)
+    hidden: dict[str, Any] = field(default_factory=dict)
+    handles: list[Handle] = field(default_factory=list)
+
+    def chosen_name(self, name: str) -> str:
+        """Return the name of the module that the rule chose.
+
+        Args:
+            name: The gated module's name in the same model.
+        """
+        return f'.{name}'.removesuffix(f'.{self.child}')[1:] if self.child else name
 
 
 @dataclass
@@ -145,25 +178,28 @@ class Part:
     """A parameter, buffer or child of a host, and its place.
 
     Attributes:
-        path: Of the module that held it, from the host on; empty for the host.
-        kind: Which of a module's three dicts held it.
-        name: Its name there.
-        value: Itself.
+        path: Path, from the host on, of the module that held it; empty for the host.
+        kind: Name of the module's dict that held it, one of :data:`TENSORS_AND_CHILDREN`.
+        name: Name in that dict.
+        value: The parameter, buffer or child.
         order: All names in the dict, in their order.
     """
 
     path: str
     kind: str
     name: str
-    value: Any
+    value: Tensor | nn.Module | None
     order: tuple[str, ...]
 
 
-_CLASSES: dict[tuple[type[GatedModule], type[nn.Module]], Any] = {}
+_CLASSES: dict[tuple[type[GatedModule], type[nn.Module]], type[Any]] = {}
 
 
 def gated_class(adapter: type[GatedModule], host: type[nn.Module]) -> type[Any]:
-    """Return the class of a gated ``host``: a subclass of both, pickled by them, as it has no name in any module."""
+    """Return the class of gated modules of the class ``host``, a subclass of ``adapter`` and ``host``.
+
+    It is made once for each pair. Its instances are pickled by the pair, because no module has a name for it.
+    """
     if (adapter, host) in _CLASSES:
         return _CLASSES[adapter, host]
     members: dict[str, Any] = dict(__module__=adapter.__module__, made_of=(adapter, host))
@@ -174,11 +210,12 @@ def gated_class(adapter: type[GatedModule], host: type[nn.Module]) -> type[Any]:
             return adapter.forward(self, *args, **kwargs)
 
         members['forward'] = forward
-    made: Any = type(f'Gated{host.__name__}', (adapter, host), members)
+    made = type(f'Gated{host.__name__}', (adapter, host), members)
     return _CLASSES.setdefault((adapter, host), made)
 
 
-def _empty(adapter: type[GatedModule], host: type[nn.Module]) -> Any:
+def _new_instance(adapter: type[GatedModule], host: type[nn.Module]) -> GatedModule:
+    """Return an instance of a gated class whose state is still to be set; pickles name this function."""
     kind: Any = gated_class(adapter, host)
     return kind.__new__(kind)
 
@@ -187,10 +224,10 @@ def gate_module(host: nn.Module, adapter: type[GatedModule], gate: nn.Module, re
     """Gate ``host`` in place.
 
     Args:
-        host: The module.
-        adapter: Of its family.
-        gate: The child that it receives, in its mode, on its device and of its dtype.
-        record: What the module keeps.
+        host: Module to be gated.
+        adapter: Adapter of its family.
+        gate: Child that it receives; it is moved to the host's device and dtype, and gets its mode.
+        record: Record that the module keeps.
     """
     like = next(host.parameters(), None)
     if like is not None:
@@ -202,25 +239,28 @@ def gate_module(host: nn.Module, adapter: type[GatedModule], gate: nn.Module, re
 
 
 def record_of(module: nn.Module) -> Record | None:
-    """Return the record of a module that a rule has gated, whether the gate is on or off, or None."""
+    """Return the record of a module that a rule has gated, with its gate on or off; None for any other module."""
     return vars(module).get(RECORD)
 
 
 def gated_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield name and module of all that rules have gated in ``model``; a shared module once."""
+    """Yield the name and the module of all that rules have gated in ``model``; a shared module comes once.
+
+    A module has the host's class while its gate is off, and the gated class while it is on.
+    """
     for name, module in model.named_modules():
         if record_of(module) is not None:
             yield name, module
 
 
 def host_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a module has without its gate: its own, if it is not gated in place."""
+    """Return the class that a module has without its gate, which is its class if it is not gated in place."""
     made_of = getattr(type(module), 'made_of', None) if is_on(module) else None
     return type(module) if made_of is None else made_of[1]
 
 
 def current_key(model: nn.Module, key: str) -> str:
-    """Return the name in ``model`` of what a checkpoint, maybe one of mmgate 0.1, calls ``key``."""
+    """Return the present name in ``model`` of a tensor that a checkpoint, maybe of mmgate 0.1, calls ``key``."""
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = f'{name}.' if name else ''
         if isinstance(module, GatedModule) and key.startswith(prefix):
@@ -229,7 +269,7 @@ def current_key(model: nn.Module, key: str) -> str:
 
 
 def is_on(module: nn.Module) -> bool:
-    """Return whether a module is gated at present."""
+    """Return True if a module is gated and its gate is switched on."""
     return isinstance(module, GatedModule)
 
 
@@ -240,18 +280,22 @@ def switch_on(module: Any) -> None:
         return
     module.__class__ = _rebased(type(module), record.vanilla, gated_class(record.adapter, record.vanilla))
     record.left_out = [part for name in module.leaves_out for part in _take_out(module, name)]
-    module.add_module('gate', record.gate)
+    if CHILD in vars(module):
+        record.hidden[CHILD] = vars(module).pop(CHILD)
+    module.add_module(CHILD, record.gate)
     record.gate = None
-    module.switched_on()
+    module.after_switch_on()
 
 
 def switch_off(module: Any) -> None:
-    """Let a gated module compute as the vanilla one; its gate and what it left out change places."""
+    """Let a gated module compute as the vanilla one: take its gate out, and put the parts that it left out back."""
     record = module.gating
     if not is_on(module):
         return
-    module.switched_off()
-    record.gate = module._modules.pop('gate')
+    module.before_switch_off()
+    record.gate = module._modules.pop(CHILD)
+    vars(module).update(record.hidden)
+    record.hidden = {}
     for part in reversed(record.left_out):
         _put_back(module, part)
     record.left_out = []
@@ -259,7 +303,7 @@ def switch_off(module: Any) -> None:
 
 
 def remove_gate(module: nn.Module) -> None:
-    """Make a gated module the vanilla one for good."""
+    """Make a gated module the vanilla one for good, without its record and hooks."""
     switch_off(module)
     for handle in vars(module).pop(RECORD).handles:
         handle.remove()
@@ -267,7 +311,7 @@ def remove_gate(module: nn.Module) -> None:
 
 @contextmanager
 def switched_off(*modules: nn.Module) -> Iterator[None]:
-    """Let modules compute as the vanilla ones for a while; a mode that they get meanwhile is their gates', too."""
+    """Switch the gates of modules off while the context is open; a change of the mode in it reaches the gates, too."""
     chosen: list[Any] = [module for module in modules if is_on(module)]
     modes = [module.training for module in chosen]
     for module in chosen:
@@ -282,7 +326,10 @@ def switched_off(*modules: nn.Module) -> Iterator[None]:
 
 
 def _rebased(kind: type[Any], old: type[Any], new: type[Any]) -> type[Any]:
-    """Return ``kind`` with ``new`` for its base ``old``: parametrizations and FSDP derive classes from a module's."""
+    """Return the class ``kind`` with its base ``old`` replaced by ``new``.
+
+    Parametrizations and FSDP derive a class from a module's, so that the base may lie deeper.
+    """
     if kind is old:
         return new
     bases = tuple(_rebased(base, old, new) if issubclass(base, old) else base for base in kind.__bases__)
@@ -290,8 +337,13 @@ def _rebased(kind: type[Any], old: type[Any], new: type[Any]) -> type[Any]:
     return type(kind.__name__, bases, members)
 
 
+def _names_in(module: nn.Module) -> set[str]:
+    """Return the names of the parameters, buffers and children that a module itself holds."""
+    return {name for kind in TENSORS_AND_CHILDREN for name in getattr(module, kind)}
+
+
 def _take_out(host: nn.Module, name: str) -> list[Part]:
-    """Take a part of a dotted name out of ``host`` and return it; nothing if the host has none."""
+    """Take the part with a dotted name out of ``host`` and return it in a list, which is empty if there is none."""
     path, _, leaf = name.rpartition('.')
     holder = host.get_submodule(path)
     for kind in TENSORS_AND_CHILDREN:
@@ -302,16 +354,20 @@ def _take_out(host: nn.Module, name: str) -> list[Part]:
 
 
 def _put_back(host: nn.Module, part: Part) -> None:
-    """Put a part back where it was, in its order, on the device and of the dtype that the host has by now."""
+    """Put a part back into the module that held it, in the old order and with the host's present device and dtype."""
     like = next(host.parameters(), None)
     parts = getattr(host.get_submodule(part.path), part.kind)
-    parts[part.name] = part.value if like is None else _followed(part, like)
-    for name in [name for name in part.order if name in parts]:
-        parts[name] = parts.pop(name)
+    parts[part.name] = part.value if like is None else _moved(part, like)
+    for name in part.order:
+        if name in parts:
+            parts[name] = parts.pop(name)
 
 
-def _followed(part: Part, like: Tensor) -> Any:
-    """Return what was out of a model where the model is by now; itself, unless the one of both was on ``meta``."""
+def _moved(part: Part, like: Tensor) -> Tensor | nn.Module | None:
+    """Return the value of a part, moved to the device and dtype of ``like``.
+
+    It stays the same object unless one of the two is on ``meta``.
+    """
     holder = nn.Module()
     held = getattr(holder, part.kind)
     held[part.name] = part.value

@@ -1,4 +1,4 @@
-"""Attention over an H x W map of tokens: what gates mix, and what adapters of hosts project."""
+"""Attention over an H x W map of tokens: bases of its gates, which mix the tokens, and of its hosts' adapters."""
 
 from __future__ import annotations
 
@@ -10,36 +10,40 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate._environment import log
-from mmgate.layers.base.gate import Gate, Sizes
+from mmgate.layers.base.gate import Gate, Sizes, StateDict
 from mmgate.layers.base.gated import GatedModule
-from mmgate.layers.base.of_mmcv import build_dropout
+from mmgate.layers.base.mmcv_or_torch import build_dropout
 from mmgate.ops.layout import check_layout
 
+# Height and width.
 Size = tuple[int, int]
 
 
 class MapGate(Gate):
-    """Base of what mixes the tokens of a map instead of the host's attention; a subclass has :meth:`mix`.
+    """Base of the gates that mix the tokens of a map instead of the host's attention; a subclass has :meth:`mix`.
 
-    Positions of another resolution are resized on loading, so that the result is what a forward pass makes of them.
+    Position terms in a checkpoint of another resolution are resized on loading, in the way in which a forward pass
+    resizes them for a map of another size.
 
     Args:
-        sizes: Of the host's attention.
-        class_token: Whether a class token comes before the map's tokens (DeiT).
+        sizes: Sizes of the host's attention.
+        class_token: True if a class token comes before the map's tokens (DeiT), or the number of tokens that do: a
+            class token and the registers of DINOv2.
 
     Raises:
         ValueError: The channels are no multiple of the heads.
 
     Attributes:
-        class_tokens: How many tokens come before the map's.
-        map_size: Height and width of the map where a call names none, as a ViT's do not.
+        class_tokens: Number of tokens before those of the map, 0 or 1.
+        map_size: Height and width of the map in pre-training, or None. A ViT's call does not name the map; there it
+            tells the map's height and width.
         scale: Factor of the logits.
-        shifted: Whether the host's windows are shifted, as those of Swin's odd blocks.
+        shifted: True if the host's windows are shifted, as those of Swin's odd blocks.
     """
 
     map_size: Size | None = None
 
-    def __init__(self, sizes: Sizes, *, class_token: bool = False) -> None:
+    def __init__(self, sizes: Sizes, *, class_token: bool | int = False) -> None:
         super().__init__(sizes)
         self.class_tokens = int(class_token)
         self.scale = sizes.scale or self.head_dim**-0.5
@@ -49,7 +53,7 @@ class MapGate(Gate):
         """Return the mixed tokens ``(B, N, C)`` before the output projection.
 
         Args:
-            x: Input ``(B, N, C)``.
+            x: Tokens before projection ``(B, N, C)``.
             q: Projected queries ``(B, N, C)``, the class token first if there is one.
             k: Projected keys ``(B, N, C)``.
             v: Projected values ``(B, N, C)``.
@@ -58,15 +62,18 @@ class MapGate(Gate):
         raise TypeError(f'{type(self).__name__} mixes no tokens; use a subclass.')
 
     def read_map(self, name: str, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Return one of :meth:`map_readings`; the further arguments are those of :meth:`mix`."""
+        """Return the reading ``name``, one of :meth:`map_readings`; the other arguments are as in :meth:`mix`."""
         raise TypeError(f'{type(self).__name__} has no reading {name!r}.')
 
     def map_readings(self) -> tuple[str, ...]:
-        """Return what :meth:`read_map` knows: ``'attention'``, ``'agents'``, ``'kv'``, ``'geometry'``, or nothing."""
+        """Return the readings of :meth:`read_map`: some of ``'attention'``, ``'agents'``, ``'kv'``, ``'geometry'``."""
         return ()
 
-    def hw_shape(self, tokens: int) -> Size:
-        """Return the map of so many tokens where a call does not name it: that of pre-training, or else a square."""
+    def map_of(self, tokens: int) -> Size:
+        """Return height and width of a map of ``tokens`` tokens, class token included.
+
+        They are those of pre-training if it has as many tokens, and else those of a square.
+        """
         tokens -= self.class_tokens
         if self.map_size is not None and tokens == self.map_size[0] * self.map_size[1]:
             return self.map_size
@@ -74,68 +81,84 @@ class MapGate(Gate):
         return side, side
 
     def after_class_token(self, x: Tensor) -> Tensor:
-        """Return values of the map's tokens ``(B, h w, C)`` with a zero for the class token before them, if any."""
+        """Return values of the map's tokens ``(B, h w, C)`` with a 0 before them if there is a class token."""
         return F.pad(x, (0, 0, self.class_tokens, 0)) if self.class_tokens else x
 
-    def resize_loaded(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
-        """Resize in a state dict what is of another resolution, and return the names of what was resized."""
+    def resize_loaded(self, state_dict: StateDict, prefix: str) -> list[str]:
+        """Resize the position terms of another resolution in a state dict, and return the names of those resized."""
         return []
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: object, **kwargs: object) -> None:
         resized = self.resize_loaded(state_dict, prefix)
         if resized:
             name = prefix.rstrip('.') or type(self).__name__
-            log(f'{name}: {", ".join(resized)} resized to a map of {self.map_size}')
+            log(f'{name}: {", ".join(resized)} resized to {self.resized_to()}')
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
+    def resized_to(self) -> str:
+        """Return the shape to which :meth:`resize_loaded` resizes, in words for the log."""
+        return f'a map of {self.map_size}'
 
-def _refuse_other_map(x: Tensor, hw_shape: Size, class_tokens: int = 0) -> None:
+
+def _check_tokens(x: Tensor, hw_shape: Size, class_tokens: int = 0) -> None:
+    """Raise ValueError unless ``x`` has the tokens of a map."""
     height, width = hw_shape
     if x.shape[1] != class_tokens + height * width:
-        extra = f' and {class_tokens} class token' if class_tokens else ''
+        extra = f' and {class_tokens} class token{"s" * (class_tokens > 1)}' if class_tokens else ''
         raise ValueError(f'{x.shape[1]} tokens do not make a map of {height} x {width}{extra}.')
 
 
 class MapHost(GatedModule):
-    """Base of the adapters of attention over a map; a subclass projects as its host does."""
+    """Base of the adapters of attention over a map; a subclass computes its host's projections."""
+
+    gate: MapGate
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values ``(B, N, C)`` of ``x (B, N, C)``, by default those of a joint ``qkv``."""
+        """Return queries, keys and values ``(B, N, C)`` of tokens ``(B, N, C)``, by default by one layer ``qkv``."""
         q, k, v = self.qkv(x).chunk(3, -1)
         return q, k, v
 
     def finish(self, x: Tensor) -> Tensor:
-        """Return the output ``(B, N, C)`` of mixed tokens: projected, with what the host drops."""
+        """Return the output ``(B, N, C)`` for mixed tokens: the output projection and the host's dropouts."""
         return self.dropout_layer(self.proj_drop(self.proj(x)))
 
     def attend(self, x: Tensor, hw_shape: Size | None, identity: Tensor | float | None = None) -> Tensor:
-        """Attend over ``(B, N, C)`` tokens of a map of ``hw_shape``; ``identity``, if given, is added (PVT, Twins).
+        """Attend over the tokens of a map.
+
+        Args:
+            x: Tokens ``(B, N, C)``.
+            hw_shape: Height and width of the map; None for that of :meth:`MapGate.map_of`.
+            identity: Tensor or number that is added to the output, as PVT and Twins do; None to add nothing.
+
+        Returns:
+            ``(B, N, C)``.
 
         Raises:
             TypeError: ``x`` is no tensor.
             ValueError: ``x`` has another shape, or its tokens do not make the map.
         """
-        gate: MapGate = self.gate
-        added = identity if isinstance(identity, Tensor) else None  # Twins adds 0.0
+        gate = self.gate
+        # Twins adds the number 0.0.
+        added = identity if isinstance(identity, Tensor) else None
         check_layout(('x', x, f'B N {gate.embed_dims}'), ('identity', added, f'B N {gate.embed_dims}'), filled='N')
-        height, width = gate.hw_shape(x.shape[1]) if hw_shape is None else tuple(hw_shape)
-        _refuse_other_map(x, (height, width), gate.class_tokens)
+        height, width = gate.map_of(x.shape[1]) if hw_shape is None else tuple(hw_shape)
+        _check_tokens(x, (height, width), gate.class_tokens)
         q, k, v = self.project(x)
         out = self.finish(gate.mix(x, q, k, v, (height, width)))
         return out if identity is None else identity + out
 
 
 class MapAttention(nn.Module):
-    """Projections of an attention over a map; a subclass mixes the tokens in :meth:`mix`, or is gated.
+    """Attention over a map whose tokens a subclass mixes, by its own :meth:`mix` or by a gate.
 
     Args:
         embed_dims: Channels C, a multiple of ``num_heads``.
         num_heads: Heads H.
-        qkv_bias: Whether the projections of query, key and value have a bias.
+        qkv_bias: True for a bias in the projections of query, key and value.
         qk_scale: Factor of the logits; ``1 / sqrt(d)`` by default.
         attn_drop: Probability of dropping an attention weight.
-        proj_drop: Dropout after the output projection.
-        dropout_layer: Dropout or drop path before the identity is added.
+        proj_drop: Probability of dropout after the output projection.
+        dropout_layer: Config of the dropout or drop path before the identity is added.
 
     Raises:
         ValueError: ``embed_dims`` is no multiple of ``num_heads``.
@@ -166,23 +189,24 @@ class MapAttention(nn.Module):
         self.dropout_layer = build_dropout(dropout_layer) if dropout_layer else nn.Identity()
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Return the mixed tokens; the arguments are those of :meth:`MapGate.mix`."""
+        """Return the mixed tokens ``(B, N, C)``; the arguments are as in :meth:`MapGate.mix`."""
         raise TypeError(f'{type(self).__name__} mixes no tokens; use a subclass.')
 
     def forward(self, x: Tensor, hw_shape: Size) -> Tensor:
-        """Attend over ``(B, N, C)`` tokens of a map of ``hw_shape``.
+        """Attend over the tokens ``(B, N, C)`` of a map of height and width ``hw_shape``.
 
         Raises:
             TypeError: ``x`` is no tensor.
             ValueError: ``x`` has another shape, or its tokens do not make the map.
         """
         check_layout(('x', x, f'B N {self.embed_dims}'), filled='N')
-        _refuse_other_map(x, hw_shape)
+        _check_tokens(x, hw_shape)
         q, k, v = self.qkv(x).chunk(3, -1)
         return self.dropout_layer(self.proj_drop(self.proj(self.mix(x, q, k, v, hw_shape))))
 
 
-OF_OTHER_HOSTS: Mapping[str, str] = {
+# Beginnings of keys that PVT's and Swin's attention save, and ours.
+KEYS_OF_HOSTS: Mapping[str, str] = {
     'attn.in_proj_weight': 'qkv.weight',
     'attn.in_proj_bias': 'qkv.bias',
     'attn.out_proj.': 'proj.',
@@ -192,27 +216,27 @@ OF_OTHER_HOSTS: Mapping[str, str] = {
 
 
 class GatedMapAttention(MapHost, MapAttention):
-    """Attention over a map by itself, with a gate; a subclass names the gate.
+    """Attention over a map with a gate that mixes the tokens, for use without a host; a subclass names the gate.
 
-    It loads what the attention of PVT, Swin and our CSwin saves: projections are renamed, and windows' positions,
-    reduced maps and convolutions in stripes are dropped.
+    It loads checkpoints of the attention of PVT, Swin and our CSwin. Their projections are renamed. Parameters that it
+    does not have are dropped: positions in windows, reductions of the map and convolutions in stripes.
 
     Args:
         embed_dims: Channels C, a multiple of ``num_heads``.
         num_heads: Heads H.
-        qkv_bias: As in :class:`MapAttention`, and so the next four.
-        qk_scale: See there.
-        attn_drop: See there.
-        proj_drop: See there.
-        dropout_layer: See there.
-        **options: Of the gate.
+        qkv_bias: True for a bias in the projections of query, key and value.
+        qk_scale: Factor of the logits; ``1 / sqrt(d)`` by default.
+        attn_drop: Probability of dropping an attention weight.
+        proj_drop: Probability of dropout after the output projection.
+        dropout_layer: Config of the dropout or drop path before the identity is added.
+        **options: Options of the gate.
 
     Attributes:
-        gate_type: The gate's class.
+        gate_type: Class of the gate.
     """
 
     gate_type: type[MapGate]
-    old_names = OF_OTHER_HOSTS
+    old_names = KEYS_OF_HOSTS
     leaves_out: ClassVar[tuple[str, ...]] = (
         'w_msa.relative_position_bias_table',
         'w_msa.relative_position_index',
@@ -247,9 +271,9 @@ class GatedMapAttention(MapHost, MapAttention):
         self.gate.reset_gate()
 
     def init_weights(self) -> None:
-        """Draw the gate as it starts, see :meth:`.Gate.init_weights`; a detector calls this after a xavier pass."""
+        """Draw the gate, see :meth:`.Gate.init_weights`; detectors call this after a xavier pass over everything."""
         self.gate.init_weights()
 
     def forward(self, x: Tensor, hw_shape: Size | None = None, identity: Tensor | float | None = None) -> Tensor:
-        """Attend, see :meth:`attend`; without ``hw_shape`` (ViT) the map is that of pre-training, or else a square."""
+        """Attend, see :meth:`attend`; a ViT gives no ``hw_shape``."""
         return self.attend(x, hw_shape, identity)

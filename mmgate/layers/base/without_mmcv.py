@@ -1,21 +1,22 @@
-"""Attention modules with the arguments and the parameters of mmcv's, in torch alone."""
+"""Attention modules in torch alone, with the arguments and the parameters of mmcv's modules."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
-class DeformableShell(nn.Module):
-    """The projections of multi-scale deformable attention, as mmcv's module of that name has them.
+class DeformableProjections(nn.Module):
+    """Projections of multi-scale deformable attention, with the parameters of mmcv's ``MultiScaleDeformableAttention``.
 
-    The arguments are mmcv's; ``init_cfg``, which mmengine reads, has to be None.
+    The arguments are mmcv's. ``init_cfg``, which mmengine reads, has to be None.
 
     Raises:
-        ValueError: ``embed_dims`` is no multiple of ``num_heads``, or an ``init_cfg``.
+        ValueError: ``embed_dims`` is no multiple of ``num_heads``, or ``init_cfg`` is given.
 
     Source: Deformable DETR (arXiv 2010.04159), section 4.1 and appendix A.4.
     """
@@ -37,11 +38,17 @@ class DeformableShell(nn.Module):
         _refuse_init_cfg(init_cfg)
         if embed_dims % num_heads:
             raise ValueError(f'embed_dims={embed_dims} is not a multiple of num_heads={num_heads}.')
-        self.embed_dims, self.num_heads = embed_dims, num_heads
-        self.num_levels, self.num_points = num_levels, num_points
-        self.im2col_step, self.batch_first, self.norm_cfg, self.init_cfg = im2col_step, batch_first, norm_cfg, init_cfg
+        self.embed_dims = embed_dims
+        self.num_heads = num_heads
+        self.num_levels = num_levels
+        self.num_points = num_points
+        self.im2col_step = im2col_step
+        self.batch_first = batch_first
+        self.norm_cfg = norm_cfg
+        self.init_cfg = init_cfg
         self.dropout = nn.Dropout(dropout)
-        samples, values = num_heads * num_levels * num_points, int(embed_dims * value_proj_ratio)
+        samples = num_heads * num_levels * num_points
+        values = int(embed_dims * value_proj_ratio)
         self.sampling_offsets = nn.Linear(embed_dims, 2 * samples)
         self.attention_weights = nn.Linear(embed_dims, samples)
         self.value_proj = nn.Linear(embed_dims, values)
@@ -50,10 +57,10 @@ class DeformableShell(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Let every head look in a direction of its own, its points one pixel apart, with even weights."""
+        """Let each head sample in another direction, its points one pixel apart, with even weights."""
         angles = torch.arange(self.num_heads, device=self.sampling_offsets.bias.device) * (2 * math.pi / self.num_heads)
         directions = torch.stack([angles.cos(), angles.sin()], -1)
-        directions = directions / directions.abs().amax(-1, keepdim=True)  # (H, 2) on a square's edge
+        directions = directions / directions.abs().amax(-1, keepdim=True)  # (H, 2), on the edge of a square
         steps = torch.arange(1, self.num_points + 1, device=directions.device)
         offsets = directions[:, None, None] * steps[:, None]  # (H, 1, P, 2)
         self.sampling_offsets.bias.copy_(offsets.expand(-1, self.num_levels, -1, -1).flatten())
@@ -64,13 +71,13 @@ class DeformableShell(nn.Module):
             projection.bias.zero_()
 
 
-class MultiheadShell(nn.Module):
+class MultiheadAttention(nn.Module):
     """``torch.nn.MultiheadAttention`` with position embeddings and an identity, called as mmcv's module of that name.
 
-    The arguments are mmcv's; ``init_cfg``, which mmengine reads, has to be None.
+    The arguments are mmcv's. ``init_cfg``, which mmengine reads, has to be None.
 
     Raises:
-        ValueError: An ``init_cfg``.
+        ValueError: ``init_cfg`` is given.
     """
 
     def __init__(
@@ -88,14 +95,18 @@ class MultiheadShell(nn.Module):
         super().__init__()
         _refuse_init_cfg(init_cfg)
         if dropout is not None:
-            attn_drop, dropout_layer = dropout, dict(type='Dropout', drop_prob=dropout)
-        self.embed_dims, self.num_heads, self.batch_first, self.init_cfg = embed_dims, num_heads, batch_first, init_cfg
+            attn_drop = dropout
+            dropout_layer = dict(type='Dropout', drop_prob=dropout)
+        self.embed_dims = embed_dims
+        self.num_heads = num_heads
+        self.batch_first = batch_first
+        self.init_cfg = init_cfg
         self.attn = nn.MultiheadAttention(embed_dims, num_heads, attn_drop, **kwargs)
         self.proj_drop = nn.Dropout(proj_drop)
         self.dropout_layer = build_dropout(dropout_layer) if dropout_layer else nn.Identity()
 
     def init_weights(self) -> None:
-        """Leave the start that torch's module has made, as mmcv's does without an ``init_cfg``."""
+        """Keep the start of torch's module, as mmcv's module does without an ``init_cfg``."""
 
     def forward(
         self,
@@ -107,12 +118,13 @@ class MultiheadShell(nn.Module):
         key_pos: Tensor | None = None,
         attn_mask: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Tensor:
         """Attend and add ``identity``.
 
         Tensors are ``(N, B, C)``, or ``(B, N, C)`` if ``batch_first``. Without ``key_pos``, ``query_pos`` is added to a
-        ``key`` of its shape, too. What layers hand to every attention besides is not used, as in mmcv.
+        ``key`` of its shape, too. Further arguments are not used, as in mmcv, whose layers give every attention all of
+        theirs.
         """
         key = query if key is None else key
         value = key if value is None else value
@@ -129,14 +141,14 @@ class MultiheadShell(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Drop whole samples with probability ``drop_prob`` and scale those that are kept by its complement."""
+    """Stochastic depth: drop samples with the probability ``drop_prob`` and divide the others by ``1 - drop_prob``."""
 
     def __init__(self, drop_prob: float = 0.1) -> None:
         super().__init__()
         self.drop_prob = drop_prob
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop samples along the first axis, in training."""
+        """Drop samples along the first axis in training mode; return ``x`` in eval mode."""
         if not self.training or self.drop_prob == 0:
             return x
         kept = torch.rand(x.shape[:1], dtype=x.dtype, device=x.device) >= self.drop_prob
@@ -144,12 +156,14 @@ class DropPath(nn.Module):
 
 
 def build_dropout(cfg: dict[str, Any]) -> nn.Module:
-    """Return ``dict(type='Dropout' or 'DropPath', drop_prob=...)`` as a module.
+    """Return the module that ``dict(type='Dropout' or 'DropPath', drop_prob=...)`` describes.
 
     Raises:
-        ValueError: Another type.
+        ValueError: The type is another one.
     """
-    kinds = dict(Dropout=lambda drop_prob=0.5: nn.Dropout(drop_prob), DropPath=DropPath)
+    kinds: dict[str, Callable[..., nn.Module]] = dict(
+        Dropout=lambda drop_prob=0.5: nn.Dropout(drop_prob), DropPath=DropPath
+    )
     options = dict(cfg)
     kind = options.pop('type')
     if kind not in kinds:

@@ -12,7 +12,7 @@ from mmgate.layers.base.map import GatedMapAttention, Size
 from mmgate.ops.linear_attention import linear_angular_attention
 from mmgate.registry import MODELS
 
-from ..gml import check_option
+from ..parts.options import check_option
 from .base import LinearGate
 
 
@@ -20,15 +20,16 @@ class LinearAngularGate(LinearGate):
     """The linear term of the angular kernel, and a depthwise convolution: ``norm(V / 2 + Q̂ (K̂^T V) / pi) + DWC(V)``.
 
     Args:
-        convolution: ``'tokens'`` (default), that of the authors' public code: along the row of all tokens, a class
-            token before the map's rows among them, one kernel a head, no bias. ``'map'``: over the map, C kernels and
-            biases, as the other linear attentions have it.
-        dwc: Length of the kernel along the tokens, 9 by default, or side of that over the map, 3 by default; 0 for no
-            convolution.
-        **kwargs: Those of :class:`~mmgate.layers.linear.base.LinearGate`.
+        sizes: Sizes of the host's attention.
+        convolution: ``'tokens'`` (default) convolves along the sequence of all tokens, class token included, with one
+            kernel per head and without a bias, as in the authors' public code. ``'map'`` convolves over the map with C
+            kernels and biases, as the other linear attentions do.
+        dwc: Length of the kernel along the tokens, 9 by default, or side of the kernel over the map, 3 by default; 0
+            for no convolution.
+        **kwargs: Arguments of :class:`~mmgate.layers.linear.base.LinearGate`.
 
     Raises:
-        ValueError: An unknown convolution.
+        ValueError: The convolution is unknown.
 
     Source: Castling-ViT (You et al., 2023), and its public code.
     """
@@ -36,27 +37,30 @@ class LinearAngularGate(LinearGate):
     def __init__(self, sizes: Sizes, *, convolution: str = 'tokens', dwc: int | None = None, **kwargs: Any) -> None:
         check_option('convolution', convolution, ('tokens', 'map'))
         self.along_tokens = convolution == 'tokens'
-        length = (9 if self.along_tokens else 3) if dwc is None else dwc
+        default = 9 if self.along_tokens else 3
+        length = default if dwc is None else dwc
         super().__init__(sizes, dwc=length, **kwargs)
         if self.along_tokens and length:
-            heads: dict[str, Any] = dict(in_channels=sizes.heads, out_channels=sizes.heads, groups=sizes.heads)
-            self.dwc = nn.Conv2d(**heads, kernel_size=(length, 1), padding=(length // 2, 0), bias=False)
+            heads = sizes.heads
+            self.dwc = nn.Conv2d(heads, heads, (length, 1), padding=(length // 2, 0), groups=heads, bias=False)
 
-    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
         """Attend in every head."""
         return self.merge_heads(linear_angular_attention(*(self.split_heads(t) for t in (q, k, v))))
 
-    def convolve(self, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        """Return the values convolved along the tokens, or over the map."""
-        return self.merge_heads(self.dwc(self.split_heads(v))) if self.along_tokens else super().convolve(v, hw_shape)
+    def convolve(self, v: Tensor, hw_shape: Size) -> Tensor:
+        """Return the values ``(B, N, C)``, convolved along the tokens or over the map."""
+        if self.along_tokens:
+            return self.merge_heads(self.dwc(self.split_heads(v)))
+        return super().convolve(v, hw_shape)
 
     def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
-        """Return the features of the keys ``(B, H, N, d)``."""
+        """Return the features of the keys ``(B, H, N, d)``, see :meth:`.LinearGate.key_features`."""
         return F.normalize(self.split_heads(k), dim=-1)
 
 
 @MODELS.register_module()
 class LinearAngularAttention(GatedMapAttention):
-    """Projections with :class:`LinearAngularGate`, whose options it takes."""
+    """Linear angular attention with projections; it takes the options of :class:`LinearAngularGate`."""
 
     gate_type = LinearAngularGate

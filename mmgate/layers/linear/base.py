@@ -1,4 +1,4 @@
-"""What the linear attentions share: the depthwise convolution of the values and the position encoding of the keys."""
+"""Base of the linear attentions, with their depthwise convolution of the values and position encoding of the keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.layers.base.gate import Sizes, start_linear
+from mmgate.layers.base.gate import Sizes, StateDict, start_linear
 from mmgate.layers.base.map import MapGate, Size
 from mmgate.ops.linear_attention import key_value_map, rotate
 
@@ -19,27 +19,28 @@ class LinearGate(MapGate):
     """Linear attention over an H x W map; a subclass mixes the tokens in :meth:`attend`.
 
     Args:
-        sizes: Of the host's attention.
-        dwc: Side of the depthwise convolution's kernel, whose output is added to the heads; 0 for none, the paper's,
-            which is the class's ``default_dwc``, by default.
-        dwc_shared: Whether the heads share d kernels; else there are C.
-        map_size: Height and width of the map in pre-training, of which the position encoding of the keys has its
-            shape; None for no encoding. It is resized bilinearly to another map, in a forward pass and on loading.
-        **kwargs: ``class_token`` of :class:`~mmgate.layers.base.map.MapGate`: it attends, but is neither convolved nor
-            given a position.
+        sizes: Sizes of the host's attention.
+        dwc: Side of the kernel of a depthwise convolution, whose output is added to the heads; 0 for no convolution. By
+            default ``default_dwc`` of the class, which is the paper's.
+        dwc_shared: True for d kernels, which the heads share; False for C kernels.
+        map_size: Height and width of the map in pre-training, the shape of the position encoding of the keys; None for
+            no encoding. The encoding is resized bilinearly for another map, in a forward pass and on loading.
+        **kwargs: ``class_token`` of :class:`~mmgate.layers.base.map.MapGate`. The class token attends, but has no
+            position and is not convolved.
 
     Raises:
-        ValueError: Sizes that do not divide, or attention weights to be dropped, of which there are none.
+        ValueError: Sizes do not divide, or ``attn_drop`` is not 0: there are no attention weights to drop.
 
     The convolution starts as torch's, the position encoding at 0 and the gates as PVT's linear layers.
 
     Attributes:
-        gates: Names of linear layers of the input; ``gate_out`` multiplies the output.
-        head_multiple: What the width of a head has to be a multiple of.
+        gate_layers: Names of the linear layers that compute gates from the tokens; ``gate_out`` multiplies the output.
+        default_dwc: Side of the convolution's kernel where ``dwc`` is not given.
+        head_multiple: Number of which the head width has to be a multiple.
     """
 
     undecayed: tuple[str, ...] = ('position_encoding',)
-    gates: tuple[str, ...] = ()
+    gate_layers: tuple[str, ...] = ()
     default_dwc = 0
     head_multiple = 1
 
@@ -69,7 +70,7 @@ class LinearGate(MapGate):
         self.position_encoding: Any = None
         if self.map_size is not None:
             self.position_encoding = nn.Parameter(torch.zeros(1, self.map_size[0] * self.map_size[1], self.embed_dims))
-        for name in self.gates:
+        for name in self.gate_layers:
             self.add_module(name, nn.Linear(self.embed_dims, self.embed_dims, bias=sizes.bias))
 
     def reset_gate(self) -> None:
@@ -78,71 +79,83 @@ class LinearGate(MapGate):
             self.dwc.reset_parameters()
         if self.position_encoding is not None:
             nn.init.zeros_(self.position_encoding)
-        start_linear(*(getattr(self, name) for name in self.gates))
+        start_linear(*(getattr(self, name) for name in self.gate_layers))
 
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
-        """Return a gate of every token and channel, ``(B, N, C)``."""
+        """Return the gate ``name`` of every token and channel, ``(B, N, C)``."""
         return getattr(self, name)(inputs[0])
 
-    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        """Return the mixed tokens ``(B, N, C)`` without the convolution; arguments as :meth:`mix`."""
+    def unchanged_value(self, name: str) -> float | None:
+        """Return 1: the gates of keys, values and the output are factors."""
+        return 1
+
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
+        """Return the mixed tokens ``(B, N, C)`` without the convolution; the arguments are as in :meth:`mix`."""
         raise TypeError(f'{type(self).__name__} mixes no tokens; use a subclass.')
 
-    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
         """Attend, add the convolved values and gate the sum."""
-        if self.position_encoding is not None:
-            k = k + self.after_class_token(self._resized_encoding(hw_shape))
-        out = self.attend(x, q, k, v, hw_shape)
+        out = self.attend(x, q, self._with_positions(k, hw_shape), v, hw_shape)
         if self.dwc is not None:
             out = out + self.convolve(v, hw_shape)
         gate_out = getattr(self, 'gate_out', None)
         return out if gate_out is None else out * gate_out(x)
 
     def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
-        """Return the features of the keys ``(B, H, N, d)`` of an attention by a map ``K^T V``, for analysis."""
+        """Return the keys' features ``(B, H, N, d)``, the K in the map ``K^T V`` of the attention, for analysis."""
         raise TypeError(f'{type(self).__name__} has no map K^T V.')
 
     def map_readings(self) -> tuple[str, ...]:
-        """Return what can be read: the map ``K^T V`` of a class that has features of keys."""
+        """Return the names of the readings: ``'kv'``, the map ``K^T V``, if the class has :meth:`key_features`."""
         return ('kv',) if type(self).key_features is not LinearGate.key_features else ()
 
     def read_map(self, name: str, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Return the map ``K^T V / N``; the arguments are those of :meth:`mix`."""
-        if self.position_encoding is not None:
-            k = k + self.after_class_token(self._resized_encoding(hw_shape))
-        return self.key_value_map(x, q, k, v, hw_shape)
+        """Return the map ``K^T V / N`` ``(B, H, d, d)``; the arguments are as in :meth:`mix`."""
+        return self.key_value_map(x, q, self._with_positions(k, hw_shape), v, hw_shape)
 
     def key_value_map(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Return the map ``K^T V / N`` ``(B, H, d, d)``, gates of keys and values in it."""
-        k = k * self.read_gate('gate_k', x) if 'gate_k' in self.gate_readings else k
-        v = v * self.read_gate('gate_v', x) if 'gate_v' in self.gate_readings else v
+        """Return the map ``K^T V / N`` ``(B, H, d, d)`` of gated keys, position encoding included, and gated values."""
+        if 'gate_k' in self.gate_readings:
+            k = k * self.read_gate('gate_k', x)
+        if 'gate_v' in self.gate_readings:
+            v = v * self.read_gate('gate_v', x)
+        # Features that are powers are in 32 bits where the values have 16.
         keys = self.key_features(q, k, hw_shape)
-        return key_value_map(keys, self.split_heads(v).to(keys.dtype))  # powers of 16 bits are in 32
+        return key_value_map(keys, self.split_heads(v).to(keys.dtype))
 
-    def convolve(self, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        """Return the convolved values ``(B, N, C)``, zeros for the class token."""
+    def convolve(self, v: Tensor, hw_shape: Size) -> Tensor:
+        """Return the convolved values ``(B, N, C)``, with zeros for the class token."""
         repeats = self.embed_dims // self.dwc.weight.shape[0]
-        weight, bias = self.dwc.weight.repeat(repeats, 1, 1, 1), self.dwc.bias.repeat(repeats)
+        weight = self.dwc.weight.repeat(repeats, 1, 1, 1)
+        bias = self.dwc.bias.repeat(repeats)
         values = v[:, self.class_tokens :].transpose(1, 2).unflatten(-1, hw_shape)  # (B, C, h, w), channels last
         out = F.conv2d(values, weight, bias, padding=self.dwc.padding, groups=self.embed_dims)
         return self.after_class_token(out.flatten(2).transpose(1, 2))
 
-    def resize_loaded(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
-        """Resize a position encoding of another resolution, too."""
+    def resize_loaded(self, state_dict: StateDict, prefix: str) -> list[str]:
+        """Resize the position encoding of another resolution, too."""
         resized = super().resize_loaded(state_dict, prefix)
         key = f'{prefix}position_encoding'
         if self.map_size is not None and key in state_dict:
             before = state_dict[key]
             state_dict[key] = resize_grid(before, self.map_size)
-            resized += ['position_encoding'] * (state_dict[key] is not before)
+            if state_dict[key] is not before:
+                resized.append('position_encoding')
         return resized
 
-    def rotate(self, x: Tensor, hw_shape: tuple[int, int], *, inclusive: bool = False) -> Tensor:
-        """Return ``(..., N, d)`` with rotary positions; the class token stays as it is."""
-        of_class, of_map = x[..., : self.class_tokens, :], x[..., self.class_tokens :, :]
-        return torch.cat([of_class, rotate(of_map, hw_shape, inclusive=inclusive)], -2)
+    def rotate(self, x: Tensor, hw_shape: Size, *, inclusive: bool = False) -> Tensor:
+        """Return tokens ``(..., N, d)`` with rotary positions, as :func:`rotate` does; the class token has none."""
+        class_token = x[..., : self.class_tokens, :]
+        tokens = x[..., self.class_tokens :, :]
+        return torch.cat([class_token, rotate(tokens, hw_shape, inclusive=inclusive)], -2)
 
-    def _resized_encoding(self, hw_shape: tuple[int, int]) -> Tensor:
+    def _with_positions(self, k: Tensor, hw_shape: Size) -> Tensor:
+        """Return the keys ``(B, N, C)`` with the position encoding added, if there is one."""
+        if self.position_encoding is None:
+            return k
+        return k + self.after_class_token(self._resized_encoding(hw_shape))
+
+    def _resized_encoding(self, hw_shape: Size) -> Tensor:
         if hw_shape == self.map_size:
             return self.position_encoding
         grid = self.position_encoding.transpose(1, 2).unflatten(-1, self.map_size)

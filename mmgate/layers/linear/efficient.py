@@ -1,4 +1,4 @@
-"""Efficient attention."""
+"""Efficient attention, which normalises queries and keys by one softmax each."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from .base import LinearGate
 
 
 class EfficientGate(LinearGate):
-    """Queries normalised over the channels, keys over the tokens: ``softmax_d(Q) (softmax_N(K)^T V)``.
+    """Efficient attention: a softmax of the queries over channels, of the keys over tokens.
 
-    Options as :class:`~mmgate.layers.linear.base.LinearGate`; no convolution and no position encoding by default.
+    It computes ``softmax_d(Q) (softmax_N(K)^T V)``. It takes the options of
+    :class:`~mmgate.layers.linear.base.LinearGate`, with no convolution and no position encoding by default.
 
     Source: Efficient attention: attention with linear complexities (Shen et al., 2021).
     """
 
-    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
         """Attend in every head."""
         return self.merge_heads(efficient_attention(*(self.split_heads(t) for t in (q, k, v))))
 
     def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
-        """Return the features of the keys ``(B, H, N, d)``."""
+        """Return the features of the keys ``(B, H, N, d)``, see :meth:`.LinearGate.key_features`."""
         return self.split_heads(k).softmax(-2) * k.shape[-2]
 
 
 @MODELS.register_module()
 class EfficientAttention(GatedMapAttention):
-    """Projections with :class:`EfficientGate`, whose options it takes."""
+    """Efficient attention with projections; it takes the options of :class:`EfficientGate`."""
 
     gate_type = EfficientGate

@@ -19,13 +19,14 @@ from .base import LinearGate
 class FocusedLinearGate(LinearGate):
     """Linear attention with sharpened features: ``phi(Q) (phi(K)^T V)``, normalised, ``+ DWC(V)``.
 
-    ``phi(x) = ‖y‖ y^p / ‖y^p‖`` with ``y = ReLU(x) / softplus(s)``, lengths over all C channels, ``s`` learnt per
-    channel. A learnt position encoding is added to K.
+    ``phi(x) = ‖y‖ y^p / ‖y^p‖`` with ``y = ReLU(x) / softplus(s)``. The norms are over all C channels, and ``s`` is
+    learnt for each channel. A learnt position encoding is added to K.
 
     Args:
+        sizes: Sizes of the host's attention.
         map_size: Height and width of the map in pre-training; None for no position encoding.
-        power: The focusing factor p.
-        **kwargs: Those of :class:`~mmgate.layers.linear.base.LinearGate`.
+        power: Focusing factor p.
+        **kwargs: Arguments of :class:`~mmgate.layers.linear.base.LinearGate`.
 
     Source: FLatten transformer: vision transformer using focused linear attention (Han et al., 2023), Eq. 5 to 8.
     """
@@ -50,19 +51,19 @@ class FocusedLinearGate(LinearGate):
         super().reset_gate()
         nn.init.zeros_(self.focus_scale)
 
-    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
         """Sharpen queries and keys and attend in every head."""
         scale = F.softplus(self.focus_scale)
         q, k = (focused_features((t.relu() + EPS) / scale, self.power) for t in (q, k))
         return self.merge_heads(kernel_attention(*(self.split_heads(t) for t in (q, k, v))))
 
     def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
-        """Return the features of the keys ``(B, H, N, d)``."""
+        """Return the features of the keys ``(B, H, N, d)``, see :meth:`.LinearGate.key_features`."""
         return self.split_heads(focused_features((k.relu() + EPS) / F.softplus(self.focus_scale), self.power))
 
 
 @MODELS.register_module()
 class FocusedLinearAttention(GatedMapAttention):
-    """Projections with :class:`FocusedLinearGate`, whose options it takes."""
+    """Focused linear attention with projections; it takes the options of :class:`FocusedLinearGate`."""
 
     gate_type = FocusedLinearGate

@@ -19,21 +19,24 @@ from .base import LinearGate
 class PolaFormerGate(LinearGate):
     """Linear attention over positive and negative parts: ``([same V1; opposite V2] + DWC(V)) * G`` with ``G = x Wg``.
 
-    Queries and keys, divided by ``softplus(s)``, part into what is positive and what is negative, both raised to a
-    learnt power ``1 + alpha sigmoid(p)`` per head and channel. Products of the same sign weigh the first half of the
-    values' channels, of opposite sign the second. A learnt position encoding is added to K.
+    Queries and keys are divided by ``softplus(s)`` and split into their positive and their negative part. Both are
+    raised to a learnt power ``1 + alpha sigmoid(p)`` of each head and channel. Products of parts of the same sign weigh
+    the first half V1 of the values' channels, those of opposite sign the second half V2. A learnt position encoding is
+    added to K.
 
     Args:
+        sizes: Sizes of the host's attention.
         map_size: Height and width of the map in pre-training; None for no position encoding.
-        alpha: How far the power exceeds 1.
-        **kwargs: Those of :class:`~mmgate.layers.linear.base.LinearGate`.
+        alpha: Most by which the power exceeds 1.
+        **kwargs: Arguments of :class:`~mmgate.layers.linear.base.LinearGate`.
 
     Source: PolaFormer: polarity-aware linear attention for vision transformers (Meng et al., 2025).
     """
 
-    gates = ('gate_out',)
+    gate_layers = ('gate_out',)
     default_dwc = 5
-    head_multiple = 2  # half for each polarity
+    # One half of the channels is for each polarity.
+    head_multiple = 2
     undecayed = (*LinearGate.undecayed, 'focus_scale', 'power')
     gate_readings = {'gate_out': 'channels'}
 
@@ -56,27 +59,28 @@ class PolaFormerGate(LinearGate):
         nn.init.zeros_(self.focus_scale)
         nn.init.zeros_(self.power)
 
-    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
         """Attend by both polarities in every head."""
         scale = F.softplus(self.focus_scale)
         q, k, v = (self.split_heads(t) for t in (q / scale, k / scale, v))
         return self.merge_heads(polarity_attention(q, k, v, 1 + self.alpha * self.power.sigmoid()))
 
     def key_value_map(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Return the map ``(B, H, 2 d, d)`` from the queries' two polarities to the values."""
+        """Return the map ``(B, H, 2 d, d)`` from the two polarities of the queries to the values."""
         key = self.split_heads(k / F.softplus(self.focus_scale))
-        keys = polarity_features(key, 1 + self.alpha * self.power.sigmoid())
-        same, opposite = self.split_heads(v).to(keys[0].dtype).chunk(2, -1)
-        maps = [key_value_map(torch.cat(pair, -1), half) for pair, half in ((keys, same), (keys[::-1], opposite))]
-        return torch.cat(maps, -1)
+        positive, negative = polarity_features(key, 1 + self.alpha * self.power.sigmoid())
+        same, opposite = self.split_heads(v).to(positive.dtype).chunk(2, -1)
+        map_same = key_value_map(torch.cat([positive, negative], -1), same)
+        map_opposite = key_value_map(torch.cat([negative, positive], -1), opposite)
+        return torch.cat([map_same, map_opposite], -1)
 
     def map_readings(self) -> tuple[str, ...]:
-        """Return what can be read."""
+        """Return the names of the readings."""
         return ('kv',)
 
 
 @MODELS.register_module()
 class PolaFormerAttention(GatedMapAttention):
-    """Projections with :class:`PolaFormerGate`, whose options it takes."""
+    """PolaFormer's attention with projections; it takes the options of :class:`PolaFormerGate`."""
 
     gate_type = PolaFormerGate

@@ -13,36 +13,38 @@ from .base import LinearGate
 
 
 class RALAGate(LinearGate):
-    """Linear attention whose keys and outputs are weighted against a low rank: ``(Q (alpha K)^T V + DWC(V)) * (x Wo)``.
+    """Linear attention whose weighted keys and gated output raise its rank: ``(Q (alpha K)^T V + DWC(V)) * (x Wo)``.
 
-    Queries and keys are ``ELU + 1``; ``alpha`` is the attention that the mean query pays to a key, summing to N.
-    Positions are rotary, in the numerator, in every head; the slowest pair turns by 1 / 10000 of the fastest.
+    Queries and keys are ``ELU + 1``. ``alpha`` holds the attention weights from the mean query to the keys, scaled to
+    the sum N. Rotary positions turn the channels of every head, in the numerator alone; the slowest pair of channels
+    turns by 1 / 10000 of the fastest.
 
-    Options as :class:`~mmgate.layers.linear.base.LinearGate`.
+    It takes the options of :class:`~mmgate.layers.linear.base.LinearGate`.
 
     Source: Breaking the low-rank dilemma of linear attention (Fan et al., 2024), section 3.
     """
 
-    gates = ('gate_out',)
+    gate_layers = ('gate_out',)
     gate_readings = {'gate_out': 'channels'}
     default_dwc = 5
-    head_multiple = 4  # half of the pairs turn by row, half by column
+    # One half of the pairs of channels turns by row, the other by column.
+    head_multiple = 4
 
-    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        """Attend in every head; the denominator, which has to stay positive, is not rotated."""
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
+        """Attend with rotary positions in the numerator alone, because the denominator has to stay positive."""
         q, k, v = (self.split_heads(t) for t in (F.elu(q) + 1, F.elu(k) + 1, v))
         k = rank_augmented_keys(q, k, scale=self.scale)
         turned_q, turned_k = (self.rotate(t, hw_shape, inclusive=True) for t in (q, k))
         return self.merge_heads(kernel_attention(turned_q, turned_k, v, q, k))
 
     def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
-        """Return the features of the keys ``(B, H, N, d)``."""
+        """Return the features of the keys ``(B, H, N, d)``, see :meth:`.LinearGate.key_features`."""
         query, key = (F.elu(self.split_heads(t)) + 1 for t in (q, k))
         return self.rotate(rank_augmented_keys(query, key, scale=self.scale), hw_shape, inclusive=True)
 
 
 @MODELS.register_module()
 class RALAAttention(GatedMapAttention):
-    """Projections with :class:`RALAGate`, whose options it takes."""
+    """Rank-augmented linear attention with projections; it takes the options of :class:`RALAGate`."""
 
     gate_type = RALAGate

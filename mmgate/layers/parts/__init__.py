@@ -1,1 +1,1 @@
-"""Parts of layers: norms, feed-forward networks, biases, stripes of maps, resized positions."""
+"""Parts of layers: norms, feed-forward networks, biases, windows of maps, resized positions, checks of options."""

@@ -1,37 +1,41 @@
-"""The two biases of agent attention: maps per head and agent from small factors, resized to what a pass meets."""
+"""The two biases of agent attention, which are resized to the map and the number of agents of a forward pass."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmgate.layers.base.map import MapGate
+from mmgate.layers.base.gate import StateDict
+from mmgate.layers.base.map import MapGate, Size
 from mmgate.layers.parts.resizing import resize_axis
 from mmgate.ops.agent_attention import interpolation_matrix
-from mmgate.ops.library import without_autocast
+from mmgate.ops.autocast import without_autocast
 
-BLOCK = 7  # side of the maps in an_bias and na_bias
+# Side of the maps in an_bias and na_bias.
+BLOCK = 7
 BIASES = ('an_bias', 'na_bias', 'ah_bias', 'aw_bias', 'ha_bias', 'wa_bias')
 CLASS_BIASES = ('ac_bias', 'ca_bias')
-AXES = {'ah_bias': 3, 'aw_bias': 4, 'ha_bias': 2, 'wa_bias': 3}  # which runs along the map
+# Axis of a row or column bias that runs along the map.
+AXES = {'ah_bias': 3, 'aw_bias': 4, 'ha_bias': 2, 'wa_bias': 3}
 
 
 class AgentBiases(MapGate):
     """Base of :class:`~mmgate.layers.agent.AgentGate` that holds its biases.
 
+    Each bias is the sum of three parts. Those of B1 are ``an_bias`` (a map), ``ah_bias`` (rows) and ``aw_bias``
+    (columns); those of B2 are ``na_bias``, ``ha_bias`` and ``wa_bias``. A class token has ``ac_bias`` and ``ca_bias``.
+
     Attributes:
         grid: Side of the grid of agents in use.
         pretrain_grid: Side of the grid of agents in the biases' shapes.
         map_size: Height and width of the map in pre-training.
-        bias_size: Those in the biases' shapes: of the map, or of a window.
+        bias_size: Height and width in the biases' shapes: of the map, or of a window.
     """
 
     grid: int
     pretrain_grid: int
-    map_size: tuple[int, int]
-    bias_size: tuple[int, int]
+    map_size: Size
+    bias_size: Size
     an_bias: nn.Parameter
     na_bias: nn.Parameter
     ah_bias: nn.Parameter
@@ -42,7 +46,7 @@ class AgentBiases(MapGate):
     ca_bias: nn.Parameter
 
     def make_biases(self, bias: bool) -> None:
-        """Create the parameters, or None in their places without ``bias``."""
+        """Create the parameters; without ``bias`` their names are registered as None."""
         heads = self.num_heads
         n = self.pretrain_grid**2
         height, width = self.bias_size
@@ -55,40 +59,49 @@ class AgentBiases(MapGate):
             wa_bias=(1, heads, 1, width, n),
         )
         if self.class_tokens:
-            shapes.update(ac_bias=(1, heads, n, 1), ca_bias=(1, heads, 1, n))
+            shapes.update(ac_bias=(1, heads, n, self.class_tokens), ca_bias=(1, heads, self.class_tokens, n))
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)) if bias else None)
 
-    def resize_loaded(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
-        """Resize rows and columns of another resolution, too."""
+    def resize_loaded(self, state_dict: StateDict, prefix: str) -> list[str]:
+        """Resize the row and column biases of another resolution, too."""
         resized = super().resize_loaded(state_dict, prefix)
         for name, axis in AXES.items():
-            own, value = getattr(self, name), state_dict.get(prefix + name)
-            if own is not None and value is not None and value.dim() == own.dim():
-                state_dict[prefix + name] = resize_axis(value, axis, own.shape[axis])
-                resized += [name] * (state_dict[prefix + name] is not value)
+            own = getattr(self, name)
+            value = state_dict.get(prefix + name)
+            if own is None or value is None or value.dim() != own.dim():
+                continue
+            state_dict[prefix + name] = resize_axis(value, axis, own.shape[axis])
+            if state_dict[prefix + name] is not value:
+                resized.append(name)
         return resized
 
     def prepare_count(self) -> None:
-        """Leave out the resizing of the biases, an interpolation that our layer does as a product."""
+        """Remove the resizing of the biases, an interpolation done by products; see :meth:`.Gate.prepare_count`."""
         if self.an_bias is not None:
             self.biases = self._unresized  # type: ignore[method-assign]
 
-    def _unresized(self, hw_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def _unresized(self, hw_shape: Size) -> tuple[Tensor, Tensor]:
+        """Return zeros of the shapes of :meth:`biases`."""
         tokens = self.class_tokens + hw_shape[0] * hw_shape[1]
         bias = self.an_bias.new_zeros(1, self.num_heads, self.grid**2, tokens)
         return bias, bias.transpose(2, 3)
 
-    def biases(self, hw_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def biases(self, hw_shape: Size) -> tuple[Tensor, Tensor]:
         """Return B1 ``(1, H, n, N)`` and B2 ``(1, H, N, n)`` for a map of ``hw_shape``, the class token first."""
-        heads, agents = self.num_heads, self.grid**2
-        rows1, columns1 = self.ah_bias[0, ..., 0], self.aw_bias[0, :, :, 0]
-        rows2, columns2 = self.ha_bias[0, :, :, 0].transpose(1, 2), self.wa_bias[0, :, 0].transpose(1, 2)
-        with without_autocast(self.an_bias.device.type):  # the same factors in and out of it
+        heads = self.num_heads
+        agents = self.grid**2
+        rows1 = self.ah_bias[0, ..., 0]  # (H, n, h)
+        columns1 = self.aw_bias[0, :, :, 0]  # (H, n, w)
+        rows2 = self.ha_bias[0, :, :, 0].transpose(1, 2)  # (H, n, h)
+        columns2 = self.wa_bias[0, :, 0].transpose(1, 2)  # (H, n, w)
+        # Under autocast the factors are computed as without it.
+        with without_autocast(self.an_bias.device.type):
             map1, columns1, basis = self._factors(self.an_bias, rows1, columns1, hw_shape)
             map2, columns2, _ = self._factors(self.na_bias, rows2, columns2, hw_shape)
         # B1 (H n, h, w) = map1 (H n, h, 8) basis (8, w) + columns
-        map1, columns1 = map1.flatten(0, 1), columns1.flatten(0, 1)[:, None]
+        map1 = map1.flatten(0, 1)
+        columns1 = columns1.flatten(0, 1)[:, None]
         bias1 = torch.baddbmm(columns1, map1, basis.expand(len(map1), -1, -1)).view(1, heads, agents, -1)
         # B2 (H h, w, n) = basis^T (w, 8) map2 (H h, 8, n) + columns
         map2 = map2.permute(0, 2, 3, 1).flatten(0, 1)
@@ -96,29 +109,39 @@ class AgentBiases(MapGate):
         bias2 = torch.baddbmm(columns2, basis.t().expand(map2.shape[0], -1, -1), map2).view(1, heads, -1, agents)
         if not self.class_tokens:
             return bias1, bias2
-        of_keys, of_queries = (self._resize_agents(b.view(heads, -1, 1)) for b in (self.ac_bias, self.ca_bias))
-        of_keys, of_queries = of_keys.to(bias1.dtype)[None], of_queries.to(bias2.dtype).transpose(1, 2)[None]
-        return torch.cat([of_keys, bias1], -1), torch.cat([of_queries, bias2], -2)
+        class_key = self._resize_agents(self.ac_bias[0]).to(bias1.dtype)  # (H, n, class tokens)
+        class_query = self._resize_agents(self.ca_bias[0].transpose(1, 2).contiguous()).to(bias2.dtype)
+        class_query = class_query.transpose(1, 2)  # (H, class tokens, n)
+        return torch.cat([class_key[None], bias1], -1), torch.cat([class_query[None], bias2], -2)
 
-    def _factors(
-        self, block: Tensor, rows: Tensor, columns: Tensor, hw_shape: tuple[int, int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(H, n, h, 8)``, ``(H, n, w)`` and ``(8, w)``: a bias is the first times the last plus the second.
+    def _factors(self, block: Tensor, rows: Tensor, columns: Tensor, hw_shape: Size) -> tuple[Tensor, Tensor, Tensor]:
+        """Return three tensors ``(H, n, h, 8)``, ``(H, n, w)`` and ``(8, w)``, of which a resized bias is made.
 
-        A bilinear resize is one small matrix an axis, so the axes may come in any order, and what is constant along an
-        axis stays so. The rows are an eighth term of the product, which spares a pass over the large result.
+        The bias is the first times the last, plus the second. A bilinear resize multiplies each axis by a small matrix,
+        so the axes may come in any order, and values that are constant along an axis stay so. The rows are an eighth
+        term of the product, which saves a pass over the large result.
+
+        Args:
+            block: Map of the bias ``(H, n, 7, 7)``.
+            rows: Row bias ``(H, n, h)`` of pre-training.
+            columns: Column bias ``(H, n, w)`` of pre-training.
+            hw_shape: Height and width of the present map.
         """
-        height, width = (interpolation_matrix(BLOCK, size, block) for size in hw_shape)
-        down, along = (interpolation_matrix(*sides, block) for sides in zip(self.bias_size, hw_shape, strict=True))
+        height = interpolation_matrix(BLOCK, hw_shape[0], block)
+        width = interpolation_matrix(BLOCK, hw_shape[1], block)
+        of_rows = interpolation_matrix(self.bias_size[0], hw_shape[0], block)
+        of_columns = interpolation_matrix(self.bias_size[1], hw_shape[1], block)
         block = height @ self._resize_agents(block.flatten(2)).unflatten(-1, (BLOCK, BLOCK))  # (H, n, h, 7)
-        rows, columns = self._resize_agents(rows) @ down.t(), self._resize_agents(columns) @ along.t()
+        rows = self._resize_agents(rows) @ of_rows.t()
+        columns = self._resize_agents(columns) @ of_columns.t()
         ones = width.new_ones(1, width.shape[0])
         return torch.cat([block, rows[..., None]], -1), columns, torch.cat([width.t(), ones])
 
     def _resize_agents(self, x: Tensor) -> Tensor:
-        """Resize ``(H, n, x)`` of pre-training to the agents in use."""
+        """Return ``(H, n, x)`` of the agents in pre-training, resized to the agents in use."""
         if self.pretrain_grid == self.grid:
             return x
-        agents, side = interpolation_matrix(self.pretrain_grid, self.grid, x), self.pretrain_grid
+        side = self.pretrain_grid
+        agents = interpolation_matrix(side, self.grid, x)
         x = x.view(self.num_heads, side, side, -1)
         return torch.einsum('ia,jb,habx->hijx', agents, agents, x).reshape(self.num_heads, self.grid**2, -1)

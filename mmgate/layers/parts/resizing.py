@@ -1,4 +1,4 @@
-"""Positions of another resolution: encodings and biases resized to the shapes of the model that loads them."""
+"""Resizing of position encodings and biases in a checkpoint to the shapes of the model that loads it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def resize_axis(x: Tensor, axis: int, size: int) -> Tensor:
-    """Return ``x`` with ``axis`` resized linearly to ``size``, as a forward pass on a larger map would resize it."""
+    """Return ``x`` with one axis resized linearly to ``size``, as a forward pass resizes it for another map."""
     if x.shape[axis] == size:
         return x
     lines = x.movedim(axis, -1)
@@ -19,16 +19,19 @@ def resize_axis(x: Tensor, axis: int, size: int) -> Tensor:
 
 
 def resize_grid(x: Tensor, size: tuple[int, int], mode: str = 'bilinear') -> Tensor:
-    """Return ``(1, N, C)`` of a grid, row by row, as ``(1, h w, C)``.
+    """Return a grid's values ``(1, N, C)``, row by row, resized to ``size`` as ``(1, h w, C)``.
 
-    A checkpoint does not hold the shape of its grid. N cells are taken for ``size`` itself where it has as many, else
-    for the square or for the grid in proportion to ``size`` that has. Where there is neither, or both and they differ,
-    ``x`` is returned as it is: loading it will name its shape.
+    A checkpoint does not hold the height and width of its grid. If ``size`` has N cells, nothing is resized. Otherwise
+    a square of N cells is assumed, or a grid of N cells with the proportions of ``size``. If neither exists, or both
+    and they differ, ``x`` is returned as it is, and loading it fails with a message that names its shape.
     """
     if x.dim() != 3 or x.shape[1] == prod(size):
         return x
     cells = x.shape[1]
-    shapes = {tuple(round(side * sqrt(cells / prod(sides))) for side in sides) for sides in ((1, 1), size)}
+    shapes: set[tuple[int, ...]] = set()
+    for proportions in ((1, 1), size):
+        factor = sqrt(cells / prod(proportions))
+        shapes.add(tuple(round(side * factor) for side in proportions))
     fitting = [shape for shape in shapes if prod(shape) == cells]
     if len(fitting) != 1:
         return x
@@ -37,5 +40,5 @@ def resize_grid(x: Tensor, size: tuple[int, int], mode: str = 'bilinear') -> Ten
 
 
 def _computable(x: Tensor) -> Tensor:
-    """Not every torch resizes half precision on a CPU."""
+    """Return ``x`` in float32 if it has 16 bits, which not every torch can resize on a CPU."""
     return x if x.dtype == torch.float64 else x.float()

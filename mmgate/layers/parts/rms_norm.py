@@ -1,4 +1,4 @@
-"""RMSNorm, which torch has had since 2.4."""
+"""RMSNorm, for torch below 2.4, too."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 
 class _RMSNorm(nn.Module):
-    """What ``torch.nn.RMSNorm`` over the last dimension computes, under its parameter's name.
+    """Root mean square norm over the last dimension, with the parameter of ``torch.nn.RMSNorm``, which torch 2.4 added.
 
     Args:
         dim: Size of the last dimension.
-        eps: Added to the mean of the squares.
+        eps: Number that is added to the mean of the squares.
     """
 
     def __init__(self, dim: int, eps: float = 1e-5) -> None:
@@ -20,7 +20,7 @@ class _RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` over its root mean square, times the weight; 16 bits are widened in between."""
+        """Return ``x`` divided by its root mean square and multiplied by the weight; 16 bits are computed in 32."""
         wide = x.float() if x.dtype.itemsize < 4 else x
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight).type_as(x)
 

@@ -6,18 +6,18 @@ sampling_locations (B, Q, H, L, P, 2) as (x, y), 0 to 1 over a level; logits (B,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from ..backend import OPERATORS, Backend, anywhere, find, run
+from ..backend import OPERATORS, Backend, find, run
+from ..custom_op import outside_graphs
 from ..layout import check_layout
-from ..library import is_compiling, is_exporting, outside_graphs
-from . import cpu, grid_sample, mmcv, native, reference, triton
-from .weights import POSITIONS, Sampling, attention_weights, offset_locations
+from ..tracing import is_compiling, is_exporting
+from . import cpu, deformops, grid_sample, mmcv, native, reference, torch_ms_deform_attn, triton
+from .weights import POSITIONS, attend_by, attention_weights, offset_locations
 
-SIZES = (1 << 17, 1 << 20)  # samples of a small and a medium call, most often of decoders
+SIZES = (1 << 17, 1 << 20)  # the most samples of a small and of a medium call, most often of decoders
 
 __all__ = ['BACKENDS', 'POSITIONS', 'attention_weights', 'check_backend', 'ms_deform_attn', 'offset_locations']
 
@@ -55,8 +55,9 @@ def ms_deform_attn(
         reference_points: Points ``(B, Q, L, 2)`` as (x, y) or boxes ``(B, Q, L, 4)`` as (centre, size), 0 to 1; then
             ``sampling_locations`` are offsets from them, see :func:`offset_locations`.
         backend: ``'torch'`` (reference), ``'native'`` (gate, softmax and sampling in one C++ loop on the CPU),
-            ``'cpu'``, ``'mmcv'`` (its CUDA operator), ``'grid_sample'`` (any device), ``'triton'`` (one CUDA kernel)
-            or ``'auto'``, the default, see :mod:`mmgate.ops.backend`.
+            ``'cpu'``, ``'mmcv'`` (its CUDA operator), ``'torch_ms_deform_attn'`` and ``'deformops'`` (those packages),
+            ``'grid_sample'`` (any device), ``'triton'`` (one CUDA kernel) or ``'auto'``, the default, see
+            :mod:`mmgate.ops.backend`.
 
     Returns:
         ``(B, Q, H * D)`` in the dtype of ``value``. Weights are formed in float32 for 16-bit inputs.
@@ -68,48 +69,75 @@ def ms_deform_attn(
 
     Source: Deformable DETR (arXiv 2010.04159), Eq. 3; PLuG attention, Eq. 8 to 12.
     """
-    call = Sampling(
-        value, spatial_shapes, level_start_index, sampling_locations, logits, gate, residual, position, reference_points
+    arguments: dict[str, Any] = dict(
+        value=value,
+        spatial_shapes=spatial_shapes,
+        level_start_index=level_start_index,
+        points=sampling_locations,
+        logits=logits,
+        gate=gate,
+        residual=residual,
+        position=position,
+        reference_points=reference_points,
     )
-    _check(call)
+    _check(**arguments)
     if not all(value.shape[1:]) or not logits.shape[-1]:  # no level has a pixel, or there are no channels or points
         return value[:, :0].sum(1).flatten(1)[:, None].expand(-1, logits.shape[1], -1)
     if reference_points is not None:
         batch, queries, _, levels, _ = logits.shape
-        expanded = reference_points.expand(batch, queries, levels, reference_points.shape[-1])
-        call = call._replace(reference_points=expanded)
-    return run('ms_deform_attn', BACKENDS, call, backend, (logits.numel(), *SIZES))
+        columns = reference_points.shape[-1]
+        arguments['reference_points'] = reference_points.expand(batch, queries, levels, columns)
+    return run('ms_deform_attn', BACKENDS, value, backend, (logits.numel(), *SIZES), **arguments)
 
 
-def _check(call: Sampling) -> None:
-    if call.position not in POSITIONS:
-        raise ValueError(f'position={call.position!r} is unknown; choose one of {", ".join(POSITIONS)}.')
+def _check(
+    *,
+    value: Tensor,
+    spatial_shapes: Tensor,
+    level_start_index: Tensor,
+    points: Tensor,
+    logits: Tensor,
+    gate: Tensor | None,
+    residual: bool,
+    position: str,
+    reference_points: Tensor | None,
+) -> None:
+    """Refuse arguments that no backend takes; the backends check what they alone do not have.
+
+    ``points`` are sampling locations, or offsets if there are reference points.
+    """
+    if position not in POSITIONS:
+        raise ValueError(f'position={position!r} is unknown; choose one of {", ".join(POSITIONS)}.')
     check_layout(
-        ('value', call.value, 'B S H D'),
-        ('logits', call.logits, 'B Q H L P'),
-        ('sampling_locations', call.points, 'B Q H L P 2'),
-        ('spatial_shapes', call.spatial_shapes, 'L 2'),
-        ('level_start_index', call.level_start_index, 'L'),
-        ('gate', call.gate, 'B|1 Q|1 H|1 L|1 P|1'),
-        ('reference_points', call.reference_points, 'B|1 Q|1 L|1 R'),
+        ('value', value, 'B S H D'),
+        ('logits', logits, 'B Q H L P'),
+        ('sampling_locations', points, 'B Q H L P 2'),
+        ('spatial_shapes', spatial_shapes, 'L 2'),
+        ('level_start_index', level_start_index, 'L'),
+        ('gate', gate, 'B|1 Q|1 H|1 L|1 P|1'),
+        ('reference_points', reference_points, 'B|1 Q|1 L|1 R'),
         integer='spatial_shapes level_start_index',
         one_dtype=False,
     )
-    if call.reference_points is not None and call.reference_points.shape[-1] not in (2, 4):
-        raise ValueError(f'reference_points must have 2 or 4 columns, got {call.reference_points.shape[-1]}.')
+    if reference_points is not None and reference_points.shape[-1] not in (2, 4):
+        raise ValueError(f'reference_points must have 2 or 4 columns, got {reference_points.shape[-1]}.')
     # Reading the sizes would stall a GPU and break a compiled graph; there the host layer has to be right.
-    if is_compiling() or is_exporting() or call.spatial_shapes.device.type != 'cpu':
-        return
-    sizes, starts = call.spatial_shapes.tolist(), call.level_start_index.tolist()
-    tokens = call.value.shape[1]
+    if not is_compiling() and not is_exporting() and spatial_shapes.device.type == 'cpu':
+        _check_levels(spatial_shapes.tolist(), level_start_index.tolist(), value.shape[1])
+
+
+def _check_levels(sizes: list[list[int]], starts: list[int], tokens: int) -> None:
+    """Refuse levels that do not lie side by side over all tokens."""
     if any(height < 0 or width < 0 for height, width in sizes):
         raise ValueError(f'spatial_shapes must not be negative, got {sizes}.')
     areas = [height * width for height, width in sizes]
     if sum(areas) != tokens:
         raise ValueError(f'value has {tokens} tokens, but spatial_shapes {sizes} hold {sum(areas)}.')
-    end, side_by_side = 0, all(0 <= start <= tokens for start in starts)
+    side_by_side = all(0 <= start <= tokens for start in starts)
+    end = 0
     for start, area in sorted((start, area) for start, area in zip(starts, areas, strict=True) if area):
-        end, side_by_side = start + area, side_by_side and start == end
+        side_by_side = side_by_side and start == end
+        end = start + area
     if not side_by_side:
         raise ValueError(
             f'level_start_index {starts} with spatial_shapes {sizes} must lay the levels side by side over the '
@@ -123,32 +151,25 @@ def check_backend(name: str) -> None:
         find('ms_deform_attn', BACKENDS, name)
 
 
-def _sampled(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return how to attend by ``sample``, which takes finished locations and weights."""
-
-    def attend(*arguments: Any) -> Tensor:
-        call = Sampling(*arguments)
-        weights = attention_weights(call.logits, call.gate, residual=call.residual, position=call.position)
-        points = call.points
-        if call.reference_points is not None:
-            points = offset_locations(points, call.reference_points, call.spatial_shapes)
-        return sample(call.value, call.spatial_shapes, call.level_start_index, points, weights)
-
-    return attend
-
-
 BACKENDS = OPERATORS['ms_deform_attn'] = (
-    Backend('mmcv', mmcv.why_not, _sampled(mmcv.sample), words="mmcv's CUDA operator"),
-    Backend('native', native.why_not, native.attend, words="mmgate's own C++ loop", advice=native.advice),
-    Backend('cpu', cpu.why_not, _sampled(cpu.sample), words='weighted sums of rows on the CPU'),
+    Backend('mmcv', attend_by(mmcv.sample), mmcv.why_not, description="mmcv's CUDA operator"),
+    Backend('native', native.attend, native.why_not, description="mmgate's own C++ loop", advice=native.advice),
+    Backend(
+        'torch_ms_deform_attn',
+        attend_by(torch_ms_deform_attn.sample),
+        torch_ms_deform_attn.why_not,
+        description="torch-ms-deform-attn's operator",
+    ),
+    Backend('deformops', deformops.attend, deformops.why_not, description="deformops' kernels"),
+    Backend('cpu', attend_by(cpu.sample), cpu.why_not, description='weighted sums of rows on the CPU'),
     Backend(
         'grid_sample',
+        attend_by(grid_sample.sample),
         grid_sample.why_not,
-        _sampled(grid_sample.sample),
         traceable=False,
-        words="torch's grid_sample",
+        description="torch's grid_sample",
     ),
-    Backend('torch', anywhere, _sampled(reference.sample), plain=True, words='the reference, slowly'),
-    # No GPU has run it yet: 'auto' takes it where a calibration says so.
-    Backend('triton', triton.why_not, triton.attend, in_order=False, words='one Triton kernel'),
+    Backend('torch', attend_by(reference.sample), exportable=True, description='the reference, slowly'),
+    # No GPU has run it yet: 'auto' takes it only after a calibration.
+    Backend('triton', triton.attend, triton.why_not, in_order=False, description='one Triton kernel'),
 )

@@ -6,10 +6,10 @@
     pre-softmax:   dA = P (dw - sum P dw) F,   dG = P (dw - sum P dw) A
     post-softmax:  dA = P (dw F - sum P dw F),   dG = P dw
 
-What bounds it is the sum over a row's samples, by reductions in memory. So a lane works on two neighbouring queries at
-a time, one above the other in the map if TILED, and adds up first what both have for the same rows of values: where the
-second's sample is a pixel below the first's, six reductions are left of eight, and four where it has the same corners.
-They come before the gathers, whose results take up the registers.
+The sum over a row's samples, by reductions in memory, takes most of the time. So a lane works on two neighbouring
+queries at a time, one above the other in the map if TILED. It first adds up the gradients that both have for the same
+rows of values: six reductions are left of eight if the second sample is a pixel below the first, and four if both have
+the same corners. The reductions come before the gathers, whose results take up the registers.
 """
 
 import triton
@@ -20,7 +20,7 @@ from .kernels import _bilinear, _corners, _level, _load, _piece, _place, _scales
 
 @triton.jit
 def _dot(ptr, row, on, d, g0, g1, g2, g3, D: tl.constexpr, PIECES: tl.constexpr):
-    """Return the scalar products of rows of channels and of those whose pieces are given."""
+    """Return the scalar products of rows of channels in memory with rows whose pieces are given."""
     PIECE: tl.constexpr = d.shape[0]
     x = _load(ptr, row, on, d, 0, D).to(tl.float32) * g0
     x += _load(ptr, row, on, d, PIECE, D).to(tl.float32) * g1
@@ -36,12 +36,11 @@ def _grads(ptr, row, on, d, D: tl.constexpr, PIECES: tl.constexpr):
     PIECE: tl.constexpr = d.shape[0]
     g0 = _load(ptr, row, on, d, 0, D).to(tl.float32)
     g1 = _load(ptr, row, on, d, PIECE, D).to(tl.float32)
-    g2, g3 = g0, g1
+    g2 = g0
+    g3 = g1
     if PIECES == 4:
-        g2, g3 = (
-            _load(ptr, row, on, d, 2 * PIECE, D).to(tl.float32),
-            _load(ptr, row, on, d, 3 * PIECE, D).to(tl.float32),
-        )
+        g2 = _load(ptr, row, on, d, 2 * PIECE, D).to(tl.float32)
+        g3 = _load(ptr, row, on, d, 3 * PIECE, D).to(tl.float32)
     return g0, g1, g2, g3
 
 
@@ -67,7 +66,8 @@ def _scatter(ptr, row, on, d, s, g0, g1, g2, g3, D: tl.constexpr, PIECES: tl.con
 def _scatter2(ptr, row, on, d, s, g0, g1, g2, g3, t, h0, h1, h2, h3, D: tl.constexpr, PIECES: tl.constexpr):
     """Add s times a row of channels and t times another."""
     PIECE: tl.constexpr = d.shape[0]
-    s, t = s[:, None], t[:, None]
+    s = s[:, None]
+    t = t[:, None]
     _reduce(ptr, row, on, d, s * g0 + t * h0, 0, D)
     _reduce(ptr, row, on, d, s * g1 + t * h1, PIECE, D)
     if PIECES == 4:
@@ -85,7 +85,8 @@ def _sample_gradients(
     dot10 = _dot(value_ptr, upper + heads, in_top & in_right, d, g0, g1, g2, g3, D, PIECES)
     dot01 = _dot(value_ptr, lower, in_bottom & in_left, d, g0, g1, g2, g3, D, PIECES)
     dot11 = _dot(value_ptr, lower + heads, in_bottom & in_right, d, g0, g1, g2, g3, D, PIECES)
-    above, below = dot00 + fx * (dot10 - dot00), dot01 + fx * (dot11 - dot01)
+    above = dot00 + fx * (dot10 - dot00)
+    below = dot01 + fx * (dot11 - dot01)
     grad_x = w * ((dot10 - dot00) + fy * ((dot11 - dot01) - (dot10 - dot00)))
     return above + fy * (below - above), grad_x, w * (below - above)
 
@@ -103,7 +104,7 @@ def _store_gradients(
         COUNT, POINTS, PADDED, GATED, RESIDUAL, POST,
     )  # fmt: skip
     softmax = tl.exp2(x - lse[:, None])
-    # a GPU forms x - lse in one step with x's last product, so that the weights of huge logits do not sum to 1
+    # A GPU forms x - lse in one step with x's last product, so that the weights of huge logits do not sum to 1.
     softmax = softmax / tl.maximum(tl.sum(softmax, 1), 1e-30)[:, None]
     grad_softmax = tile_w * factor if POST else tile_w
     grad_products = softmax * (grad_softmax - tl.sum(softmax * grad_softmax, 1)[:, None])
@@ -120,7 +121,8 @@ def _store_reference(
     LEVELS: tl.constexpr, POINTS: tl.constexpr, REFERENCE: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of a level's reference, a head's, from the sums over its points."""
-    across, down = width.to(tl.float32), height.to(tl.float32)
+    across = width.to(tl.float32)
+    down = height.to(tl.float32)
     at = ptr + (row * LEVELS + level) * REFERENCE
     tl.store(at, x * across, mask=in_tile)
     tl.store(at + 1, y * down, mask=in_tile)
@@ -136,18 +138,20 @@ def backward_kernel(
     tokens, queries, heads, gate_b, gate_q, gate_h, gate_l, gate_p: tl.constexpr,
     LEVELS: tl.constexpr, POINTS: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, PIECE: tl.constexpr,
     PIECES: tl.constexpr, REFERENCE: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, POST: tl.constexpr,
-    TILED: tl.constexpr, BLOCK_Q: tl.constexpr, GRAD_REFERENCE: tl.constexpr,
+    TILED: tl.constexpr, BLOCK_Q: tl.constexpr, PAIRED: tl.constexpr, GRAD_REFERENCE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of values (by atomics), points, reference (if GRAD_REFERENCE), logits and gate.
+    """Store the gradients of values (by atomics), points, reference (if GRAD_REFERENCE), logits and gate.
 
-    Those of the reference are a head's, (B, Q, H, L, R), and the gate's are a logit's; the host sums them. PIECES is 2
-    or 4.
+    Those of the reference are a head's, (B, Q, H, L, R), and those of the gate a logit's; the caller sums them. PIECES
+    is 2 or 4. Without PAIRED a lane has one query at a time, which takes fewer registers.
     """
     COUNT: tl.constexpr = LEVELS * POINTS
-    PAIRS: tl.constexpr = BLOCK_Q // 2
-    place = tl.program_id(0) * BLOCK_Q + tl.arange(0, PAIRS) * 2
+    ROWS: tl.constexpr = BLOCK_Q // (1 + PAIRED)
+    place = tl.program_id(0) * BLOCK_Q + tl.arange(0, ROWS) * (1 + PAIRED)
     b, h, q, row, in_tile = _place(order_ptr, place, queries, heads, TILED)
-    _, _, q_, row_, in_tile_ = _place(order_ptr, place + 1, queries, heads, TILED)
+    # Names that end in _ belong to the second of each two queries.
+    if PAIRED:
+        _, _, q_, row_, in_tile_ = _place(order_ptr, place + 1, queries, heads, TILED)
     d = tl.arange(0, PIECE)
     value_ptr += (b * tokens * heads + h) * D
     grad_value_ptr += (b * tokens * heads + h) * D
@@ -162,93 +166,124 @@ def backward_kernel(
     grad_gate_ptr += b * queries * heads * COUNT
     lse_ptr += b * queries * heads
 
-    # of each two queries, what belongs to the second one has a name that ends in _
     lse = tl.load(lse_ptr + row, mask=in_tile, other=0.0)
-    lse_ = tl.load(lse_ptr + row_, mask=in_tile_, other=0.0)
     g0, g1, g2, g3 = _grads(grad_ptr, row, in_tile, d, D, PIECES)
-    g0_, g1_, g2_, g3_ = _grads(grad_ptr, row_, in_tile_, d, D, PIECES)
-    # what the loop finds for a sample goes to the sample's place in a tile
+    # The loop writes a sample's gradients to the sample's place in a tile.
     col = tl.arange(0, PADDED)
-    tile_w = tl.zeros((PAIRS, PADDED), tl.float32)
-    tile_x, tile_y, tile_w_, tile_x_, tile_y_ = tile_w, tile_w, tile_w, tile_w, tile_w
+    tile_w = tl.zeros((ROWS, PADDED), tl.float32)
+    tile_x = tile_w
+    tile_y = tile_w
+    if PAIRED:
+        lse_ = tl.load(lse_ptr + row_, mask=in_tile_, other=0.0)
+        g0_, g1_, g2_, g3_ = _grads(grad_ptr, row_, in_tile_, d, D, PIECES)
+        tile_w_ = tile_w
+        tile_x_ = tile_w
+        tile_y_ = tile_w
     for level in range(LEVELS):
         height, width, start = _level(shapes_ptr, starts_ptr, level)
         scale_x, scale_y, shift_x, shift_y = _scales(
             reference_ptr, q, level, in_tile, height, width, LEVELS, POINTS, REFERENCE
         )
-        scale_x_, scale_y_, shift_x_, shift_y_ = _scales(
-            reference_ptr, q_, level, in_tile_, height, width, LEVELS, POINTS, REFERENCE
-        )
-        ref_x = tl.zeros((PAIRS,), tl.float32)
-        ref_y, ref_w, ref_h, ref_x_, ref_y_, ref_w_, ref_h_ = ref_x, ref_x, ref_x, ref_x, ref_x, ref_x, ref_x
+        ref_x = tl.zeros((ROWS,), tl.float32)
+        ref_y = ref_x
+        ref_w = ref_x
+        ref_h = ref_x
+        if PAIRED:
+            scale_x_, scale_y_, shift_x_, shift_y_ = _scales(
+                reference_ptr, q_, level, in_tile_, height, width, LEVELS, POINTS, REFERENCE
+            )
+            ref_x_ = ref_x
+            ref_y_ = ref_x
+            ref_w_ = ref_x
+            ref_h_ = ref_x
         for point in range(POINTS):
             at = row * COUNT + level * POINTS + point
-            at_ = row_ * COUNT + level * POINTS + point
             gate_at = q * gate_q + level * gate_l + point * gate_p
-            gate_at_ = q_ * gate_q + level * gate_l + point * gate_p
             w = _weight(logits_ptr, gate_ptr, at, gate_at, in_tile, lse, GATED, RESIDUAL, POST)
-            w_ = _weight(logits_ptr, gate_ptr, at_, gate_at_, in_tile_, lse_, GATED, RESIDUAL, POST)
             fx, fy, left, top, in_left, in_right, in_top, in_bottom = _corners(
                 points_ptr, at * 2, in_tile, height, width, scale_x, scale_y, shift_x, shift_y
             )
-            fx_, fy_, left_, top_, in_left_, in_right_, in_top_, in_bottom_ = _corners(
-                points_ptr, at_ * 2, in_tile_, height, width, scale_x_, scale_y_, shift_x_, shift_y_
-            )
-            upper, upper_ = (start + top * width + left) * heads, (start + top_ * width + left_) * heads
-            lower, lower_ = upper + width * heads, upper_ + width * heads
+            upper = (start + top * width + left) * heads
+            lower = upper + width * heads
             s00, s10, s01, s11 = _bilinear(w, fx, fy)
-            t00, t10, t01, t11 = _bilinear(w_, fx_, fy_)
-            # rows in common: both, or the first one's lower and the second one's upper
-            same, below = (left == left_) & (top == top_), (left == left_) & (top + 1 == top_)
-            with00, with10 = tl.where(same, t00, 0.0), tl.where(same, t10, 0.0)
-            with01 = tl.where(same, t01, tl.where(below, t00, 0.0))
-            with11 = tl.where(same, t11, tl.where(below, t10, 0.0))
-            own_top, own_bottom = in_top_ & ~(same | below), in_bottom_ & ~same
-            _scatter2(grad_value_ptr, upper, in_top & in_left, d, s00, g0, g1, g2, g3,
-                      with00, g0_, g1_, g2_, g3_, D, PIECES)  # fmt: skip
-            _scatter2(grad_value_ptr, upper + heads, in_top & in_right, d, s10, g0, g1, g2, g3,
-                      with10, g0_, g1_, g2_, g3_, D, PIECES)  # fmt: skip
-            _scatter2(grad_value_ptr, lower, in_bottom & in_left, d, s01, g0, g1, g2, g3,
-                      with01, g0_, g1_, g2_, g3_, D, PIECES)  # fmt: skip
-            _scatter2(grad_value_ptr, lower + heads, in_bottom & in_right, d, s11, g0, g1, g2, g3,
-                      with11, g0_, g1_, g2_, g3_, D, PIECES)  # fmt: skip
-            _scatter(grad_value_ptr, upper_, own_top & in_left_, d, t00, g0_, g1_, g2_, g3_, D, PIECES)
-            _scatter(grad_value_ptr, upper_ + heads, own_top & in_right_, d, t10, g0_, g1_, g2_, g3_, D, PIECES)
-            _scatter(grad_value_ptr, lower_, own_bottom & in_left_, d, t01, g0_, g1_, g2_, g3_, D, PIECES)
-            _scatter(grad_value_ptr, lower_ + heads, own_bottom & in_right_, d, t11, g0_, g1_, g2_, g3_, D, PIECES)
+            if PAIRED:
+                at_ = row_ * COUNT + level * POINTS + point
+                gate_at_ = q_ * gate_q + level * gate_l + point * gate_p
+                w_ = _weight(logits_ptr, gate_ptr, at_, gate_at_, in_tile_, lse_, GATED, RESIDUAL, POST)
+                fx_, fy_, left_, top_, in_left_, in_right_, in_top_, in_bottom_ = _corners(
+                    points_ptr, at_ * 2, in_tile_, height, width, scale_x_, scale_y_, shift_x_, shift_y_
+                )
+                upper_ = (start + top_ * width + left_) * heads
+                lower_ = upper_ + width * heads
+                t00, t10, t01, t11 = _bilinear(w_, fx_, fy_)
+                # Rows in common: both, or the lower one of the first query and the upper one of the second.
+                same = (left == left_) & (top == top_)
+                below = (left == left_) & (top + 1 == top_)
+                with00 = tl.where(same, t00, 0.0)
+                with10 = tl.where(same, t10, 0.0)
+                with01 = tl.where(same, t01, tl.where(below, t00, 0.0))
+                with11 = tl.where(same, t11, tl.where(below, t10, 0.0))
+                own_top = in_top_ & ~(same | below)
+                own_bottom = in_bottom_ & ~same
+                _scatter2(grad_value_ptr, upper, in_top & in_left, d, s00, g0, g1, g2, g3,
+                          with00, g0_, g1_, g2_, g3_, D, PIECES)  # fmt: skip
+                _scatter2(grad_value_ptr, upper + heads, in_top & in_right, d, s10, g0, g1, g2, g3,
+                          with10, g0_, g1_, g2_, g3_, D, PIECES)  # fmt: skip
+                _scatter2(grad_value_ptr, lower, in_bottom & in_left, d, s01, g0, g1, g2, g3,
+                          with01, g0_, g1_, g2_, g3_, D, PIECES)  # fmt: skip
+                _scatter2(grad_value_ptr, lower + heads, in_bottom & in_right, d, s11, g0, g1, g2, g3,
+                          with11, g0_, g1_, g2_, g3_, D, PIECES)  # fmt: skip
+                _scatter(grad_value_ptr, upper_, own_top & in_left_, d, t00, g0_, g1_, g2_, g3_, D, PIECES)
+                _scatter(grad_value_ptr, upper_ + heads, own_top & in_right_, d, t10, g0_, g1_, g2_, g3_, D, PIECES)
+                _scatter(grad_value_ptr, lower_, own_bottom & in_left_, d, t01, g0_, g1_, g2_, g3_, D, PIECES)
+                _scatter(grad_value_ptr, lower_ + heads, own_bottom & in_right_, d, t11, g0_, g1_, g2_, g3_, D, PIECES)
+            else:
+                _scatter(grad_value_ptr, upper, in_top & in_left, d, s00, g0, g1, g2, g3, D, PIECES)
+                _scatter(grad_value_ptr, upper + heads, in_top & in_right, d, s10, g0, g1, g2, g3, D, PIECES)
+                _scatter(grad_value_ptr, lower, in_bottom & in_left, d, s01, g0, g1, g2, g3, D, PIECES)
+                _scatter(grad_value_ptr, lower + heads, in_bottom & in_right, d, s11, g0, g1, g2, g3, D, PIECES)
             grad_w, grad_x, grad_y = _sample_gradients(
                 value_ptr, upper, lower, heads, w, fx, fy, in_left, in_right, in_top, in_bottom, d,
                 g0, g1, g2, g3, D, PIECES,
             )  # fmt: skip
-            grad_w_, grad_x_, grad_y_ = _sample_gradients(
-                value_ptr, upper_, lower_, heads, w_, fx_, fy_, in_left_, in_right_, in_top_, in_bottom_, d,
-                g0_, g1_, g2_, g3_, D, PIECES,
-            )  # fmt: skip
+            if PAIRED:
+                grad_w_, grad_x_, grad_y_ = _sample_gradients(
+                    value_ptr, upper_, lower_, heads, w_, fx_, fy_, in_left_, in_right_, in_top_, in_bottom_, d,
+                    g0_, g1_, g2_, g3_, D, PIECES,
+                )  # fmt: skip
             here = (col == level * POINTS + point)[None, :]
             tile_w = tl.where(here, grad_w[:, None], tile_w)
             tile_x = tl.where(here, (grad_x * scale_x)[:, None], tile_x)
             tile_y = tl.where(here, (grad_y * scale_y)[:, None], tile_y)
-            tile_w_ = tl.where(here, grad_w_[:, None], tile_w_)
-            tile_x_ = tl.where(here, (grad_x_ * scale_x_)[:, None], tile_x_)
-            tile_y_ = tl.where(here, (grad_y_ * scale_y_)[:, None], tile_y_)
+            if PAIRED:
+                tile_w_ = tl.where(here, grad_w_[:, None], tile_w_)
+                tile_x_ = tl.where(here, (grad_x_ * scale_x_)[:, None], tile_x_)
+                tile_y_ = tl.where(here, (grad_y_ * scale_y_)[:, None], tile_y_)
             if GRAD_REFERENCE:
-                ref_x, ref_y, ref_x_, ref_y_ = ref_x + grad_x, ref_y + grad_y, ref_x_ + grad_x_, ref_y_ + grad_y_
+                ref_x += grad_x
+                ref_y += grad_y
                 if REFERENCE == 4:
                     ref_w += grad_x * tl.load(points_ptr + at * 2, mask=in_tile, other=0.0).to(tl.float32)
                     ref_h += grad_y * tl.load(points_ptr + at * 2 + 1, mask=in_tile, other=0.0).to(tl.float32)
-                    ref_w_ += grad_x_ * tl.load(points_ptr + at_ * 2, mask=in_tile_, other=0.0).to(tl.float32)
-                    ref_h_ += grad_y_ * tl.load(points_ptr + at_ * 2 + 1, mask=in_tile_, other=0.0).to(tl.float32)
+                if PAIRED:
+                    ref_x_ += grad_x_
+                    ref_y_ += grad_y_
+                    if REFERENCE == 4:
+                        ref_w_ += grad_x_ * tl.load(points_ptr + at_ * 2, mask=in_tile_, other=0.0).to(tl.float32)
+                        ref_h_ += grad_y_ * tl.load(points_ptr + at_ * 2 + 1, mask=in_tile_, other=0.0).to(tl.float32)
         if GRAD_REFERENCE:
             _store_reference(grad_reference_ptr, row, level, in_tile, height, width, ref_x, ref_y, ref_w, ref_h,
                              LEVELS, POINTS, REFERENCE)  # fmt: skip
-            _store_reference(grad_reference_ptr, row_, level, in_tile_, height, width, ref_x_, ref_y_, ref_w_, ref_h_,
-                             LEVELS, POINTS, REFERENCE)  # fmt: skip
+            if PAIRED:
+                _store_reference(grad_reference_ptr, row_, level, in_tile_, height, width, ref_x_, ref_y_, ref_w_,
+                                 ref_h_, LEVELS, POINTS, REFERENCE)  # fmt: skip
 
     _store_gradients(
         tile_w, tile_x, tile_y, lse, logits_ptr, gate_ptr, grad_points_ptr, grad_logits_ptr, grad_gate_ptr,
         row, q, in_tile, gate_q, gate_l, gate_p, COUNT, POINTS, PADDED, GATED, RESIDUAL, POST,
     )  # fmt: skip
-    _store_gradients(
-        tile_w_, tile_x_, tile_y_, lse_, logits_ptr, gate_ptr, grad_points_ptr, grad_logits_ptr, grad_gate_ptr,
-        row_, q_, in_tile_, gate_q, gate_l, gate_p, COUNT, POINTS, PADDED, GATED, RESIDUAL, POST,
-    )  # fmt: skip
+    if PAIRED:
+        _store_gradients(
+            tile_w_, tile_x_, tile_y_, lse_, logits_ptr, gate_ptr, grad_points_ptr, grad_logits_ptr, grad_gate_ptr,
+            row_, q_, in_tile_, gate_q, gate_l, gate_p, COUNT, POINTS, PADDED, GATED, RESIDUAL, POST,
+        )  # fmt: skip

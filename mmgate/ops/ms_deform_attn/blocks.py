@@ -1,4 +1,4 @@
-"""How the sampler's Triton kernels are cut into programs: by listings, as no GPU has run them."""
+"""Sizes of the programs of the sampler's Triton kernels, chosen by listings, as no GPU has run them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from torch import Tensor
 
 from ..triton_backend import interpreted, padded, target_of
 
-LANE_BYTES = 16  # that a lane loads or adds at once; the values' gradient is always float32
-PIECES = 2  # of a row of channels
-SCALAR_PIECES = 4  # where a lane adds one float at a time: eight lanes, 32 bytes, a piece at least
-INTERPRETED_QUERIES = 4  # of a program in the interpreter, so that small shapes have several
+LANE_BYTES = 16  # loaded or added by a lane at once; the values' gradient is always float32
+PIECES = 2  # pieces of a row of channels
+SCALAR_PIECES = 4  # the most pieces if a lane adds one float at a time; a piece has at least eight lanes, 32 bytes
+INTERPRETED_QUERIES = 4  # queries of a program in the interpreter, so that small shapes have several programs
 
 
 class Cut(NamedTuple):
-    """How a kernel works.
+    """Division of a kernel's work among programs and lanes.
 
     Attributes:
-        backward: Whether it is the backward kernel, whose lanes have pairs of queries.
-        tiled: Whether queries go down the columns of bands of their map; they have to be the tokens.
-        pieces: Of a row of channels: 2, or 4 of the backward kernel.
-        lane: Channels of a piece that a lane has.
+        backward: True for the backward kernel.
+        tiled: True if queries go down the columns of bands of their map; they have to be the tokens.
+        pieces: Pieces of a row of channels: 2, or 4 in the backward kernel.
+        lane: A lane's channels of a piece.
         times: Queries, or pairs, of a lane.
-        warps: Of a program.
+        warps: Warps of a program.
+        paired: True if a lane of the backward kernel has two queries at a time.
     """
 
     backward: bool
@@ -32,28 +33,33 @@ class Cut(NamedTuple):
     lane: int
     times: int = 1
     warps: int = 4
+    paired: bool = True
 
     def constants(self, dim: int) -> dict[str, int]:
-        """Return what a launch on heads of ``dim`` channels takes: lanes of a warp have pieces of as many rows."""
+        """Return the constants of a launch on heads of ``dim`` channels."""
         piece = padded(dim) // self.pieces
         rows = max(1, 32 * self.lane // piece) * self.times * self.warps
-        return dict(PIECE=piece, PIECES=self.pieces, BLOCK_Q=rows * (1 + self.backward), num_warps=self.warps)
+        constants = dict(PIECE=piece, PIECES=self.pieces, BLOCK_Q=rows, num_warps=self.warps)
+        if self.backward:
+            constants |= dict(BLOCK_Q=rows * (1 + self.paired), PAIRED=self.paired)
+        return constants
 
 
 def cut_for(value: Tensor, logits: Tensor, backward: bool) -> Cut:
-    """Return how a kernel works on these tensors.
+    """Return the division of a kernel's work on these tensors.
 
-    A lane has 16 bytes of every piece, of values or, backward, of float32 sums; where the GPU adds one float at a time,
-    one channel.
+    A lane has 16 bytes of every piece, of values or, in the backward pass, of float32 sums. It has one channel if the
+    GPU adds one float at a time.
     """
-    tiled = logits.shape[1] == value.shape[1]  # an encoder, where a query's neighbours in the map are known
+    # In an encoder the queries are the tokens, whose neighbours in the map are known.
+    tiled = logits.shape[1] == value.shape[1]
     if backward and scalar_reductions(value):
         return Cut(backward, tiled, min(SCALAR_PIECES, padded(value.shape[-1]) // 8), 1)
     return Cut(backward, tiled, PIECES, LANE_BYTES // (4 if backward else value.element_size()))
 
 
 def scalar_reductions(value: Tensor) -> bool:
-    """Return whether the GPU adds one float at a time, as before sm_90: then neighbours belong into different lanes."""
+    """Return whether the GPU adds one float at a time, as before sm_90; neighbours then belong into different lanes."""
     if interpreted():
         return False
     target = target_of(value.device)

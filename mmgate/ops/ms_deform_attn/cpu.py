@@ -6,9 +6,9 @@ Layout: value as rows (B * S * H, D); one bag of 4 * L * P rows per (b, q, h); o
 (B, Q, H * D). torch's ``embedding_bag`` does that sum at memory speed, so what remains is to compute indices and
 weights, on the fly and for a chunk of queries at a time: nothing larger than a chunk is kept for the backward pass.
 
-The backward pass turns the same sum around. Gradients of the weights are ``embedding_bag``'s own; the gradient of the
-values is again an ``embedding_bag``, now with a bag per value row, over the output gradients sorted by row: no atomics,
-so the result does not depend on the number of threads.
+The backward pass turns the same sum around. ``embedding_bag`` itself gives the gradients of the weights. The gradient
+of the values is again an ``embedding_bag``, now with a bag per value row, over the output gradients sorted by row: no
+atomics, so the result does not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mmgate.errors import UnsupportedCall
 
 from .reference import corners, pixels
 from .registered import sampling_operator
@@ -33,7 +35,16 @@ def why_not(value: Tensor) -> str | None:
 def sample(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
 ) -> Tensor:
-    """Weighted sampling, as :func:`mmgate.ops.ms_deform_attn.reference.sample`; 16-bit values are summed in float32."""
+    """Return the weighted sum of samples as :func:`.reference.sample`; 16-bit values are summed in float32.
+
+    Raises:
+        UnsupportedCall: More value rows than 32-bit indices reach.
+    """
+    if value.shape[:3].numel() > torch.iinfo(torch.int32).max:
+        raise UnsupportedCall(
+            f"ms_deform_attn: 'cpu' takes fewer than 2^31 rows of values, value is {tuple(value.shape)}; use a smaller "
+            'batch or backend="torch".'
+        )
     compute = torch.promote_types(weights.dtype, torch.float32)
     output = _operator(
         value.to(compute), spatial_shapes, level_start_index, sampling_locations.to(compute), weights.to(compute)
@@ -45,8 +56,10 @@ def _corners(
     locations: Tensor, weights: Tensor, spatial_shapes: Tensor, first_row: Tensor, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return rows, bilinear weights and full weights, each ``(n, H, 4, L, P)``, of ``n`` queries."""
-    rows, shares = [], []
-    for index, share in corners(spatial_shapes, locations, torch.int32):  # halves the traffic and the sorting time
+    rows = []
+    shares = []
+    # 32-bit indices halve the traffic and the time for sorting.
+    for index, share in corners(spatial_shapes, locations, torch.int32):
         rows.append(first_row + index * heads)
         shares.append(share)
     bilinear = torch.stack(shares, 2)
@@ -58,10 +71,14 @@ def _coordinate_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return gradients of locations ``(n, H, L, P, 2)`` and weights from ``dots = <value row, output gradient>``."""
     width, height, x0, y0, fx, fy = pixels(spatial_shapes, locations)
-    left, right = (x0 >= 0) & (x0 < width), (x0 + 1 >= 0) & (x0 + 1 < width)
-    top, bottom = (y0 >= 0) & (y0 < height), (y0 + 1 >= 0) & (y0 + 1 < height)
-    d00, d10 = torch.where(left & top, dots[:, :, 0], 0), torch.where(right & top, dots[:, :, 1], 0)
-    d01, d11 = torch.where(left & bottom, dots[:, :, 2], 0), torch.where(right & bottom, dots[:, :, 3], 0)
+    left = (x0 >= 0) & (x0 < width)
+    right = (x0 + 1 >= 0) & (x0 + 1 < width)
+    top = (y0 >= 0) & (y0 < height)
+    bottom = (y0 + 1 >= 0) & (y0 + 1 < height)
+    d00 = torch.where(left & top, dots[:, :, 0], 0)
+    d10 = torch.where(right & top, dots[:, :, 1], 0)
+    d01 = torch.where(left & bottom, dots[:, :, 2], 0)
+    d11 = torch.where(right & bottom, dots[:, :, 3], 0)
     grad_x = ((d10 - d00) * (1 - fy) + (d11 - d01) * fy) * weights * width
     grad_y = ((d01 - d00) * (1 - fx) + (d11 - d10) * fx) * weights * height
     return torch.stack([grad_x, grad_y], -1), (dots * bilinear).sum(2)
@@ -70,12 +87,12 @@ def _coordinate_gradients(
 def _chunks(value: Tensor, level_start_index: Tensor, weights: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of the B * Q queries, with the first rows of their image, head and level, ``(n, H, L, 1)``."""
     batch, tokens, heads, _ = value.shape
-    queries, per_query = weights.shape[1], weights.shape[2:].numel()
-    if batch * tokens * heads > torch.iinfo(torch.int32).max:
-        raise ValueError(f'value {tuple(value.shape)} has more than 2^31 rows; use a smaller batch or backend="torch".')
+    queries = weights.shape[1]
+    per_query = weights.shape[2:].numel()
     image = torch.arange(batch).repeat_interleave(queries)
     head = torch.arange(heads).view(1, -1, 1, 1)
-    starts = level_start_index.clamp(max=tokens - 1)  # where a last level is empty
+    # A last level that is empty starts after the last token.
+    starts = level_start_index.clamp(max=tokens - 1)
     step = max(1, CHUNK // max(1, per_query * 4))
     for start in range(0, batch * queries, step):
         part = slice(start, start + step)
@@ -90,10 +107,12 @@ def _sample(
     batch, queries = weights.shape[:2]
     output = value.new_empty(batch * queries, heads, dim)
     rows = value.reshape(-1, dim)
-    all_locations, all_weights = locations.flatten(0, 1), weights.flatten(0, 1)
+    all_locations = locations.flatten(0, 1)
+    all_weights = weights.flatten(0, 1)
     for part, first in _chunks(value, level_start_index, weights):
         index, _, full = _corners(all_locations[part], all_weights[part], spatial_shapes, first, heads)
-        bags, shares = (x.flatten(2).flatten(0, 1) for x in (index, full))
+        bags = index.flatten(2).flatten(0, 1)
+        shares = full.flatten(2).flatten(0, 1)
         output[part] = F.embedding_bag(bags, rows, per_sample_weights=shares, mode='sum').view_as(output[part])
     return output.view(batch, queries, heads * dim)
 
@@ -109,15 +128,18 @@ def _sample_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, dim = value.shape[2:]
     rows = value.reshape(-1, dim)
-    grad_rows, grad_bags = torch.zeros_like(rows), grad.reshape(-1, heads, dim)
-    all_locations, all_weights = locations.flatten(0, 1), weights.flatten(0, 1)
-    grad_locations, grad_weights = torch.empty_like(all_locations), torch.empty_like(all_weights)
+    grad_rows = torch.zeros_like(rows)
+    grad_bags = grad.reshape(-1, heads, dim)
+    all_locations = locations.flatten(0, 1)
+    all_weights = weights.flatten(0, 1)
+    grad_locations = torch.empty_like(all_locations)
+    grad_weights = torch.empty_like(all_weights)
     for part, first in _chunks(value, level_start_index, weights):
         chunk = all_locations[part], all_weights[part]
         index, bilinear, full = _corners(*chunk, spatial_shapes, first, heads)
-        index, size = index.flatten(2).flatten(0, 1), full.shape  # (n * H, 4 * L * P)
+        index = index.flatten(2).flatten(0, 1)  # (n * H, 4 * L * P)
         grad_part = grad_bags[part].flatten(0, 1)
-        dots = _dots(rows, index, grad_part).view(size)
+        dots = _dots(rows, index, grad_part).view(full.shape)
         grad_locations[part], grad_weights[part] = _coordinate_gradients(dots, bilinear, *chunk, spatial_shapes)
         if value_needs_grad:
             del dots, bilinear
@@ -127,7 +149,7 @@ def _sample_backward(
 
 def _dots(rows: Tensor, index: Tensor, grad_bags: Tensor) -> Tensor:
     """Return ``<rows[index], grad_bags>``: the rule by which embedding_bag differentiates its weights."""
-    bags, size = index.shape
+    bags, size = index.shape  # rows of a bag
     offsets = torch.arange(0, bags * size, max(size, 1), dtype=index.dtype)[:bags]
     bag_of = torch.arange(bags, dtype=index.dtype).repeat_interleave(size)
     # Called by its name because autograd is off inside a registered op.

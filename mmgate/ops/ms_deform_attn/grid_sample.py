@@ -3,8 +3,8 @@
     out[b, q, h] = sum over levels l of  sum over points p of  a_lp  grid_sample(V_l, 2 x_lp - 1)
 
 Layout: the value maps of a level as images (B * H, D, height, width), its locations as grids (B * H, Q, P, 2). No
-operator has to be compiled, but what is sampled, (B * H, D, Q, P) a level, is in memory, and the sizes of the levels
-have to be known to the host, for which a GPU is waited for.
+operator has to be compiled, but the samples of a level, (B * H, D, Q, P), are in memory. The CPU has to know the sizes
+of the levels, and waits for the GPU to read them: once a forward pass of a model, see ``levels.py``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .levels import numbers_of
 
 
 def why_not(value: Tensor) -> str | None:
@@ -21,10 +23,18 @@ def why_not(value: Tensor) -> str | None:
     return None
 
 
+def _numbers(spatial_shapes: Tensor, level_start_index: Tensor) -> tuple[list[list[int]], list[int]]:
+    """Return sizes and starts of the levels."""
+    if isinstance(spatial_shapes, Tensor) and isinstance(level_start_index, Tensor):
+        return numbers_of(spatial_shapes, level_start_index)
+    # An export hands on sizes that are numbers and symbols.
+    return spatial_shapes.tolist(), level_start_index.tolist()
+
+
 def sample(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
 ) -> Tensor:
-    """Weighted sampling, as :func:`mmgate.ops.ms_deform_attn.reference.sample`, in no less than float32."""
+    """Return the weighted sum of samples as :func:`.reference.sample`, computed in no less than float32."""
     batch, _, heads, dim = value.shape
     queries = sampling_locations.shape[1]
     if not value.numel() or not weights.numel():  # which grid_sample refuses
@@ -32,13 +42,13 @@ def sample(
         return (nothing * 0).to(value.dtype).expand(batch, queries, heads * dim)
     compute = torch.promote_types(weights.dtype, torch.float32)
     maps = value.to(compute).permute(0, 2, 3, 1).flatten(0, 1)  # (B * H, D, S)
-    # Far off the map nothing is added, while grid_sample takes what is no number for the first pixel.
+    # Samples far off the map add nothing, while grid_sample reads the first pixel for NaN.
     finite = sampling_locations.to(compute).nan_to_num(nan=-9.0).clamp(-9, 9)
     grids = (2 * finite - 1).transpose(1, 2).flatten(0, 1)  # (B * H, Q, L, P, 2), -1 and 1 the outer edges
     shares = weights.to(compute).transpose(1, 2).flatten(0, 1)[:, None]  # (B * H, 1, Q, L, P)
     output = maps.new_zeros(batch * heads, dim, queries)
-    starts = level_start_index.tolist()
-    for level, (height, width) in enumerate(spatial_shapes.tolist()):
+    sizes, starts = _numbers(spatial_shapes, level_start_index)
+    for level, (height, width) in enumerate(sizes):
         if not height * width:
             continue
         image = maps[..., starts[level] : starts[level] + height * width].unflatten(-1, (height, width))

@@ -8,9 +8,9 @@ Layout: value (B, S, H, D); shapes (L, 2); starts (L,); points (B, Q, H, L, P, 2
 broadcasts; output (B, Q, H, D); lse (B, Q, H), log2 of the softmax's sum. All contiguous but the gate. Offsets within
 an image fit into int32, which the host checks.
 
-A program has one head of one image and BLOCK_Q neighbouring queries; where they are the tokens (TILED), it goes down
-the columns of bands of BAND rows of their map. Rows of D channels are read in pieces of PIECE channels, of which every
-lane has a few. ../KERNELS.md says why. The backward kernel is in backward_kernel.py.
+A program has one head of one image and BLOCK_Q neighbouring queries. If the queries are the tokens (TILED), it goes
+down the columns of bands of BAND rows of their map. Rows of D channels are read in pieces of PIECE channels, and every
+lane has a few channels of a piece. ../KERNELS.md gives the reasons. The backward kernel is in backward_kernel.py.
 """
 
 import triton
@@ -32,15 +32,17 @@ def _level(shapes_ptr, starts_ptr, level):
 def order_kernel(shapes_ptr, starts_ptr, order_ptr, tokens, LEVELS: tl.constexpr, BLOCK: tl.constexpr):
     """Store the tokens of all levels, (S,), down the columns of bands of BAND rows of each map.
 
-    A kernel of its own: in the others, its divisions would stand in the way of one layout for all of a query's numbers.
+    This is a separate kernel, because its divisions would keep the others from one layout for all of a query's numbers.
     """
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     start = place  # no token of a level stays where it is
-    height, width = tl.full((BLOCK,), 1, tl.int32), tl.full((BLOCK,), 1, tl.int32)
+    height = tl.full((BLOCK,), 1, tl.int32)
+    width = tl.full((BLOCK,), 1, tl.int32)
     for level in tl.static_range(LEVELS):
         rows, columns, first = _level(shapes_ptr, starts_ptr, level)
         here = (place >= first) & (place < first + rows * columns)
-        start, height = tl.where(here, first, start), tl.where(here, rows, height)
+        start = tl.where(here, first, start)
+        height = tl.where(here, rows, height)
         width = tl.where(here, columns, width)
     top = (place - start) // (width * BAND) * BAND
     in_band = place - start - top * width
@@ -50,8 +52,9 @@ def order_kernel(shapes_ptr, starts_ptr, order_ptr, tokens, LEVELS: tl.constexpr
 
 @triton.jit
 def _place(order_ptr, place, queries, heads, TILED: tl.constexpr):
-    """Return a program's image and head, the queries at these places, their rows in (Q, H), and which there are."""
-    b, h = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    """Return a program's image and head, the queries at these places, their rows in (Q, H), and a mask of them."""
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    h = tl.program_id(1) % heads
     q = tl.load(order_ptr + place, mask=place < queries, other=queries) if TILED else place
     return b, h, q, q * heads + h, q < queries
 
@@ -61,7 +64,7 @@ def _products(
     logits_ptr, gate_ptr, logits_at, gate_at, mask,
     GATED: tl.constexpr, RESIDUAL: tl.constexpr, POST: tl.constexpr,
 ):  # fmt: skip
-    """Return logits A, factor F and what goes into the softmax, A F or A."""
+    """Return logits A, factor F and the input of the softmax, A F or A."""
     a = tl.load(logits_ptr + logits_at, mask=mask, other=0.0).to(tl.float32)
     f = tl.full(a.shape, 1.0, tl.float32)
     if GATED:
@@ -99,12 +102,16 @@ def _weight(
 @triton.jit
 def _scales(reference_ptr, q, level, in_tile, height, width, LEVELS: tl.constexpr, POINTS: tl.constexpr,
             REFERENCE: tl.constexpr):  # fmt: skip
-    """Return the scales and shifts that take a query's points to pixels of a level."""
-    across, down = width.to(tl.float32), height.to(tl.float32)
-    scale_x, scale_y = tl.full(q.shape, 1.0, tl.float32), tl.full(q.shape, 1.0, tl.float32)
-    shift_x, shift_y = tl.full(q.shape, -0.5, tl.float32), tl.full(q.shape, -0.5, tl.float32)
+    """Return the scales and shifts from a query's points to pixels of a level."""
+    across = width.to(tl.float32)
+    down = height.to(tl.float32)
+    scale_x = tl.full(q.shape, 1.0, tl.float32)
+    scale_y = tl.full(q.shape, 1.0, tl.float32)
+    shift_x = tl.full(q.shape, -0.5, tl.float32)
+    shift_y = tl.full(q.shape, -0.5, tl.float32)
     if REFERENCE == 0:
-        scale_x, scale_y = scale_x * across, scale_y * down
+        scale_x = scale_x * across
+        scale_y = scale_y * down
     else:
         at = reference_ptr + (q * LEVELS + level) * REFERENCE
         shift_x += tl.load(at, mask=in_tile, other=0.0).to(tl.float32) * across
@@ -117,26 +124,34 @@ def _scales(reference_ptr, q, level, in_tile, height, width, LEVELS: tl.constexp
 
 @triton.jit
 def _corners(points_ptr, at, in_tile, height, width, scale_x, scale_y, shift_x, shift_y):
-    """Return the sample's fractions, the pixel at its upper left, and which rows and columns lie on the map."""
+    """Return the sample's fractions, the pixel at its upper left, and masks of the rows and columns on the map."""
     x = tl.load(points_ptr + at, mask=in_tile, other=0.0).to(tl.float32) * scale_x + shift_x
     y = tl.load(points_ptr + at + 1, mask=in_tile, other=0.0).to(tl.float32) * scale_y + shift_y
-    # what is far off the map stays off it, within the range of int32; so does what is no number, which neither returns
+    # Points far off the map stay off it, within the range of int32. So does NaN: maximum and minimum return the other
+    # argument.
     x = tl.minimum(tl.maximum(x, -2.0), width.to(tl.float32))
     y = tl.minimum(tl.maximum(y, -2.0), height.to(tl.float32))
-    x0, y0 = tl.floor(x), tl.floor(y)
-    fx, fy = x - x0, y - y0
-    left, top = x0.to(tl.int32), y0.to(tl.int32)
-    # as unsigned integers, negative ones are too large as well
-    columns, rows = width.to(tl.uint32), height.to(tl.uint32)
-    in_left, in_right = left.to(tl.uint32) < columns, (left + 1).to(tl.uint32) < columns
-    in_top, in_bottom = (top.to(tl.uint32) < rows) & in_tile, ((top + 1).to(tl.uint32) < rows) & in_tile
+    x0 = tl.floor(x)
+    y0 = tl.floor(y)
+    fx = x - x0
+    fy = y - y0
+    left = x0.to(tl.int32)
+    top = y0.to(tl.int32)
+    # As unsigned integers, negative ones are too large as well.
+    columns = width.to(tl.uint32)
+    rows = height.to(tl.uint32)
+    in_left = left.to(tl.uint32) < columns
+    in_right = (left + 1).to(tl.uint32) < columns
+    in_top = (top.to(tl.uint32) < rows) & in_tile
+    in_bottom = ((top + 1).to(tl.uint32) < rows) & in_tile
     return fx, fy, left, top, in_left, in_right, in_top, in_bottom
 
 
 @triton.jit
 def _bilinear(w, fx, fy):
     """Return the shares of the four corners: upper left, upper right, lower left, lower right."""
-    upper, lower = w * (1.0 - fy), w * fy
+    upper = w * (1.0 - fy)
+    lower = w * fy
     return upper * (1.0 - fx), upper * fx, lower * (1.0 - fx), lower * fx
 
 
@@ -189,8 +204,8 @@ def forward_kernel(
     )  # fmt: skip
     largest = tl.max(x, 1)
     tl.store(lse_ptr + row, largest + tl.log2(tl.sum(tl.exp2(x - largest[:, None]), 1)), mask=in_tile)
-    # Through memory, which the backward pass needs anyway, to the lanes of the loop: kept in registers, the weights
-    # would change lanes for every sample.
+    # The sum goes to the lanes of the loop through memory, which the backward pass needs anyway. In registers the
+    # weights would change lanes for every sample.
     tl.debug_barrier()
     lse = tl.load(lse_ptr + row, mask=in_tile, other=0.0)
     total = tl.zeros((BLOCK_Q, PIECE), tl.float32)
@@ -208,7 +223,7 @@ def forward_kernel(
                 points_ptr, at * 2, in_tile, height, width, scale_x, scale_y, shift_x, shift_y
             )
             w00, w10, w01, w11 = _bilinear(w, fx, fy)
-            # all loads stand before what uses or converts the first: the assembler keeps more of them under way
+            # All loads come before the first use of one, so that the assembler keeps more of them under way.
             upper = (start + top * width + left) * heads
             lower = upper + width * heads
             v00, u00 = _load2(value_ptr, upper, in_top & in_left, d, D)

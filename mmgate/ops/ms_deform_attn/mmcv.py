@@ -1,12 +1,11 @@
-"""Multi-scale deformable sampling by mmcv's CUDA operator, as one registered torch op.
+"""Multi-scale deformable sampling by mmcv's CUDA operator, registered with torch.
 
-The import of mmcv is put off until a CUDA tensor asks for it, so that ``mmgate.ops`` needs torch alone.
+mmcv is imported when a CUDA tensor asks for it, so that ``mmgate.ops`` needs torch alone.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +20,9 @@ def missing() -> str | None:
         from mmcv.ops import get_compiling_cuda_version, multi_scale_deform_attn
     except ImportError as error:
         return f'mmcv with compiled operators is not installed ({error})'
-    own = multi_scale_deform_attn.ext_module.__name__ == 'mmcv._ext'  # a benchmark may have put another there
-    if own and get_compiling_cuda_version() == 'not available':
+    # A benchmark may have put another operator there.
+    from_mmcv = multi_scale_deform_attn.ext_module.__name__ == 'mmcv._ext'
+    if from_mmcv and get_compiling_cuda_version() == 'not available':
         return 'mmcv was built without CUDA; build it where torch.version.cuda is set and nvcc is found'
     return None
 
@@ -41,28 +41,60 @@ def why_not(value: Tensor) -> str | None:
 def sample(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
 ) -> Tensor:
-    """Weighted sampling, as :func:`mmgate.ops.ms_deform_attn.reference.sample`.
+    """Return the weighted sum of samples as :func:`.reference.sample`.
 
-    Computed in float32 for every input dtype: mmcv's kernel has no bfloat16, and in float16 it rounds the coordinates.
+    It is computed in float32 for every input dtype: mmcv's kernel has no bfloat16, and in float16 it rounds the
+    coordinates.
     """
-    values, locations, shares = (x.float().contiguous() for x in (value, sampling_locations, weights))
-    return _operator(values, spatial_shapes, level_start_index, locations, shares).to(value.dtype)
+    output = _operator(
+        value.float().contiguous(),
+        spatial_shapes,
+        level_start_index,
+        sampling_locations.float().contiguous(),
+        weights.float().contiguous(),
+    )
+    return output.to(value.dtype)
 
 
-def _sample(value: Tensor, *others: Tensor) -> Tensor:
+def _sample(
+    value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, locations: Tensor, weights: Tensor
+) -> Tensor:
     from mmcv.ops.multi_scale_deform_attn import ext_module
 
     # The kernel wants a batch that its step divides; one step for all images always does.
-    return ext_module.ms_deform_attn_forward(value, *others, im2col_step=len(value))
+    return ext_module.ms_deform_attn_forward(
+        value, spatial_shapes, level_start_index, locations, weights, im2col_step=len(value)
+    )
 
 
-def _sample_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def _sample_backward(
+    grad: Tensor,
+    value: Tensor,
+    spatial_shapes: Tensor,
+    level_start_index: Tensor,
+    locations: Tensor,
+    weights: Tensor,
+    value_needs_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return all three gradients: mmcv's kernel forms that of the values together with the others."""
     from mmcv.ops.multi_scale_deform_attn import ext_module
 
-    *inputs, _ = arguments  # the values' gradient comes with the others
-    grads = tuple(torch.zeros_like(inputs[i]) for i in (0, 3, 4))
-    ext_module.ms_deform_attn_backward(*inputs, grad.contiguous(), *grads, im2col_step=len(inputs[0]))
-    return grads
+    grad_value = torch.zeros_like(value)
+    grad_locations = torch.zeros_like(locations)
+    grad_weights = torch.zeros_like(weights)
+    ext_module.ms_deform_attn_backward(
+        value,
+        spatial_shapes,
+        level_start_index,
+        locations,
+        weights,
+        grad.contiguous(),
+        grad_value,
+        grad_locations,
+        grad_weights,
+        im2col_step=len(value),
+    )
+    return grad_value, grad_locations, grad_weights
 
 
 _operator = sampling_operator('ms_deform_sample_mmcv', _sample, _sample_backward)

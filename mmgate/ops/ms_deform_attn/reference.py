@@ -1,4 +1,4 @@
-"""Reference of the weighted sampling: plain indexing, exact in float64, differentiable by autograd."""
+"""Reference of the sampling: plain indexing, exact in float64, differentiable by autograd."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ from torch import Tensor
 def sample(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
 ) -> Tensor:
-    """Reference of the weighted sampling: plain indexing, differentiable by autograd, no loop over levels.
+    """Return the weighted sum of bilinear samples, ``(B, Q, H * D)``, by plain indexing.
 
-    Args and return value as in :func:`mmgate.ops.ms_deform_attn`, with attention ``weights`` for logits and gate.
+    Args:
+        value: ``(B, S, H, D)``.
+        spatial_shapes: ``(L, 2)`` as (height, width), integer.
+        level_start_index: ``(L,)``, integer.
+        sampling_locations: ``(B, Q, H, L, P, 2)`` as (x, y), 0 to 1 over a level.
+        weights: Attention weights ``(B, Q, H, L, P)``.
     """
     batch, _, heads, dim = value.shape
     queries = sampling_locations.shape[1]
     b = torch.arange(batch, device=value.device).view(-1, 1, 1, 1, 1)
     h = torch.arange(heads, device=value.device).view(-1, 1, 1)
 
-    starts = level_start_index.clamp(max=value.shape[1] - 1)[:, None]  # where a last level is empty
+    # A last level that is empty starts after the last token.
+    starts = level_start_index.clamp(max=value.shape[1] - 1)[:, None]
     output = weights.new_zeros(batch, queries, heads, dim)
     for index, bilinear in corners(spatial_shapes, sampling_locations.to(weights.dtype)):
         samples = value[b, starts + index, h]  # (B, Q, H, L, P, D)
@@ -29,23 +35,32 @@ def sample(
 
 
 def pixels(spatial_shapes: Tensor, locations: Tensor) -> tuple[Tensor, ...]:
-    """Return width and height of the levels, ``(L, 1)``, and each location's pixel at its upper left and fractions."""
+    """Return where locations ``(..., L, P, 2)`` lie among the pixels of their levels.
+
+    Returns:
+        Width and height of the levels, ``(L, 1)``; column and row of the pixel at the upper left of each location, and
+        the fractions of a pixel from there to the location, ``(..., L, P)``.
+    """
     width, height = spatial_shapes.flip(-1).to(locations.dtype)[:, None].unbind(-1)
-    x, y = locations[..., 0] * width - 0.5, locations[..., 1] * height - 0.5  # pixel centres become integers
-    x0, y0 = x.floor(), y.floor()
+    # Pixel centres become integers.
+    x = locations[..., 0] * width - 0.5
+    y = locations[..., 1] * height - 0.5
+    x0 = x.floor()
+    y0 = y.floor()
     return width, height, x0, y0, x - x0, y - y0
 
 
 def corners(
     spatial_shapes: Tensor, locations: Tensor, dtype: torch.dtype = torch.int64
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the four pixels around each location ``(..., L, P, 2)``, index in the level and bilinear share.
+    """Yield index and bilinear share of each of the four pixels around locations ``(..., L, P, 2)``.
 
-    Both are ``(..., L, P)``, and 0 outside of the level; ``dtype`` is the index's.
+    Both are ``(..., L, P)`` and 0 outside of the level. The index, of type ``dtype``, counts the level's pixels.
     """
     width, height, x0, y0, fx, fy = pixels(spatial_shapes, locations)
     for dx, dy in ((0, 0), (1, 0), (0, 1), (1, 1)):
-        x, y = x0 + dx, y0 + dy
+        x = x0 + dx
+        y = y0 + dy
         inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
         share = (fx if dx else 1 - fx) * (fy if dy else 1 - fy)
         yield torch.where(inside, y * width + x, 0).to(dtype), torch.where(inside, share, 0)

@@ -1,4 +1,4 @@
-"""Registers a sampler of finished locations and weights, the CPU's or mmcv's, as an operator with its gradient."""
+"""Registration of a sampler of finished locations and weights as an operator with its gradient."""
 
 from __future__ import annotations
 
@@ -7,36 +7,45 @@ from typing import Any
 
 from torch import Tensor
 
-from ..library import Operator
+from ..custom_op import Operator
+from .weights import Sampler
 
-ARGUMENTS = 'Tensor value, Tensor spatial_shapes, Tensor level_start_index, Tensor locations, Tensor weights'
 
-
-def sampling_operator(name: str, sample: Callable[..., Tensor], gradients: Callable[..., Any]) -> Operator:
+def sampling_operator(name: str, sample: Sampler, gradients: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Operator:
     """Return the operator ``mmgate::<name>``.
 
     Args:
-        name: Of the operator; its gradient's ends in ``_backward``.
-        sample: ``(value, spatial_shapes, level_start_index, locations, weights) -> (B, Q, H * D)``, weights as logits
-            in :func:`mmgate.ops.ms_deform_attn`.
-        gradients: ``(grad, *arguments, value_needs_grad)`` to the gradients of value, locations and weights.
+        name: Name of the operator; that of its gradient ends in ``_backward``.
+        sample: ``(value, spatial_shapes, level_start_index, locations, weights) -> (B, Q, H * D)``, see
+            :func:`.reference.sample`; annotated, as the operator's types are read from it.
+        gradients: Takes the output's gradient, the arguments of ``sample`` and whether the values need a gradient, and
+            returns the gradients of values, locations and weights; annotated as well.
     """
 
-    def fake(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+    def fake(
+        value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, locations: Tensor, weights: Tensor
+    ) -> Tensor:
         return value.new_empty(*weights.shape[:2], value.shape[2] * value.shape[3])
 
-    def fake_gradients(grad: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        return tuple(x.new_empty(x.shape) for x in (value, *others[2:4]))
+    def fake_gradients(
+        grad: Tensor,
+        value: Tensor,
+        spatial_shapes: Tensor,
+        level_start_index: Tensor,
+        locations: Tensor,
+        weights: Tensor,
+        value_needs_grad: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return value.new_empty(value.shape), locations.new_empty(locations.shape), weights.new_empty(weights.shape)
 
-    schema = f'(Tensor grad, {ARGUMENTS}, bool value_needs_grad) -> (Tensor, Tensor, Tensor)'
-    of_inputs = Operator(f'{name}_backward', gradients, fake_gradients, schema)
-    operator = Operator(name, sample, fake, f'({ARGUMENTS}) -> Tensor')
+    gradients_operator = Operator(f'{name}_backward', gradients, fake_gradients)
+    operator = Operator(name, sample, fake)
 
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        value, locations, weights = of_inputs(grad, *ctx.saved_tensors, ctx.needs_input_grad[0])
+        value, locations, weights = gradients_operator(grad, *ctx.saved_tensors, ctx.needs_input_grad[0])
         return value, None, None, locations, weights
 
     operator.differentiate(backward, setup_context)

@@ -1,30 +1,15 @@
-"""What precedes the sampling: a call's arguments, sampling locations from offsets, and weights from gated logits."""
+"""Sampling locations from offsets, and attention weights from gated logits."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 POSITIONS = ('pre_softmax', 'post_softmax')
-
-
-class Sampling(NamedTuple):
-    """The arguments of a backend, as :func:`mmgate.ops.ms_deform_attn` has checked them.
-
-    ``points`` are sampling locations, or offsets where there are reference points.
-    """
-
-    value: Tensor
-    spatial_shapes: Tensor
-    level_start_index: Tensor
-    points: Tensor
-    logits: Tensor
-    gate: Tensor | None
-    residual: bool
-    position: str
-    reference_points: Tensor | None
+# Takes value, spatial_shapes, level_start_index, sampling locations and attention weights; returns (B, Q, H * D).
+Sampler = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def offset_locations(offsets: Tensor, reference_points: Tensor, spatial_shapes: Tensor) -> Tensor:
@@ -36,7 +21,8 @@ def offset_locations(offsets: Tensor, reference_points: Tensor, spatial_shapes: 
     Source: Deformable DETR, Eq. 3 and appendix A.4.
     """
     if offsets.dtype in (torch.float16, torch.bfloat16):
-        offsets, reference_points = offsets.float(), reference_points.float()
+        offsets = offsets.float()
+        reference_points = reference_points.float()
     reference = reference_points[:, :, None, :, None]  # (B, Q, 1, L, 1, 2|4)
     if reference_points.shape[-1] == 2:
         return reference + offsets / spatial_shapes.flip(-1)[:, None]
@@ -60,3 +46,31 @@ def attention_weights(
     if gate is not None and position == 'post_softmax':
         weights = weights * factor
     return weights
+
+
+def attend_by(sample: Sampler) -> Callable[..., Tensor]:
+    """Return the function of a backend that samples with finished locations and weights.
+
+    Args:
+        sample: ``(value, spatial_shapes, level_start_index, sampling_locations, weights) -> (B, Q, H * D)``.
+    """
+
+    def attend(
+        *,
+        value: Tensor,
+        spatial_shapes: Tensor,
+        level_start_index: Tensor,
+        points: Tensor,
+        logits: Tensor,
+        gate: Tensor | None,
+        residual: bool,
+        position: str,
+        reference_points: Tensor | None,
+    ) -> Tensor:
+        weights = attention_weights(logits, gate, residual=residual, position=position)
+        locations = points
+        if reference_points is not None:
+            locations = offset_locations(points, reference_points, spatial_shapes)
+        return sample(value, spatial_shapes, level_start_index, locations, weights)
+
+    return attend

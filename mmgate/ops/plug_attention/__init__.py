@@ -6,18 +6,17 @@ mask bias broadcastable to (B, H, N, M); output (B, H, N, e).
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from ..backend import OPERATORS, Backend, anywhere, find, run
+from ..backend import OPERATORS, Backend, find, run
+from ..custom_op import outside_graphs
 from ..layout import check_layout
-from ..library import outside_graphs
 from . import chunked, reference, triton
 from .reference import Modulation, attention_map
 
 POSITIONS = ('pre_softmax', 'post_softmax')
-SIZES = (1 << 20, 1 << 26)  # pairs of a small and a medium call: of 256 and 2048 tokens, 8 heads, 2 images
+# Most pairs of a small and of a medium call: 256 and 2048 tokens, with 8 heads and 2 images.
+SIZES = (1 << 20, 1 << 26)
 
 __all__ = ['BACKENDS', 'attention_map', 'check_backend', 'plug_attention']
 
@@ -42,50 +41,84 @@ def plug_attention(
     The bias (masks) is added after the gate, so that a masked pair stays masked.
 
     Args:
-        query: ``(B, H, N, d)``, floating point.
-        key: ``(B, H, M, d)``.
-        value: ``(B, H, M, e)``, most often e = d.
-        gate_query: ``(B, 1, N, g)``, shared by the heads, or ``(B, H, N, g)``.
-        gate_key: ``(B, 1, M, g)`` or ``(B, H, M, g)``.
-        modulation: Elementwise map from raw gate logits to the gate G.
-        bias: Added to the gated logits; broadcasts to ``(B, H, N, M)``. No row may be -inf throughout. Nothing else
-            broadcasts.
-        residual: Multiply by ``1 + G``, else by ``G``.
-        position: Gate the logits (``'pre_softmax'``) or the attention weights (``'post_softmax'``).
+        query: Queries ``(B, H, N, d)``, floating point.
+        key: Keys ``(B, H, M, d)``.
+        value: Values ``(B, H, M, e)``, most often e = d.
+        gate_query: The gate's queries Qg, ``(B, 1, N, g)`` if the heads share the gate, or ``(B, H, N, g)``.
+        gate_key: The gate's keys Kg, ``(B, 1, M, g)`` or ``(B, H, M, g)``.
+        modulation: Elementwise function m from raw gates to gates G.
+        bias: Bias of the gated logits, broadcastable to ``(B, H, N, M)``. No row may be -inf throughout. No other
+            argument broadcasts.
+        residual: True multiplies by ``1 + G``, False by ``G``.
+        position: ``'pre_softmax'`` gates the logits, ``'post_softmax'`` the attention weights.
         dropout: Probability of dropping an attention weight.
-        backend: ``'torch'`` (reference, holds all N x M maps), ``'chunked'`` (rows in chunks, recomputed in the
-            backward pass), ``'triton'`` (no map at all, CUDA) or ``'auto'``, see :mod:`mmgate.ops.backend`.
+        backend: ``'torch'`` (the reference, with all N x M maps in memory), ``'chunked'`` (rows in chunks, recomputed
+            in the backward pass), ``'triton'`` (without a map in memory, CUDA) or ``'auto'``, see
+            :mod:`mmgate.ops.backend`.
 
     Returns:
         ``(B, H, N, e)``.
 
     Raises:
         TypeError: An argument is no tensor.
-        ValueError: Shapes, dtypes or devices that do not go together, no channels, or a backend that is unknown or
+        ValueError: Shapes, dtypes or devices do not go together, there are no channels, or the backend is unknown or
             cannot run here.
 
     Source: PLuG attention, Eq. 2 to 7, Eq. 17 for ``'post_softmax'``.
     """
     if position not in POSITIONS:
         raise ValueError(f'position={position!r} is unknown; choose one of {", ".join(POSITIONS)}.')
-    shapes = ('query', query, 'B H N d'), ('key', key, 'B H M d')
-    gates = ('gate_query', gate_query, 'B G N g'), ('gate_key', gate_key, 'B G M g')
-    check_layout(*shapes, ('value', value, 'B H M e'), *gates, filled='d g')
-    check_layout(*shapes, ('bias', bias, 'B|1 H|1 N|1 M|1'), one_dtype=False)
+    check_layout(
+        ('query', query, 'B H N d'),
+        ('key', key, 'B H M d'),
+        ('value', value, 'B H M e'),
+        ('gate_query', gate_query, 'B G N g'),
+        ('gate_key', gate_key, 'B G M g'),
+        filled='d g',
+    )
+    # A bias may have another dtype.
+    check_layout(
+        ('query', query, 'B H N d'),
+        ('key', key, 'B H M d'),
+        ('bias', bias, 'B|1 H|1 N|1 M|1'),
+        one_dtype=False,
+    )
     batch, heads, rows, _ = query.shape
     if gate_query.shape[1] not in (1, heads):
         raise ValueError(f'gate_query must have 1 head or the {heads} of query, got {gate_query.shape[1]}.')
     if bias is not None:
         bias = bias[(None,) * (4 - bias.dim())]
-    arguments = (query, key, value, gate_query, gate_key, modulation, bias, residual, position, dropout)
-    return run('plug_attention', BACKENDS, arguments, backend, (batch * heads * rows * key.shape[2], *SIZES))
+    return run(
+        'plug_attention',
+        BACKENDS,
+        query,
+        backend,
+        (batch * heads * rows * key.shape[2], *SIZES),
+        query=query,
+        key=key,
+        value=value,
+        gate_query=gate_query,
+        gate_key=gate_key,
+        modulation=modulation,
+        bias=bias,
+        residual=residual,
+        position=position,
+        dropout=dropout,
+    )
 
 
-def check_backend(name: str, modulation: Any, gate_width: int, residual: bool, position: str) -> None:
-    """Refuse a name that no backend has, and what the backend of that name does not have.
+def check_backend(name: str, modulation: Modulation, gate_width: int, residual: bool, position: str) -> None:
+    """Refuse an unknown backend, and a gate that the backend cannot compute.
+
+    Args:
+        name: Name of the backend, or ``'auto'``.
+        modulation: Elementwise function from raw gates to gates.
+        gate_width: Channels g of the gate's queries and keys.
+        residual: See :func:`plug_attention`.
+        position: See :func:`plug_attention`.
 
     Raises:
-        ConfigError: With the reason.
+        ConfigError: The message has the reason.
     """
     if name != 'auto':
         find('plug_attention', BACKENDS, name)
@@ -94,8 +127,8 @@ def check_backend(name: str, modulation: Any, gate_width: int, residual: bool, p
 
 
 BACKENDS = OPERATORS['plug_attention'] = (
-    Backend('chunked', anywhere, chunked.attend, words='rows in chunks'),
-    Backend('torch', anywhere, reference.attend, plain=True, words='the reference, with whole maps'),
-    # No GPU has run it yet: 'auto' takes it where a calibration says so.
-    Backend('triton', triton.why_not, triton.attend, in_order=False, words='Triton kernels without a map'),
+    Backend('chunked', chunked.attend, description='rows in chunks'),
+    Backend('torch', reference.attend, exportable=True, description='the reference, with whole maps'),
+    # No GPU has run it yet: 'auto' takes it only after a calibration.
+    Backend('triton', triton.attend, triton.why_not, in_order=False, description='Triton kernels without a map'),
 )

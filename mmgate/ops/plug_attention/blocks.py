@@ -1,4 +1,7 @@
-"""How the Triton kernels of PLuG attention are cut into programs: by listings, as no GPU has run them."""
+"""Sizes of the blocks in which the Triton kernels of PLuG attention work.
+
+They were chosen by the listings of compiled kernels, as no GPU has run them yet.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from torch import Tensor
 
 from ..triton_backend import MAX_DIM, interpreted, padded, target_of
 
-# Rows and columns of a block and pipeline stages, by bytes of an element and the wider of padded channels and gate
-# channels: 64 where the listing for sm_90 shows warpgroup products and hardly a spill (KERNELS.md), and never more than
-# 99 KiB of shared memory, which every GPU since sm_80 has.
-BLOCKS = {
+# Rows and columns of a block, and pipeline stages.
+Shape = tuple[int, int, int]
+# The keys are the bytes of an element, the kernel, and the padded number of channels or of gate channels, whichever is
+# larger. A side is 64 where the listing for sm_90 shows warpgroup products and hardly a spill (KERNELS.md). No entry
+# needs more than 99 KiB of shared memory, which every GPU since sm_80 has.
+BLOCKS: dict[int, dict[str, dict[int, Shape]]] = {
     2: {
         'forward_kernel': {16: (64, 64, 3), 32: (64, 64, 3), 64: (64, 64, 2), 128: (64, 32, 2)},
         'rows_backward_kernel': {16: (64, 32, 3), 32: (64, 32, 3), 64: (64, 32, 2), 128: (64, 32, 2)},
@@ -23,11 +28,12 @@ BLOCKS = {
         'columns_backward_kernel': {16: (32, 64, 2), 32: (32, 64, 2), 64: (32, 32, 2), 128: (32, 16, 2)},
     },
 }
-# The same of programs of two heads that share their gate, on sm_8x and sm_12x and then on sm_90, also by whether there
-# is a bias of rows and columns. Such a program is taken where it needs fewer instructions a head and as many heads are
-# at work in a multiprocessor as by programs of one head; it does not spill without a bias, and a few words with one
-# (KERNELS.md has the counts). No entry: one head.
-OLDER: dict[tuple[int, str, bool], dict[int, tuple[int, int, int]]] = {
+# The same for programs of two heads that share their gate, on sm_8x and sm_12x. The keys are the bytes of an element,
+# the kernel, and True for a bias with rows and columns. A program of two heads is taken where it needs fewer
+# instructions for each head, and as many heads are at work in a multiprocessor as with programs of one head. Without a
+# bias it does not spill, with one it spills a few words (KERNELS.md has the counts). Without an entry a program has one
+# head.
+SM_80_AND_120: dict[tuple[int, str, bool], dict[int, Shape]] = {
     (2, 'forward_kernel', False): {16: (64, 64, 3), 32: (64, 64, 2), 64: (64, 32, 2)},
     (2, 'rows_backward_kernel', False): {16: (64, 32, 3), 32: (64, 16, 3)},
     (2, 'columns_backward_kernel', False): {16: (32, 64, 3), 32: (16, 64, 3)},
@@ -35,7 +41,8 @@ OLDER: dict[tuple[int, str, bool], dict[int, tuple[int, int, int]]] = {
     (2, 'rows_backward_kernel', True): {16: (64, 16, 3), 32: (64, 16, 3)},
     (2, 'columns_backward_kernel', True): {16: (16, 64, 3), 32: (16, 64, 3)},
 }
-SM_90: dict[tuple[int, str, bool], dict[int, tuple[int, int, int]]] = {
+# The same on sm_90.
+SM_90: dict[tuple[int, str, bool], dict[int, Shape]] = {
     (2, 'forward_kernel', False): {16: (64, 64, 3), 32: (64, 64, 3), 64: (64, 64, 2)},
     (2, 'rows_backward_kernel', False): {16: (64, 32, 3), 32: (64, 32, 3), 64: (64, 16, 2)},
     (2, 'columns_backward_kernel', False): {16: (32, 64, 3), 32: (32, 64, 3)},
@@ -44,12 +51,22 @@ SM_90: dict[tuple[int, str, bool], dict[int, tuple[int, int, int]]] = {
     (2, 'columns_backward_kernel', True): {16: (32, 64, 3), 32: (16, 64, 3)},
     (4, 'forward_kernel', False): {16: (64, 32, 2), 32: (64, 32, 2)},
 }
-PAIRED = {8: OLDER, 9: SM_90, 12: OLDER}  # by tens of the compute capability
-SMALL_BLOCKS = (16, 16, 1)  # in the interpreter, so that small shapes have several; the least that a product takes
+# By the first number of the compute capability.
+PAIRED = {8: SM_80_AND_120, 9: SM_90, 12: SM_80_AND_120}
+# In the interpreter blocks have the least sides that a product takes, so that small shapes have several blocks.
+SMALL_BLOCKS = (16, 16, 1)
 
 
 class Blocks(NamedTuple):
-    """How a kernel works: two heads a program or one, rows and columns of a block, pipeline stages, warps."""
+    """Division of a kernel into programs.
+
+    Attributes:
+        pair: True if a program has two heads, False if it has one.
+        rows: Rows of a block.
+        columns: Columns of a block.
+        stages: Pipeline stages.
+        warps: Warps of a program.
+    """
 
     pair: bool
     rows: int
@@ -59,11 +76,12 @@ class Blocks(NamedTuple):
 
 
 def blocks_for(name: str, query: Tensor, gate_query: Tensor, bias: Tensor | None) -> Blocks:
-    """Return how the kernel ``name`` works on these tensors, by small blocks in the interpreter."""
+    """Return the division of the kernel ``name`` for these tensors; in the interpreter blocks are small."""
     pairs = gate_query.shape[1] == 1 and query.shape[1] % 2 == 0 and is_shared(bias, 1)
     if interpreted():
         return Blocks(pairs, *SMALL_BLOCKS)
-    widest, full_bias = padded(max(query.shape[-1], gate_query.shape[-1])), biased(bias) == 2
+    widest = padded(max(query.shape[-1], gate_query.shape[-1]))
+    full_bias = biased(bias) == 2
     of_pairs = PAIRED.get(target_of(query.device).arch // 10, {})
     entry = of_pairs.get((query.element_size(), name, full_bias), {}).get(widest)
     if pairs and entry is not None:
@@ -73,10 +91,12 @@ def blocks_for(name: str, query: Tensor, gate_query: Tensor, bias: Tensor | None
 
 
 def is_shared(bias: Tensor | None, axis: int) -> bool:
-    """Return whether there is one bias for all of ``axis``, or none."""
+    """Return True if there is no bias, or one for all indices of ``axis``."""
     return bias is None or bias.shape[axis] == 1 or bias.stride(axis) == 0
 
 
 def biased(bias: Tensor | None) -> int:
-    """Return 0 for no bias, 1 for one of all rows, 2 for another."""
-    return 0 if bias is None else 1 if is_shared(bias, 2) else 2
+    """Return 0 without a bias, 1 for one that all rows share, 2 for any other."""
+    if bias is None:
+        return 0
+    return 1 if is_shared(bias, 2) else 2

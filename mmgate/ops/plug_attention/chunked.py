@@ -1,6 +1,7 @@
-"""PLuG attention in chunks of query rows, formed anew in the backward pass, so that no whole map is in memory.
+"""PLuG attention in chunks of query rows, which the backward pass computes again, so that no whole map is in memory.
 
-What has a gradient of its own (``rows.py``) takes less time and memory than the chunks under autograd.
+The gradient in ``rows.py`` takes less time and memory than chunks under autograd. Dropout, a learnt bias, any other
+modulation than a module, and torch.compile need the latter.
 """
 
 from __future__ import annotations
@@ -13,75 +14,127 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from ..library import autocast_dtype, is_compiling, without_autocast
+from ..autocast import autocast_dtype, without_autocast
+from ..tracing import is_compiling
 from . import reference
-from .reference import Arguments
-from .rows import GatedRows, part_of
+from .reference import Modulation
+from .rows import GatedRows, rows_of
 
-# Elements of (B, H, rows, M) that exist at a time: as many as a CPU's cache holds; on a GPU the launches count.
+# Elements of (B, H, rows, M) that are in memory at a time. On a CPU they fit into its cache. On a GPU larger chunks
+# need fewer launches.
 CHUNK = 1 << 21
 CHUNK_ON_GPU = 1 << 26
 
 
-def attend(*arguments: Any) -> Tensor:
-    """Attend; the arguments are those of :class:`Arguments`."""
-    call = Arguments(*arguments)
-    batch, heads, rows, _ = call.query.shape
-    chunk = chunk_on(call.query.device)
-    step = max(1, chunk // max(1, batch * heads * call.key.shape[-2]))
+def attend(
+    *,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate_query: Tensor,
+    gate_key: Tensor,
+    modulation: Modulation,
+    bias: Tensor | None,
+    residual: bool,
+    position: str,
+    dropout: float,
+) -> Tensor:
+    """Attend in chunks of rows; the arguments are those of :func:`.plug_attention`, the bias with four axes."""
+    options: dict[str, Any] = dict(residual=residual, position=position, dropout=dropout)
+    batch, heads, rows, _ = query.shape
+    chunk = chunk_on(query.device)
+    step = max(1, chunk // max(1, batch * heads * key.shape[-2]))
+    tensors = (query, key, value, gate_query, gate_key)
     if rows <= step:
-        return reference.attend(*call)
-    learnt_bias = call.bias is not None and call.bias.requires_grad
-    if is_compiling() or not isinstance(call.modulation, nn.Module):
-        return _checkpointed(step, call)
-    # by the backward pass functional_call and FSDP have put other tensors into the module
-    module, bound = call.modulation, _tensors_of(call.modulation)
-    if call.dropout or learnt_bias:
-        return _checkpointed(step, call._replace(modulation=partial(functional_call, module, bound)))
-    tensors: tuple[Tensor, ...] = call[:5]
-    narrow = autocast_dtype(call.query.device.type)
+        return reference.attend(
+            query=query,
+            key=key,
+            value=value,
+            gate_query=gate_query,
+            gate_key=gate_key,
+            modulation=modulation,
+            bias=bias,
+            **options,
+        )
+    if is_compiling() or not isinstance(modulation, nn.Module):
+        return _checkpointed(step, *tensors, modulation, bias, **options)
+    # Until the backward pass, functional_call and FSDP may have put other tensors into the module.
+    module = modulation
+    bound = _tensors_of(module)
+    learnt_bias = bias is not None and bias.requires_grad
+    if dropout or learnt_bias:
+        return _checkpointed(step, *tensors, partial(functional_call, module, bound), bias, **options)
+    device_type = query.device.type
+    narrow = autocast_dtype(device_type)
     if narrow is not None:
-        tensors = tuple(x.to(narrow) for x in tensors)
+        query, key, value, gate_query, gate_key = (x.to(narrow) for x in tensors)
 
     def factor(gate_query: Tensor, gate_key: Tensor, *parameters: Tensor) -> Tensor:
-        modulation = partial(functional_call, module, dict(zip(bound, parameters, strict=True)))
-        return reference.gate_factor(gate_query, gate_key, modulation, call.residual)
+        of_parameters = partial(functional_call, module, dict(zip(bound, parameters, strict=True)))
+        return reference.gate_factor(gate_query, gate_key, of_parameters, residual)
 
-    with without_autocast(call.query.device.type):
-        options = step, call.position == 'post_softmax', factor, call.bias
-        return GatedRows.apply(*options, *tensors, *bound.values())
+    with without_autocast(device_type):
+        post_softmax = position == 'post_softmax'
+        return GatedRows.apply(
+            step, post_softmax, factor, bias, query, key, value, gate_query, gate_key, *bound.values()
+        )
 
 
 def chunk_on(device: torch.device) -> int:
-    """Return how many elements of the map exist at a time on a device."""
+    """Return the number of elements of the map that are in memory at a time on a device."""
     return CHUNK if device.type == 'cpu' else CHUNK_ON_GPU
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's parameters, and what FSDP puts in their places, which are plain attributes."""
-    return {
-        f'{path}.{name}'.lstrip('.'): x
-        for path, part in module.named_modules()
-        for name, x in (part._parameters | vars(part)).items()
-        if isinstance(x, Tensor) and x.is_floating_point()
-    }
+    """Return the parameters of a module by name, or the plain attributes by which FSDP replaces them."""
+    found: dict[str, Tensor] = {}
+    for path, part in module.named_modules():
+        for name, value in (part._parameters | vars(part)).items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                found[f'{path}.{name}'.lstrip('.')] = value
+    return found
 
 
-def _checkpointed(step: int, call: Arguments) -> Tensor:
-    """The chunks under autograd, for what has no gradient of its own: dropout, a learnt bias, any modulation."""
-    columns = call.key, call.value, call.gate_key
-    # in 32 bits, as the sums of the chunks' gradients have to be
+def _checkpointed(
+    step: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate_query: Tensor,
+    gate_key: Tensor,
+    modulation: Modulation,
+    bias: Tensor | None,
+    *,
+    residual: bool,
+    position: str,
+    dropout: float,
+) -> Tensor:
+    """Attend in chunks of ``step`` rows under autograd, which recomputes a chunk for its gradient."""
+    columns = (key, value, gate_key)
+    # Autograd adds the gradients of the chunks in the dtype of these tensors, which has to have 32 bits.
     wide = [x.float() if x.dtype.itemsize < 4 else x for x in columns]
 
     def attend_rows(query: Tensor, gate_query: Tensor, bias: Tensor | None, *wide: Tensor) -> Tensor:
         key, value, gate_key = (x.to(like.dtype) for x, like in zip(wide, columns, strict=True))
-        return reference.attend(query, key, value, gate_query, gate_key, call.modulation, bias, *call[7:])
+        return reference.attend(
+            query=query,
+            key=key,
+            value=value,
+            gate_query=gate_query,
+            gate_key=gate_key,
+            modulation=modulation,
+            bias=bias,
+            residual=residual,
+            position=position,
+            dropout=dropout,
+        )
 
     outputs = []
-    for part in (slice(start, start + step) for start in range(0, call.query.shape[-2], step)):
-        inputs: Any = call.query[:, :, part], call.gate_query[:, :, part], part_of(call.bias, part), *wide
+    for start in range(0, query.shape[-2], step):
+        rows = slice(start, start + step)
+        inputs: Any = (query[:, :, rows], gate_query[:, :, rows], rows_of(bias, rows), *wide)
         if torch.is_grad_enabled():
-            outputs.append(checkpoint(attend_rows, *inputs, use_reentrant=False, preserve_rng_state=call.dropout > 0))
+            outputs.append(checkpoint(attend_rows, *inputs, use_reentrant=False, preserve_rng_state=dropout > 0))
         else:
             outputs.append(attend_rows(*inputs))
     return torch.cat(outputs, -2)

@@ -11,24 +11,25 @@ Layout: q (B, H, N, D), k, v (B, H, M, D), gq (B, G, N, E), gk (B, G, M, E) with
 strides over (B, H, N, M), 0 where it broadcasts; output (B, H, N, D); lse (B, H, 2, N), the softmax's largest exponent
 and log2 of its sum: added up, the sum would be lost in a row whose bias is -10^9 throughout.
 
-A program has a block of rows (or columns, in the last kernel) of one head or, with PAIR, of two neighbouring heads that
-share their gate and bias; names that end in 2 are the second head's. What a shared gate collects is written per program
-and summed outside. ../KERNELS.md says why.
+A program computes a block of rows (of columns in the last kernel) of one head or, with PAIR, of two neighbouring heads
+that share their gate and bias; names that end in 2 belong to the second head. Each program stores its share of the
+gradients of a shared gate, and the shares are added outside. ../KERNELS.md says why.
 
-The blocks keep the products as they come, K and Kg unscaled: scales, and log2(e) for exponentials to base 2, sit in
-the numbers that multiply them anyway. FAST_TANH takes the GPU's own tanh, good to 2^-11, else it is
+Q K^T and Qg Kg^T are not scaled. The scales, and log2(e) for exponentials to base 2, are part of the numbers that
+multiply the products anyway. FAST_TANH takes the GPU's own tanh, which is accurate to 2^-11; without it tanh is
 2 sigmoid(2 u) - 1. INTERPRETED is for Triton's interpreter, which has no products of bfloat16.
 """
 
 import triton
 import triton.language as tl
 
-LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
+# The largest number of float32.
+LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
 def _rows(base, index, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Load rows ``index`` of a (count, WIDTH) matrix, zeros outside."""
+    """Load the rows ``index`` of a (count, WIDTH) matrix, with zeros for rows and columns outside."""
     column = tl.arange(0, BLOCK)
     mask = (index < count)[:, None] & (column < WIDTH)[None, :]
     return tl.load(base + index[:, None].to(tl.int64) * WIDTH + column[None, :], mask=mask, other=0.0)
@@ -36,6 +37,7 @@ def _rows(base, index, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _store(base, index, count, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Store x in the rows ``index`` of a (count, WIDTH) matrix."""
     column = tl.arange(0, BLOCK)
     mask = (index < count)[:, None] & (column < WIDTH)[None, :]
     tl.store(base + index[:, None].to(tl.int64) * WIDTH + column[None, :], x.to(base.dtype.element_ty), mask=mask)
@@ -43,15 +45,17 @@ def _store(base, index, count, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _dot(x, y, total, INTERPRETED: tl.constexpr):
-    """Return total + x y, y being of the type whose precision counts."""
+    """Return total + x y, with x converted to the dtype of y."""
     x = x.to(y.dtype)
     if INTERPRETED:
-        x, y = x.to(tl.float32), y.to(tl.float32)
+        x = x.to(tl.float32)
+        y = y.to(tl.float32)
     return tl.dot(x, y, total, input_precision='tf32x3')
 
 
 @triton.jit
 def _tanh(u, FAST_TANH: tl.constexpr):
+    """Return tanh u."""
     if FAST_TANH:
         return tl.inline_asm_elementwise('tanh.approx.f32 $0, $1;', '=f,f', [u], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -60,24 +64,28 @@ def _tanh(u, FAST_TANH: tl.constexpr):
 
 @triton.jit
 def _place(blocks, heads, gate_heads, PAIR: tl.constexpr):
-    """Return a program's block, its image and (first) head, both in one number, and the index of its gate.
+    """Return a program's block, its image, its (first) head, image and head in one index, and the index of its gate.
 
-    The grid has one axis, the only one that may be long: windows are many images.
+    The grid has one axis, because only the first axis may be long: in windowed attention every window is an image.
     """
     groups = heads // 2 if PAIR else heads
-    block, pid = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
-    image, head = pid // groups, pid % groups * (2 if PAIR else 1)
-    return block, image, head, image * heads + head, image * gate_heads + head % gate_heads  # 0 if the heads share it
+    block = tl.program_id(0) % blocks
+    group = (tl.program_id(0) // blocks).to(tl.int64)
+    image = group // groups
+    head = group % groups * (2 if PAIR else 1)
+    # If the heads share their gate, gate_heads is 1 and the remainder 0.
+    return block, image, head, image * heads + head, image * gate_heads + head % gate_heads
 
 
 @triton.jit
 def _scalars(scalars_ptr):
+    """Load a, b, c and e."""
     return tl.load(scalars_ptr), tl.load(scalars_ptr + 1), tl.load(scalars_ptr + 2), tl.load(scalars_ptr + 3)
 
 
 @triton.jit
 def _gate(gx, gy, a, b, c, e, gate_scale, FAST_TANH: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return Qg Kg^T, or its transpose, and t of a block."""
+    """Return Qg Kg^T of a block, or its transpose if gx holds Kg, and t."""
     r = _dot(gx, tl.trans(gy), tl.zeros((gx.shape[0], gy.shape[0]), tl.float32), INTERPRETED)
     u = ((a * c * gate_scale * gate_scale) * r + (a * e + b * c) * gate_scale) * r + b * e
     return r, _tanh(u, FAST_TANH)
@@ -85,31 +93,35 @@ def _gate(gx, gy, a, b, c, e, gate_scale, FAST_TANH: tl.constexpr, INTERPRETED: 
 
 @triton.jit
 def _added(bias_ptr, n, m, rows, columns, bias_n, bias_m, BIASED: tl.constexpr, EVEN: tl.constexpr):
-    """Return what is added to a block's logits times log2(e): the bias, and -inf in columns outside, unless EVEN.
+    """Return the bias of a block, times log2(e), with -inf in columns outside unless EVEN.
 
-    n and m are indices (N, 1) and (1, M), or (1, N) and (M, 1); the result has an axis of 1 where all rows share it.
+    The indices n and m have the shapes (N, 1) and (1, M), or (1, N) and (M, 1). If all rows share the bias, the rows'
+    axis of the result is 1.
     """
     inside = m < columns
     if not BIASED:
         return tl.where(inside, 0.0, float('-inf'))
     at = m.to(tl.int64) * bias_m
-    if BIASED == 2:  # not one for all rows
+    # The rows do not share the bias.
+    if BIASED == 2:
         at += n.to(tl.int64) * bias_n
         inside = inside & (n < rows)
     bias = tl.load(bias_ptr + at, mask=inside, other=0.0 if EVEN else float('-inf')).to(tl.float32)
-    # what is finite stays so: a row of the least number throughout weighs its keys alike, one of -inf is NaN
+    # A finite bias stays finite. A row with the least number throughout then weighs its keys evenly; one with -inf
+    # throughout would be NaN.
     scaled = tl.minimum(tl.maximum(bias * 1.4426950408889634, -LARGEST), LARGEST)
     return tl.where(bias == float('-inf'), bias, scaled)
 
 
 @triton.jit
 def _logits(x, y, factor, added, ADDED: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return Q K^T and the logits times log2(e) of a block, or both transposed if x is of K and y of Q.
+    """Return Q K^T and the logits times log2(e) of a block, both transposed if x holds K and y holds Q.
 
-    ``factor`` is f with the scale; ``added`` comes into the same instruction.
+    ``factor`` is f times the scale. ``added`` is added in the same instruction.
 
-    A row outside needs no mask: forward nothing of it is stored, backward its log-sum-exp is inf, so that its weights
-    are 0 whatever the bias. Nor does a column in the pass over columns, where nothing of one reaches another.
+    Rows outside need no mask. The forward pass stores nothing of them. In the backward pass their log-sum-exp is inf,
+    so that their weights are 0 with any bias. In the kernel over columns these need no mask either, because no column
+    depends on another.
     """
     s = _dot(x, tl.trans(y), tl.zeros((x.shape[0], y.shape[0]), tl.float32), INTERPRETED)
     return s, s * factor + added if ADDED else s * factor
@@ -120,12 +132,12 @@ def _attend(
     q, factor, added, top, total, out, k_ptr, v_ptr, m, columns,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Take a block of columns into a head's running maximum, sum and output."""
+    """Add a block of columns to a head's running maximum, sum and output, and return the three."""
     k = _rows(k_ptr, m, columns, D, BLOCK_D)
     v = _rows(v_ptr, m, columns, D, BLOCK_D)
     _, logits = _logits(q, k, factor, added, ADDED, INTERPRETED)
     new_top = tl.maximum(top, tl.max(logits, 1))
-    # nothing seen yet but masked keys, which only a bias makes
+    # The maximum is -inf while all keys were masked, which only a bias does.
     shift = tl.where(new_top == float('-inf'), 0.0, new_top) if BIASED else new_top
     p = tl.exp2(logits - shift[:, None])
     fade = tl.exp2(top - shift)
@@ -134,6 +146,7 @@ def _attend(
 
 @triton.jit
 def _finish(out_ptr, lse_ptr, n, rows, top, total, out, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store the output and the log-sum-exp of a head's rows."""
     total = tl.where(n < rows, total, 1.0)
     _store(out_ptr, n, rows, out / total[:, None], D, BLOCK_D)
     tl.store(lse_ptr + n, top, mask=n < rows)
@@ -155,7 +168,8 @@ def forward_kernel(
     a, b, c, e = _scalars(scalars_ptr)
     to_base_2 = scale * 1.4426950408889634
     gq = _rows(gq_ptr + gate * rows * E, n, rows, E, BLOCK_E)
-    k_ptr, v_ptr = k_ptr + first * columns * D, v_ptr + first * columns * D
+    k_ptr += first * columns * D
+    v_ptr += first * columns * D
     bias = bias_ptr + image * bias_b + head * bias_h
     q = _rows(q_ptr + first * rows * D, n, rows, D, BLOCK_D)
     top = tl.full((BLOCK_N,), float('-inf'), tl.float32)
@@ -163,7 +177,9 @@ def forward_kernel(
     out = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     if PAIR:
         q2 = _rows(q_ptr + (first + 1) * rows * D, n, rows, D, BLOCK_D)
-        top2, total2, out2 = top, total, out
+        top2 = top
+        total2 = total
+        out2 = out
     for start in range(0, columns, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
         gk = _rows(gk_ptr + gate * columns * E, m, columns, E, BLOCK_E)
@@ -188,7 +204,7 @@ def forward_kernel(
 
 @triton.jit
 def _gradients(x, y, grad, v, top, total, delta, t, factor, added, ADDED: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return P, dS and dL S / scale of a head's block; transposed if x and y, grad and v have changed places."""
+    """Return P, dS and dL S / scale of a head's block, transposed if x holds K, y Q, grad V and v dO."""
     s, logits = _logits(x, y, factor, added, ADDED, INTERPRETED)
     p = tl.exp2(logits - top - total)
     grad_p = _dot(grad, tl.trans(v), tl.zeros(s.shape, tl.float32), INTERPRETED)
@@ -200,13 +216,15 @@ def _gradients(x, y, grad, v, top, total, delta, t, factor, added, ADDED: tl.con
 def _of_row(
     q_ptr, grad_ptr, lse_ptr, delta_ptr, n, rows, D: tl.constexpr, BLOCK_D: tl.constexpr, BIASED: tl.constexpr
 ):  # fmt: skip
-    """Return what the backward pass needs of a head's rows: q, dO, log-sum-exp, in two parts if BIASED, and delta."""
+    """Load q, dO, the two parts of the log-sum-exp, and delta of a head's rows."""
     q = _rows(q_ptr, n, rows, D, BLOCK_D)
     grad = _rows(grad_ptr, n, rows, D, BLOCK_D)
     top = tl.load(lse_ptr + n, mask=n < rows, other=float('inf'))
     total = tl.load(lse_ptr + rows + n, mask=n < rows, other=0.0)
-    if not BIASED:  # an instruction less for every element
-        top, total = top + total, tl.zeros(total.shape, tl.float32)
+    # Without a bias the two parts are added, which saves an instruction for every element.
+    if not BIASED:
+        top = top + total
+        total = tl.zeros(total.shape, tl.float32)
     return q, grad, top, total, tl.load(delta_ptr + n, mask=n < rows, other=0.0)
 
 
@@ -215,7 +233,7 @@ def _by_columns(
     q, grad, top, total, delta, t, factor, added, grad_q, k_ptr, v_ptr, m, columns,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ADDED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Take a block of columns into a head's dQ; return it and dL S / scale."""
+    """Add a block of columns to a head's dQ; return dQ and dL S / scale."""
     k = _rows(k_ptr, m, columns, D, BLOCK_D)
     v = _rows(v_ptr, m, columns, D, BLOCK_D)
     _, grad_s, grad_f = _gradients(
@@ -233,14 +251,15 @@ def rows_backward_kernel(
     EVEN: tl.constexpr, PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     FAST_TANH: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Store dQ, and the head's or the pair's share of dQg and of the scalars, for BLOCK_N rows."""
+    """Store dQ of BLOCK_N rows, and the program's share of the gradients of Qg and the scalars."""
     ADDED: tl.constexpr = BIASED or not EVEN
     block, image, head, first, gate = _place(tl.cdiv(rows, BLOCK_N), heads, gate_heads, PAIR)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     a, b, c, e = _scalars(scalars_ptr)
     to_base_2 = scale * 1.4426950408889634
     gq = _rows(gq_ptr + gate * rows * E, n, rows, E, BLOCK_E)
-    k_ptr, v_ptr = k_ptr + first * columns * D, v_ptr + first * columns * D
+    k_ptr += first * columns * D
+    v_ptr += first * columns * D
     bias = bias_ptr + image * bias_b + head * bias_h
     at = first * rows
     q, grad, top, total, delta = _of_row(
@@ -254,7 +273,7 @@ def rows_backward_kernel(
         )
         grad_q2 = grad_q
     grad_gq = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
-    # sums of du, du R and du R^2, of which the scalars' gradients are made
+    # Sums of du, du R and du R^2, from which the scalars' gradients are computed.
     sum0 = tl.zeros((BLOCK_N,), tl.float32)
     sum1 = tl.zeros((BLOCK_N,), tl.float32)
     sum2 = tl.zeros((BLOCK_N,), tl.float32)
@@ -302,7 +321,7 @@ def _by_rows(
     k, v, t, factor, added, grad_k, grad_v, q_ptr, grad_ptr, lse_ptr, delta_ptr, n, rows,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BIASED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Take a block of rows into a head's dK and dV; return them and dL S / scale, transposed."""
+    """Add a block of rows to a head's dK and dV; return these, and dL S / scale transposed."""
     q, grad, top, total, delta = _of_row(q_ptr, grad_ptr, lse_ptr, delta_ptr, n, rows, D, BLOCK_D, BIASED)
     p, grad_s, grad_f = _gradients(
         k, q, v, grad, top[None, :], total[None, :], delta[None, :], t, factor, added, BIASED, INTERPRETED
@@ -319,23 +338,28 @@ def columns_backward_kernel(
     EVEN: tl.constexpr, PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     FAST_TANH: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Store dK and dV, and the head's or the pair's share of dKg, for BLOCK_M columns."""
+    """Store dK and dV of BLOCK_M columns, and the program's share of the gradient of Kg."""
     block, image, head, first, gate = _place(tl.cdiv(columns, BLOCK_M), heads, gate_heads, PAIR)
     m = block * BLOCK_M + tl.arange(0, BLOCK_M)
     a, b, c, e = _scalars(scalars_ptr)
     to_base_2 = scale * 1.4426950408889634
     gk = _rows(gk_ptr + gate * columns * E, m, columns, E, BLOCK_E)
-    q_ptr, grad_ptr = q_ptr + first * rows * D, grad_ptr + first * rows * D
-    lse_ptr, delta_ptr = lse_ptr + first * rows * 2, delta_ptr + first * rows
+    q_ptr += first * rows * D
+    grad_ptr += first * rows * D
+    lse_ptr += first * rows * 2
+    delta_ptr += first * rows
     bias = bias_ptr + image * bias_b + head * bias_h
     at = first * columns * D
-    k, v = _rows(k_ptr + at, m, columns, D, BLOCK_D), _rows(v_ptr + at, m, columns, D, BLOCK_D)
+    k = _rows(k_ptr + at, m, columns, D, BLOCK_D)
+    v = _rows(v_ptr + at, m, columns, D, BLOCK_D)
     grad_k = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     grad_v = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     if PAIR:
         at2 = at + columns * D
-        k2, v2 = _rows(k_ptr + at2, m, columns, D, BLOCK_D), _rows(v_ptr + at2, m, columns, D, BLOCK_D)
-        grad_k2, grad_v2 = grad_k, grad_v
+        k2 = _rows(k_ptr + at2, m, columns, D, BLOCK_D)
+        v2 = _rows(v_ptr + at2, m, columns, D, BLOCK_D)
+        grad_k2 = grad_k
+        grad_v2 = grad_v
     grad_gk = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     of_columns = 0.0
     if BIASED == 1:

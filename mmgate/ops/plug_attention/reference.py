@@ -3,27 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
 
 Modulation = Callable[[Tensor], Tensor]
-
-
-class Arguments(NamedTuple):
-    """The arguments of a backend, as :func:`mmgate.ops.plug_attention` has checked them; a bias has four axes."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    gate_query: Tensor
-    gate_key: Tensor
-    modulation: Modulation
-    bias: Tensor | None = None
-    residual: bool = True
-    position: str = 'pre_softmax'
-    dropout: float = 0.0
 
 
 def attention_map(
@@ -37,8 +21,8 @@ def attention_map(
     residual: bool = True,
     position: str = 'pre_softmax',
 ) -> Tensor:
-    """Return the attention weights ``(B, H, N, M)`` of :func:`plug_attention`."""
-    # scaled before the product, which is beyond half precision from 65,504 on
+    """Return the attention weights ``(B, H, N, M)``; the arguments are as in :func:`mmgate.ops.plug_attention`."""
+    # The queries are scaled before the product, which may leave half precision.
     logits = query * query.shape[-1] ** -0.5 @ key.transpose(-1, -2)  # (B, H, N, M)
     factor = gate_factor(gate_query, gate_key, modulation, residual)
     if position == 'pre_softmax':
@@ -48,18 +32,28 @@ def attention_map(
 
 
 def gate_factor(gate_query: Tensor, gate_key: Tensor, modulation: Modulation, residual: bool) -> Tensor:
-    """Return ``1 + G`` or ``G``, ``(B, H|1, N, M)``, in no less than 32 bits.
+    """Return the factor of the logits, ``1 + G`` with the residual or ``G`` without, ``(B, H|1, N, M)``.
 
-    In bfloat16 the sum has four values for all G of less than 0.015, where gates start.
+    It has at least 32 bits. In bfloat16 the sum would have only four values for all G below 0.015, where gates start.
     """
     gate = modulation(gate_query * gate_query.shape[-1] ** -0.5 @ gate_key.transpose(-1, -2))
     gate = gate.float() if gate.dtype.itemsize < 4 else gate
     return 1 + gate if residual else gate
 
 
-def attend(*arguments: Any) -> Tensor:
-    """Attend by the equations, with the maps in memory; the arguments are those of :class:`Arguments`."""
-    x = Arguments(*arguments)
-    options: dict[str, Any] = dict(residual=x.residual, position=x.position)
-    weights = attention_map(x.query, x.key, x.gate_query, x.gate_key, x.modulation, x.bias, **options)
-    return F.dropout(weights, x.dropout, training=x.dropout > 0) @ x.value
+def attend(
+    *,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate_query: Tensor,
+    gate_key: Tensor,
+    modulation: Modulation,
+    bias: Tensor | None,
+    residual: bool,
+    position: str,
+    dropout: float,
+) -> Tensor:
+    """Attend by the equations, with the maps in memory; the arguments are those of :func:`.plug_attention`."""
+    weights = attention_map(query, key, gate_query, gate_key, modulation, bias, residual=residual, position=position)
+    return F.dropout(weights, dropout, training=dropout > 0) @ value

@@ -1,28 +1,31 @@
-r"""PLuG attention in chunks of query rows, with a backward pass that forms each chunk anew.
+r"""PLuG attention in chunks of query rows, with a backward pass that computes each chunk again.
 
 With S = QK^T / sqrt(d), f = 1 + G (or G), L = S f + mask, P = softmax(L), O = P V and delta = rowsum(dO O):
 
     dV = P^T dO;  dL = P (dO V^T - delta);  df = sum over the heads that share f of dL S;  dS = f dL
 
 and with the gate on the weights, W = P f, O = W V:  dV = W^T dO;  df = dO V^T P;  dL = dS = P (f dO V^T - delta).
-What remains, df through the gate, is elementwise on one map for all heads and left to autograd.
+Autograd does the rest, from df to the gate: it is elementwise, on one map for all heads that share f.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .softmax import gated_softmax, gated_softmax_backward
+
 
 class GatedRows(torch.autograd.Function):
-    """``apply(step, post_softmax, factor, bias, query, key, value, gate_query, gate_key, *parameters)``.
+    """PLuG attention in chunks of rows as an autograd function.
 
-    ``factor(gate_query, gate_key, *parameters)`` returns f; ``step`` rows are formed at a time.
-    The five tensors have the layout of :func:`mmgate.ops.plug_attention`; the bias gets no gradient.
+    ``apply(step, post_softmax, factor, bias, query, key, value, gate_query, gate_key, *parameters)`` computes ``step``
+    rows at a time. ``factor(gate_query, gate_key, *parameters)`` returns f. The tensors have the layout of
+    :func:`mmgate.ops.plug_attention`; the bias gets no gradient.
     """
 
     @staticmethod
@@ -39,18 +42,20 @@ class GatedRows(torch.autograd.Function):
         gate_key: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
-        """Return ``(B, H, N, d)``."""
+        """Return the output ``(B, H, N, e)``."""
         output = torch.empty((*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device)
         chunks = _Chunks(step, query, key)
         for rows in chunks:
-            f = factor(gate_query[:, :, rows], gate_key, *parameters)
+            f = factor(gate_query[:, :, rows], gate_key, *parameters).contiguous()
             logits = chunks.product(0, query[:, :, rows], key, query.shape[-1] ** -0.5)
-            weights = _softmax(logits, None if post_softmax else f, part_of(bias, rows))
+            weights = gated_softmax(logits, None if post_softmax else f, rows_of(bias, rows), logits)
             if post_softmax:
                 weights = weights.mul_(f)
             output[:, :, rows] = weights.to(value.dtype) @ value
         ctx.save_for_backward(bias, query, key, value, gate_query, gate_key, output, *parameters)
-        ctx.step, ctx.post_softmax, ctx.factor = step, post_softmax, factor
+        ctx.step = step
+        ctx.post_softmax = post_softmax
+        ctx.factor = factor
         return output
 
     @staticmethod
@@ -60,18 +65,20 @@ class GatedRows(torch.autograd.Function):
         bias, query, key, value, gate_query, gate_key, output, *parameters = ctx.saved_tensors
         scale = query.shape[-1] ** -0.5
         chunks = _Chunks(ctx.step, query, key)
-        # sums over the chunks are kept in the wider type
-        grads = [
-            torch.zeros_like(x, dtype=chunks.dtype) for x in (query, key, value, gate_query, gate_key, *parameters)
-        ]
+        inputs = (query, key, value, gate_query, gate_key, *parameters)
+        # Sums over the chunks have at least 32 bits.
+        grads = [torch.zeros_like(x, dtype=chunks.dtype) for x in inputs]
         grad_query, grad_key, grad_value, grad_gate_query, grad_gate_key, *grad_parameters = grads
         for rows in chunks:
             leaves = [x.detach().requires_grad_() for x in (gate_query[:, :, rows], gate_key, *parameters)]
             with torch.enable_grad():
                 gate = ctx.factor(*leaves)
-            f, q, grad = gate.detach(), query[:, :, rows], grad_output[:, :, rows]
+            f = gate.detach().contiguous()
+            q = query[:, :, rows]
+            grad = grad_output[:, :, rows]
             logits = chunks.product(0, q, key, scale)
-            weights = _softmax(chunks.copy(1, logits), None if ctx.post_softmax else f, part_of(bias, rows))
+            gated = None if ctx.post_softmax else f
+            weights = gated_softmax(logits, gated, rows_of(bias, rows), chunks.like(1, logits))
             delta = (grad * output[:, :, rows]).sum(-1, keepdim=True, dtype=chunks.dtype)
             grad_weights = chunks.product(2, grad, value, 1.0)
             if ctx.post_softmax:
@@ -80,9 +87,7 @@ class GatedRows(torch.autograd.Function):
                 grad_logits = grad_weights.mul_(f).sub_(delta).mul_(weights)
             else:
                 grad_value += weights.to(grad.dtype).transpose(-1, -2) @ grad
-                grad_logits = grad_weights.sub_(delta).mul_(weights)
-                grad_factor = _sum_heads(logits.mul_(grad_logits), gate)
-                grad_logits.mul_(f)
+                grad_logits, grad_factor = gated_softmax_backward(logits, f, weights, grad_weights, delta)
             narrow = grad_logits.to(q.dtype)
             grad_query[:, :, rows] = narrow @ key * scale
             grad_key += narrow.transpose(-1, -2) @ q * scale
@@ -91,57 +96,51 @@ class GatedRows(torch.autograd.Function):
             for total, part in zip((grad_gate_key, *grad_parameters), of_gate[1:], strict=True):
                 if part is not None:
                     total += part
-        inputs = (query, key, value, gate_query, gate_key, *parameters)
-        return None, None, None, None, *(g.to(x.dtype) for g, x in zip(grads, inputs, strict=True))
+        return None, None, None, None, *(total.to(x.dtype) for total, x in zip(grads, inputs, strict=True))
 
 
 class _Chunks:
-    """The row slices, and three buffers of a chunk's size that all of them share.
+    """Slices of rows to iterate over, and three buffers of a chunk's size that all chunks use.
 
-    Allocating anew for each chunk would leave the heap in pieces several times as large as what is in use.
+    New tensors for each chunk would fragment the heap, to several times the size of the tensors in use.
     """
 
     def __init__(self, step: int, query: Tensor, key: Tensor) -> None:
-        self.step, self.rows = step, query.shape[-2]
+        self.step = step
+        self.rows = query.shape[-2]
         self.dtype = torch.float32 if query.dtype.itemsize < 4 else query.dtype
         batch, heads = query.shape[:2]
         self.buffers = query.new_empty(3, batch * heads * step * key.shape[-2], dtype=self.dtype)
 
-    def __iter__(self) -> Any:
-        return (slice(start, min(start + self.step, self.rows)) for start in range(0, self.rows, self.step))
+    def __iter__(self) -> Iterator[slice]:
+        for start in range(0, self.rows, self.step):
+            yield slice(start, min(start + self.step, self.rows))
 
     def product(self, buffer: int, rows: Tensor, columns: Tensor, scale: float) -> Tensor:
-        """Return ``rows columns^T scale``, ``(B, H, rows, M)``, in a buffer."""
+        """Return ``rows columns^T scale``, ``(B, H, rows, M)``, computed in a buffer, 0 to 2."""
         out = self._view(buffer, (*rows.shape[:-1], columns.shape[-2]))
-        a, b = rows.flatten(0, 1), columns.flatten(0, 1).transpose(-1, -2)
+        a = rows.flatten(0, 1)
+        b = columns.flatten(0, 1).transpose(-1, -2)
         if a.dtype == self.dtype:
             torch.baddbmm(out.flatten(0, 1), a, b, beta=0, alpha=scale, out=out.flatten(0, 1))
         else:
-            out.copy_((a * scale @ b).view_as(out))  # in this order: the product may leave half precision
+            # Scaled first, because the product may leave half precision.
+            out.copy_((a * scale @ b).view_as(out))
         return out
 
-    def copy(self, buffer: int, source: Tensor) -> Tensor:
-        """Return a copy of ``source`` in a buffer."""
-        return self._view(buffer, source.shape).copy_(source)
+    def like(self, buffer: int, chunk: Tensor) -> Tensor:
+        """Return a buffer, 0 to 2, in the shape of a chunk."""
+        return self._view(buffer, chunk.shape)
 
     def _view(self, buffer: int, shape: tuple[int, ...]) -> Tensor:
         return self.buffers[buffer, : torch.Size(shape).numel()].view(shape)
 
 
-def _softmax(logits: Tensor, f: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return ``softmax(logits f + bias)``, in the place of ``logits``."""
-    if f is not None:
-        logits = logits.mul_(f)
-    if bias is not None:
-        logits = logits.add_(bias)
-    logits.sub_(logits.amax(-1, keepdim=True)).exp_()
-    return logits.div_(logits.sum(-1, keepdim=True))
-
-
 def _sum_heads(grad: Tensor, gate: Tensor) -> Tensor:
+    """Return a gradient of the gate's shape: the sum over the heads if they share the gate."""
     return grad.sum(1, keepdim=True) if gate.shape[1] == 1 else grad
 
 
-def part_of(bias: Tensor | None, rows: slice) -> Tensor | None:
-    """Return the rows of a bias, which may have one for all."""
+def rows_of(bias: Tensor | None, rows: slice) -> Tensor | None:
+    """Return the given rows of a bias; a bias with one row for all is returned as it is."""
     return bias if bias is None or bias.shape[-2] == 1 else bias[:, :, rows]

@@ -10,21 +10,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmgate.errors import ConfigError
+from mmgate.errors import UnsupportedCall
 
 from .. import triton_backend
-from ..library import operator
+from ..custom_op import operator
 from ..triton_backend import MAX_DIM, interpreted, launch, padded
 from .blocks import biased, blocks_for
-from .reference import Arguments
+from .reference import Modulation
 
-ARGUMENTS = (  # those of a Call
-    'Tensor query, Tensor key, Tensor value, Tensor gate_query, Tensor gate_key, Tensor scalars, Tensor? bias'
-)
+# Schema of the fields of a Call.
+ARGUMENTS = 'Tensor query, Tensor key, Tensor value, Tensor gate_query, Tensor gate_key, Tensor scalars, Tensor? bias'
 
 
 class Call(NamedTuple):
-    """The operator's arguments, contiguous but for the bias; ``scalars`` are the gate's a, b, c and e in float32."""
+    """Arguments of the operator, contiguous but for the bias; ``scalars`` are the gate's a, b, c and e in float32."""
 
     query: Tensor
     key: Tensor
@@ -36,73 +35,107 @@ class Call(NamedTuple):
 
 
 def why_not(query: Tensor) -> str | None:
-    """Return why this backend cannot run on ``query``, or None."""
+    """Return the reason why this backend cannot run on ``query``, or None if it can."""
     if torch.version.hip is not None and query.device.type == 'cuda':
         return "its products (tf32x3) and its tanh are NVIDIA's, this torch is built for ROCm"
     return triton_backend.why_not(query)
 
 
-def check(modulation: Any, gate_width: int, residual: bool, position: str, asked: dict[str, bool]) -> None:
-    """Refuse what the kernels do not have: all gates but ``1 + tanh((a R + b)(c R + e))`` on the logits, and ``asked``.
+def check(modulation: Modulation, gate_width: int, residual: bool, position: str, more: dict[str, bool]) -> None:
+    """Refuse all gates but ``1 + tanh((a R + b)(c R + e))`` on the logits, which is the gate that the kernels compute.
+
+    Args:
+        modulation: Elementwise function from raw gates to gates.
+        gate_width: Channels of the gate's queries and keys.
+        residual: See :func:`mmgate.ops.plug_attention`.
+        position: See :func:`mmgate.ops.plug_attention`.
+        more: Further features that the kernels do not have, True for those that are asked for.
 
     Raises:
-        ConfigError: With all that was asked for and is not there.
+        UnsupportedCall: The message names all features that are asked for and not there.
     """
-    gate = getattr(modulation, 'variant', None), getattr(modulation, 'activation', None)
+    gate = (getattr(modulation, 'variant', None), getattr(modulation, 'activation', None))
     asked = {
-        **asked,
+        **more,
         f'the gate {gate} (gml, activation), only (product, tanh)': gate != ('product', 'tanh'),
         'residual=False': not residual,
         f'position={position!r}': position != 'pre_softmax',
         f'gates of {gate_width} channels': gate_width > MAX_DIM,
     }
-    lacking = '; '.join(what for what, is_asked in asked.items() if is_asked)
+    lacking = '; '.join(feature for feature, is_asked in asked.items() if is_asked)
     if lacking:
-        raise ConfigError(f"plug_attention: backend 'triton' does not have {lacking}. Use 'chunked'.")
+        raise UnsupportedCall(f"plug_attention: backend 'triton' does not have {lacking}. Use 'chunked'.")
 
 
-def attend(*arguments: Any) -> Tensor:
-    """Attend; the arguments are those of :class:`Arguments`.
+def attend(
+    *,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate_query: Tensor,
+    gate_key: Tensor,
+    modulation: Modulation,
+    bias: Tensor | None,
+    residual: bool,
+    position: str,
+    dropout: float,
+) -> Tensor:
+    """Attend by the kernels; the arguments are those of :func:`.plug_attention`, the bias with four axes.
 
     Raises:
-        ConfigError: See :func:`check`.
+        UnsupportedCall: See :func:`check`.
     """
-    call: Any = Arguments(*arguments)
-    query, key, value, gate_query, gate_key, modulation, bias, residual, position, dropout = call
-    asked = {
+    more = {
         f'dropout={dropout}': dropout > 0,
         'a bias that needs a gradient': bias is not None and bias.requires_grad,
         f'values of {value.shape[-1]} channels beside {query.shape[-1]}': value.shape[-1] != query.shape[-1],
     }
-    check(modulation, gate_query.shape[-1], residual, position, asked)
-    scalars = torch.stack([modulation.weight.float(), modulation.bias.float()], 1).flatten()  # a, b, c, e
+    check(modulation, gate_query.shape[-1], residual, position, more)
+    product: Any = modulation
+    scalars = torch.stack([product.weight.float(), product.bias.float()], 1).flatten()  # a, b, c, e
     tensors = (x.to(query.dtype).contiguous() for x in (query, key, value, gate_query, gate_key))
     return _fused(*tensors, scalars, bias)[0]
 
 
 def _launch(name: str, call: Call, others: tuple[Tensor, ...]) -> None:
-    """Launch a kernel on ``call`` and on what its pass has besides."""
+    """Launch the kernel ``name`` on the tensors of ``call`` and the ``others`` of its pass."""
     import triton
 
     from . import kernels
 
-    query, bias = call.query, call.bias
+    query = call.query
+    bias = call.bias
     batch, heads, rows, dim = query.shape
-    columns, width = call.key.shape[2], call.gate_query.shape[3]
+    columns = call.key.shape[2]
+    width = call.gate_query.shape[3]
     strides = (0,) * 4 if bias is None else bias.expand(batch, heads, rows, columns).stride()
     blocks = blocks_for(name, query, call.gate_query, bias)
     by_columns = name.startswith('columns')
     programs = triton.cdiv(columns, blocks.columns) if by_columns else triton.cdiv(rows, blocks.rows)
     grid = (programs * batch * (heads // 2 if blocks.pair else heads),)
-    tensors = [*call[:6], query if bias is None else bias, *others]  # a bias that is missing is not read
+    # Without a bias its argument is not read, so any tensor will do.
+    tensors = [*call[:6], query if bias is None else bias, *others]
     numbers = [heads, call.gate_query.shape[1], rows, columns, *strides, dim**-0.5, width**-0.5]
-    constants: dict[str, Any] = dict(D=dim, E=width, BLOCK_D=padded(dim), BLOCK_E=padded(width), PAIR=blocks.pair)
-    constants |= dict(BLOCK_N=blocks.rows, BLOCK_M=blocks.columns, num_warps=blocks.warps, num_stages=blocks.stages)
-    constants |= dict(BIASED=biased(bias), INTERPRETED=interpreted())
-    constants['EVEN'] = by_columns or columns % blocks.columns == 0
-    # an instruction of NVIDIA's, whose error is below the rounding of 16-bit inputs
-    constants['FAST_TANH'] = query.element_size() == 2 and not interpreted()
-    launch(getattr(kernels, name), grid, *tensors, *numbers, **constants)
+    launch(
+        getattr(kernels, name),
+        grid,
+        *tensors,
+        *numbers,
+        D=dim,
+        E=width,
+        BLOCK_D=padded(dim),
+        BLOCK_E=padded(width),
+        PAIR=blocks.pair,
+        BLOCK_N=blocks.rows,
+        BLOCK_M=blocks.columns,
+        BIASED=biased(bias),
+        EVEN=by_columns or columns % blocks.columns == 0,
+        # NVIDIA's instruction has an error below the rounding of 16-bit inputs.
+        FAST_TANH=query.element_size() == 2 and not interpreted(),
+        INTERPRETED=interpreted(),
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )
 
 
 def _outputs(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -112,7 +145,7 @@ def _outputs(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 
 @operator('plug_attention_fused', _outputs, f'({ARGUMENTS}) -> (Tensor, Tensor)')
 def _fused(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return the output, and largest exponent and log2 of the sum of every softmax, ``(B, H, 2, N)`` float32."""
+    """Return the output, and of every softmax the largest exponent and log2 of its sum, ``(B, H, 2, N)`` in float32."""
     call = Call(*arguments)
     output, lse = _outputs(*call)
     if not call.key.shape[2]:
@@ -142,21 +175,25 @@ def _fused_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         return tuple(torch.zeros_like(x) for x in call[:6])
     grad = grad.contiguous()
     delta = (grad.float() * output.float()).sum(-1)
-    grad_query, grad_key, grad_value = (torch.empty_like(x) for x in call[:3])
-    by_row, by_column = (
-        blocks_for(f'{axis}_backward_kernel', call.query, call.gate_query, call.bias) for axis in ('rows', 'columns')
-    )
-    # what a program, of one head or two, finds for its gate
-    of_rows, of_columns = (
-        x.new_empty(batch, heads // 2 if blocks.pair else heads, *x.shape[2:], dtype=torch.float32)
-        for x, blocks in ((call.gate_query, by_row), (call.gate_key, by_column))
-    )
-    shares = grad.new_empty(batch * of_rows.shape[1] * triton.cdiv(rows, by_row.rows), 4, dtype=torch.float32)
-    _launch('rows_backward_kernel', call, (lse, delta, grad, grad_query, of_rows, shares))
+    grad_query = torch.empty_like(call.query)
+    grad_key = torch.empty_like(call.key)
+    grad_value = torch.empty_like(call.value)
+    by_row = blocks_for('rows_backward_kernel', call.query, call.gate_query, call.bias)
+    by_column = blocks_for('columns_backward_kernel', call.query, call.gate_query, call.bias)
+    # Each program, of one head or two, stores its share of the gradients of the gate.
+    of_rows = _shares(call.gate_query, heads // 2 if by_row.pair else heads)
+    of_columns = _shares(call.gate_key, heads // 2 if by_column.pair else heads)
+    of_scalars = grad.new_empty(batch * of_rows.shape[1] * triton.cdiv(rows, by_row.rows), 4, dtype=torch.float32)
+    _launch('rows_backward_kernel', call, (lse, delta, grad, grad_query, of_rows, of_scalars))
     _launch('columns_backward_kernel', call, (lse, delta, grad, grad_key, grad_value, of_columns))
-    pairs = (of_rows, call.gate_query), (of_columns, call.gate_key)
-    gate_query, gate_key = (x.sum_to_size(gate.shape).to(gate.dtype) for x, gate in pairs)
-    return grad_query, grad_key, grad_value, gate_query, gate_key, shares.sum(0)
+    grad_gate_query = of_rows.sum_to_size(call.gate_query.shape).to(call.gate_query.dtype)
+    grad_gate_key = of_columns.sum_to_size(call.gate_key.shape).to(call.gate_key.dtype)
+    return grad_query, grad_key, grad_value, grad_gate_query, grad_gate_key, of_scalars.sum(0)
+
+
+def _shares(gate: Tensor, heads: int) -> Tensor:
+    """Return an empty tensor for the shares ``(B, heads, N|M, g)`` of a gradient of the gate's queries or keys."""
+    return gate.new_empty(gate.shape[0], heads, *gate.shape[2:], dtype=torch.float32)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -33,16 +33,17 @@ class HungarianAssigner(MMDetHungarianAssigner):
         pred_instances: InstanceData,
         gt_instances: InstanceData,
         img_meta: dict[str, Any] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> AssignResult:
         """Match predictions (Q) and objects (``labels`` (G,)) of an image; arguments, result and errors are mmdet's."""
         queries = len(pred_instances)
         labels = gt_instances.labels
         if not len(gt_instances) or not queries:
-            return as_result(np.empty((2, 0), np.int64), queries, labels)
+            return as_result(labels.new_empty((2, 0), dtype=torch.long), queries, labels)
         with AsynchronousConstants():
             cost = cost_of(self, pred_instances, gt_instances, img_meta)
-        return as_result(pairs(cost.cpu()), queries, labels)
+        matched = to_device(torch.from_numpy(match_pairs(cost.cpu())), labels.device)
+        return as_result(matched, queries, labels)
 
 
 @torch.no_grad()
@@ -52,11 +53,15 @@ def cost_of(
     """Return the summed costs ``(Q, G)``, on the device of the predictions."""
     costs = [cost(pred_instances=predictions, gt_instances=objects, img_meta=meta) for cost in assigner.match_costs]
     total = torch.stack(costs).sum(dim=0)
-    return total.float() if total.dtype == torch.bfloat16 else total  # numpy has no bfloat16
+    # numpy has no bfloat16.
+    return total.float() if total.dtype == torch.bfloat16 else total
 
 
-def pairs(cost: Tensor) -> np.ndarray:
-    """Return the matched predictions, ascending, and their objects, ``(2, N)``, for costs on the CPU.
+def match_pairs(cost: Tensor) -> np.ndarray:
+    """Return the pairs of least total cost ``(2, N)``: predictions, ascending, and their objects.
+
+    Args:
+        cost: Costs ``(Q, G)`` of predictions and objects, on the CPU.
 
     Raises:
         ValueError: A cost is NaN or minus infinity.
@@ -64,12 +69,12 @@ def pairs(cost: Tensor) -> np.ndarray:
     return np.stack(linear_sum_assignment(cost.numpy()))
 
 
-def as_result(matched: np.ndarray, queries: int, labels: Tensor) -> AssignResult:
-    """Return mmdet's result for pairs of predictions and objects ``(2, N)``."""
+def as_result(matched: Tensor, queries: int, labels: Tensor) -> AssignResult:
+    """Return mmdet's result for pairs of predictions and objects ``(2, N)``, on the device of the labels."""
     numbers = labels.new_zeros((queries,), dtype=torch.long)
     assigned = labels.new_full((queries,), -1, dtype=torch.long)
-    if matched.size:
-        rows, columns = to_device(torch.from_numpy(matched), labels.device)
+    if matched.numel():
+        rows, columns = matched
         numbers[rows] = columns + 1
         assigned[rows] = labels[columns]
     return AssignResult(num_gts=len(labels), gt_inds=numbers, max_overlaps=None, labels=assigned)

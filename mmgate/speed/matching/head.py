@@ -18,11 +18,11 @@ from mmdet.utils import reduce_mean
 from mmengine.structures import InstanceData
 from torch import Tensor
 
-from .assigner import AsynchronousConstants, HungarianAssigner, as_result, cost_of, pairs, to_device
+from .assigner import AsynchronousConstants, HungarianAssigner, as_result, cost_of, match_pairs, to_device
 
 
 class Layer(NamedTuple):
-    """The predictions of a layer for a batch, and the batch's objects.
+    """Predictions of a layer for a batch, and the batch's objects.
 
     Attributes:
         scores: Logits ``(B, Q, K)``.
@@ -37,8 +37,13 @@ class Layer(NamedTuple):
     metas: list[dict[str, Any]]
 
 
-class Later(NamedTuple):
-    """Placeholder for one loss of a layer until all layers are matched."""
+class Placeholder(NamedTuple):
+    """Placeholder for one loss of a layer until all layers are matched.
+
+    Attributes:
+        layer: Index of the layer.
+        part: Index of the loss: 0 for classes, 1 for boxes, 2 for overlaps.
+    """
 
     layer: int
     part: int
@@ -64,7 +69,10 @@ class MatchedOnceHead(DETRHead):
         finally:
             self._layers = None
         found = self._losses(layers)
-        return {k: found[v.layer][v.part] if isinstance(v, Later) else v for k, v in losses.items()}
+        for name, value in losses.items():
+            if isinstance(value, Placeholder):
+                losses[name] = found[value.layer][value.part]
+        return losses
 
     def loss_by_feat_single(
         self, cls_scores: Tensor, bbox_preds: Tensor, batch_gt_instances: list[Any], batch_img_metas: list[Any]
@@ -74,21 +82,24 @@ class MatchedOnceHead(DETRHead):
         if self._layers is None:
             return self._losses([layer])[0]
         self._layers.append(layer)
-        return tuple(Later(len(self._layers) - 1, part) for part in range(3))
+        return tuple(Placeholder(len(self._layers) - 1, part) for part in range(3))
 
     def _losses(self, layers: Sequence[Layer]) -> list[tuple[Tensor, ...]]:
+        """Match all layers, and return the losses of classes, boxes and overlaps of each."""
         if not layers:
             return []
         with AsynchronousConstants():
             matched = match(self.assigner, layers)
             if _is_plain(self):
                 return self._plain_losses(layers, matched)
-            return [self._host_losses(layer, found) for layer, found in zip(layers, matched, strict=True)]
+            moved = _moved(matched, layers[0].boxes.device)
+            return [self._host_losses(layer, found) for layer, found in zip(layers, moved, strict=True)]
 
-    def _host_losses(self, layer: Layer, matched: Sequence[np.ndarray]) -> tuple[Tensor, ...]:
+    def _host_losses(self, layer: Layer, matched: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the losses of a layer by the host's code, whose assigner returns the known pairs of each image."""
         known = iter(matched)
 
-        def assign(pred_instances: InstanceData, gt_instances: InstanceData, **_: Any) -> AssignResult:
+        def assign(pred_instances: InstanceData, gt_instances: InstanceData, **_: object) -> AssignResult:
             return as_result(next(known), len(pred_instances), gt_instances.labels)
 
         assigner = self.assigner
@@ -99,20 +110,32 @@ class MatchedOnceHead(DETRHead):
             self.assigner = assigner
 
     def _plain_losses(self, layers: Sequence[Layer], matched: Sequence[list[np.ndarray]]) -> list[tuple[Tensor, ...]]:
+        """Return the losses of all layers, for a host with DETRHead's targets and losses."""
         device = layers[0].boxes.device
-        found = [_flat(layer, pairs_of_images) for layer, pairs_of_images in zip(layers, matched, strict=True)]
-        everything = to_device(torch.from_numpy(np.concatenate(found, 1)), device)
-        parts = everything.split([one.shape[1] for one in found], 1)
-        factors = self._average_factors(layers, [one.shape[1] for one in found])
+        pairs = [_flat(layer, pairs_of_images) for layer, pairs_of_images in zip(layers, matched, strict=True)]
+        counts = [of_layer.shape[1] for of_layer in pairs]
+        pairs_on_device = to_device(torch.from_numpy(np.concatenate(pairs, 1)), device).split(counts, 1)
+        factors = self._average_factors(layers, counts)
         # Most often all layers share one batch of objects.
         batches = {id(layer.objects): layer for layer in layers}
         targets = {batch: _targets(layer) for batch, layer in batches.items()}
-        return [
-            self._plain_loss(layer, rows, [one.index_select(0, columns) for one in targets[id(layer.objects)]], factor)
-            for layer, (rows, columns), factor in zip(layers, parts, factors, strict=True)
-        ]
+        losses = []
+        for layer, (rows, columns), factor in zip(layers, pairs_on_device, factors, strict=True):
+            matched_targets = [target.index_select(0, columns) for target in targets[id(layer.objects)]]
+            losses.append(self._plain_loss(layer, rows, matched_targets, factor))
+        return losses
 
-    def _plain_loss(self, layer: Layer, rows: Tensor, targets: list[Tensor], factor: tuple) -> tuple[Tensor, ...]:
+    def _plain_loss(
+        self, layer: Layer, rows: Tensor, targets: list[Tensor], factor: tuple[float | Tensor, Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Return the losses of a layer.
+
+        Args:
+            layer: Predictions.
+            rows: Indices of the matched predictions in the batch ``(N,)``.
+            targets: Labels ``(N,)``, boxes ``(N, 4)`` and image sizes ``(N, 4)`` of their objects.
+            factor: Divisors of the losses of classes and of boxes.
+        """
         scores = layer.scores.reshape(-1, self.cls_out_channels)
         boxes = layer.boxes.reshape(-1, 4)
         object_labels, object_boxes, sizes = targets
@@ -131,15 +154,18 @@ class MatchedOnceHead(DETRHead):
             loss_iou = boxes.sum()
         return loss_cls, loss_bbox, loss_iou
 
-    def _average_factors(self, layers: Sequence[Layer], positives: Sequence[int]) -> list[tuple[Any, Any]]:
+    def _average_factors(
+        self, layers: Sequence[Layer], positives: Sequence[int]
+    ) -> list[tuple[float | Tensor, Tensor]]:
         """Return the divisors of each layer's losses of classes and of boxes, means over the processes."""
         totals = [layer.boxes.shape[0] * layer.boxes.shape[1] for layer in layers]
-        classes = [p * 1.0 + (n - p) * self.bg_cls_weight for p, n in zip(positives, totals, strict=True)]
-        boxes = [float(p) for p in positives]
-        numbers = to_device(torch.tensor([classes, boxes]), layers[0].boxes.device)
-        means = reduce_mean(numbers).clamp(min=1)
-        own = [max(c, 1) for c in classes]
-        return list(zip(means[0] if self.sync_cls_avg_factor else own, means[1], strict=True))
+        # As in mmdet, unmatched predictions count by the weight of the background.
+        weights = [p * 1.0 + (n - p) * self.bg_cls_weight for p, n in zip(positives, totals, strict=True)]
+        counts = [float(count) for count in positives]
+        numbers = to_device(torch.tensor([weights, counts]), layers[0].boxes.device)
+        of_classes, of_boxes = reduce_mean(numbers).clamp(min=1)
+        of_process = [max(weight, 1) for weight in weights]
+        return list(zip(of_classes if self.sync_cls_avg_factor else of_process, of_boxes, strict=True))
 
 
 def match(assigner: MMDetHungarianAssigner, layers: Sequence[Layer]) -> list[list[np.ndarray]]:
@@ -151,8 +177,9 @@ def match(assigner: MMDetHungarianAssigner, layers: Sequence[Layer]) -> list[lis
     Raises:
         ValueError: A cost is NaN or minus infinity.
     """
-    places = []
-    costs = []
+    # The layer and the image of each matrix of costs.
+    places: list[tuple[int, int]] = []
+    costs: list[Tensor] = []
     for group in _groups(layers):
         first = layers[group[0]]
         for image, (objects, meta) in enumerate(zip(first.objects, first.metas, strict=True)):
@@ -171,8 +198,18 @@ def match(assigner: MMDetHungarianAssigner, layers: Sequence[Layer]) -> list[lis
         on_host = torch.cat([cost.flatten() for cost in costs]).cpu()
         pieces = on_host.split([cost.numel() for cost in costs])
         for (index, image), cost, piece in zip(places, costs, pieces, strict=True):
-            matched[index][image] = pairs(piece.view(cost.shape))
+            matched[index][image] = match_pairs(piece.view(cost.shape))
     return matched
+
+
+def _moved(matched: Sequence[Sequence[np.ndarray]], device: torch.device) -> list[list[Tensor]]:
+    """Return the pairs of each layer and image on ``device``, all of which go there in one copy."""
+    every = [found for layer in matched for found in layer]
+    if not every:
+        return [[] for _ in matched]
+    on_device = to_device(torch.from_numpy(np.concatenate(every, 1)), device)
+    parts = iter(on_device.split([found.shape[1] for found in every], 1))
+    return [[next(parts) for _ in layer] for layer in matched]
 
 
 def _groups(layers: Sequence[Layer]) -> list[list[int]]:
@@ -231,6 +268,7 @@ _ASSIGN = (MMDetHungarianAssigner.assign, HungarianAssigner.assign)
 
 @functools.cache
 def _derived(host: type[DETRHead]) -> type[DETRHead]:
+    """Return the subclass of a head's class that matches all layers at once."""
     return type(f'MatchedOnce{host.__name__}', (MatchedOnceHead, host), {})
 
 

@@ -27,6 +27,8 @@ from mmgate.ops.ms_deform_attn.blocks import Cut
 from mmgate.ops.plug_attention import triton as plug
 
 USUAL = 'as usual'
+PAIRS = 'no pairs'
+NOISES = (2, 0, 0.5)  # of the encoder's points, in pixels
 
 
 def of_pieces(pieces: int, lane: int) -> Callable[[Cut], Cut]:
@@ -53,6 +55,7 @@ SWITCHES: dict[str, dict[str, Within]] = {
             '2 pieces, 4 channels a lane': of_pieces(2, 4),
             '4 pieces, 1 channel a lane': of_pieces(4, 1),
             '4 pieces, 4 channels a lane': of_pieces(4, 4),
+            PAIRS: lambda cut: cut._replace(paired=False),
             '2 warps': lambda cut: cut._replace(warps=2),
             '8 warps': lambda cut: cut._replace(warps=8),
             'twice the queries': lambda cut: cut._replace(times=2),
@@ -73,11 +76,16 @@ SWITCHES: dict[str, dict[str, Within]] = {
 }
 
 
-def problem(op: str, device: str, tiny: bool) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """Return a call of the operator and its inputs: an encoder's tokens, or 4096 tokens and 8 heads with one gate."""
+def problem(op: str, device: str, tiny: bool, noise: float = 2) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """Return a call of the operator and its inputs: an encoder's tokens, or 4096 tokens and 8 heads with one gate.
+
+    The encoder's points lie as Deformable DETR starts, but for ``noise`` in pixels.
+    """
     if op == 'ms_deform_attn':
-        sizes = dict(heads=1, points=1) if tiny else {}
-        inputs, reference = sampler_inputs([(2, 2)] if tiny else LEVELS, 1 if tiny else 2, None, 2, device, **sizes)
+        sizes: dict[str, Any] = dict(heads=1, points=1) if tiny else {}
+        levels = [(2, 2)] if tiny else LEVELS
+        batch = 1 if tiny else 2
+        inputs, reference = sampler_inputs(levels, batch, None, 2, device, distribution='grid', noise=noise, **sizes)
         return partial(ms_deform_attn, reference_points=reference, backend='triton'), inputs
     tokens, heads, dtype = (16, 2, torch.float32) if tiny else (4096, 8, torch.bfloat16)
     gml = GatingModulation('product', activation='tanh', init='paper').to(device)
@@ -86,15 +94,22 @@ def problem(op: str, device: str, tiny: bool) -> tuple[Callable[..., Tensor], li
 
 
 def rows(op: str, device: str, tiny: bool) -> Iterator[Row]:
-    """Yield rows of the usual launch and each switch in turn, so that one that fails does not stop the others."""
-    run, inputs = problem(op, device, tiny)
+    """Yield rows of the usual launch and each switch in turn, so that one that fails does not stop the others.
+
+    Pairs of queries pay where neighbours sample the same rows, so that they are measured at several noises.
+    """
+    size = 'tiny' if tiny else 'full'
+    repetitions = 1 if tiny else 10
     first = next(iter(SWITCHES[op]))
     for name, within in SWITCHES[op].items():
-        for mode in MODES:
-            pair = {USUAL: run, name: run}
-            repetitions = 1 if tiny else 10
-            found = interleaved(op, pair, 'tiny' if tiny else 'full', inputs, mode, repetitions, {name: within})
-            yield from (row for row in found if row.provider == name or name == first)  # the usual launch's come once
+        for noise in NOISES if name == PAIRS else NOISES[:1]:
+            run, inputs = problem(op, device, tiny, noise)
+            x = size if noise == NOISES[0] else f'{size}, noise {noise}'
+            for mode in MODES:
+                pair = {USUAL: run, name: run}
+                found = interleaved(op, pair, x, inputs, mode, repetitions, {name: within})
+                # The usual launch's rows come once for each input.
+                yield from (row for row in found if row.provider == name or name == first or noise != NOISES[0])
 
 
 def main() -> None:

@@ -1,1 +1,0 @@
-"""Models in numbers: their parts and their multiply-accumulates."""

@@ -1,0 +1,120 @@
+"""Structure of a config's model, without the time and memory that its weights would take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from mmengine.config import Config
+from mmengine.registry import MODELS, init_default_scope
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from mmgate.errors import ConfigError
+from mmgate.hosts.table import gate_of_type
+from mmgate.registry import MODELS as MMGATE_MODELS
+from mmgate.rules import write_rule
+from mmgate.swap import Attention, kind_named, list_attention, path_regex
+
+__all__ = ['Attention', 'NoLanguageModel', 'build_structure', 'list_attention', 'rules_to_paste']
+
+
+def build_structure(cfg: Config) -> nn.Module:
+    """Build a config's model for its modules' names, classes and sizes, with most parameters on the meta device.
+
+    Raises:
+        ConfigError: There is no model in it, or the model cannot be built.
+    """
+    if 'model' not in cfg:
+        raise ConfigError(f'config {cfg.filename} has no model.')
+    init_default_scope(cfg.get('default_scope') or 'mmdet')
+    model = {**cfg.model, **_apart(cfg.model)}
+    try:
+        try:
+            with _EmptyOnMeta():
+                # Hosts write into the config that they are built from.
+                return MODELS.build(deepcopy(model))
+        except (RuntimeError, TypeError):  # the model computes with its weights
+            return MODELS.build(deepcopy(model))
+    except (AssertionError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f'the model of {cfg.filename} cannot be built: {type(error).__name__}: {error}') from error
+
+
+def rules_to_paste(model: nn.Module, listed: Sequence[Attention]) -> dict[str, str]:
+    """Return the text of a rule for each attention that a gate fits and that is best gated itself, by its path.
+
+    The rule's path is that of all attentions alike, with ``*`` for numbers, or that of the one attention where a gate
+    does not fit them all. Its type is the first that starts as the vanilla attention and has a gate, or else the first.
+
+    Args:
+        model: The model.
+        listed: Its attention, see :func:`list_attention`.
+    """
+    gated = [row.path for row in listed if row.gate]
+
+    def is_taken(path: str) -> bool:
+        """Return whether a module, one around it or one inside it is gated already."""
+        return any(f'{path}.'.startswith(f'{other}.') or other.startswith(f'{path}.') for other in gated)
+
+    free = {row.path: row for row in listed if row.gates and not is_taken(row.path)}
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    texts = {}
+    for path, row in free.items():
+        kind = max(row.gates, key=_starts_as_vanilla)
+        pattern = '.'.join('*' if name.isdigit() else name for name in path.split('.'))
+        matched = [name for name in names if path_regex(pattern).fullmatch(name)]
+        alike = all(name in free and kind in free[name].gates for name in matched)
+        texts[path] = write_rule(dict(path=pattern if alike else path, type=kind))
+    return texts
+
+
+def _starts_as_vanilla(kind: str) -> bool:
+    gate = gate_of_type(kind_named(kind, ''))
+    return gate is not None and gate.identity_start and bool(gate.gate_readings)
+
+
+def _apart(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return replacements for the parts of a model's config that are no part of the structure and need something.
+
+    They are the data preprocessor, which mmseg refuses in two configs; a teacher, a language model, a backbone of timm
+    and StrongSORT's post-processing model, whose weights would be downloaded; activation checkpointing, for which
+    Grounding DINO imports fairscale.
+    """
+    beside = ('data_preprocessor', 'teacher_ckpt', 'postprocess_model')
+    apart: dict[str, Any] = {key: None for key in beside if key in model}
+    if (model.get('backbone') or {}).get('pretrained') is True:
+        apart['backbone'] = {**model['backbone'], 'pretrained': False}
+    if (model.get('data_preprocessor') or {}).get('type') == 'ReIDDataPreprocessor':
+        # Without one mmpretrain's classifier builds its own, which mmdet does not find.
+        del apart['data_preprocessor']
+    if 'language_model' in model:
+        apart['language_model'] = dict(type='mmgate.NoLanguageModel')
+    if 'num_cp' in (model.get('encoder') or {}):
+        apart['encoder'] = {**model['encoder'], 'num_cp': 0}
+    return apart
+
+
+@MMGATE_MODELS.register_module()
+class NoLanguageModel(nn.Module):
+    """Placeholder for the language model of a vision-language detector, which reads the width of BERT's features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        body = nn.Module()
+        body.language_dim = 768  # type: ignore[assignment]
+        self.language_backbone = nn.ModuleDict(dict(body=body))
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Torch function mode that puts ``torch.empty``, which layers make parameters by, on the meta device, and no other.
+
+    Under ``torch.device('meta')`` all tensors would be without values, and models read their drop path rates from one.
+    """
+
+    def __torch_function__(
+        self, func: Callable, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **({**kwargs, 'device': 'meta'} if func is torch.empty else kwargs))

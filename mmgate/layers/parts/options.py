@@ -1,0 +1,11 @@
+"""Checks of options."""
+
+from __future__ import annotations
+
+from mmgate.errors import ConfigError
+
+
+def check_option(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise ConfigError if the value of the option ``name`` is not one of ``allowed``."""
+    if value not in allowed:
+        raise ConfigError(f'{name}={value!r} is unknown; choose one of {", ".join(map(str, allowed))}.')

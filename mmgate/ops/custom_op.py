@@ -1,0 +1,82 @@
+"""Custom operators: a plain autograd function in eager mode, a registered operator in graphs.
+
+A call of a registered operator costs several times a call of an autograd function, which decoders of few queries feel.
+Only tracers need the registered one: torch.compile, export, fake tensors, counters of operations. torch has had
+``torch.library.custom_op`` since 2.4; before that there is the autograd function alone.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .tracing import is_traced
+
+CAN_REGISTER = hasattr(torch.library, 'custom_op')
+
+_Function = TypeVar('_Function', bound=Callable[..., Any])
+
+
+def outside_graphs(function: _Function) -> _Function:
+    """Keep torch.compile out of ``function`` below torch 2.4, where nothing in it can be registered."""
+    return function if CAN_REGISTER else torch.compiler.disable(function)
+
+
+class Operator:
+    """A function of tensors that torch knows as ``torch.ops.mmgate.<name>``, from torch 2.4 on.
+
+    Args:
+        name: The operator's name.
+        run: The implementation. It returns fresh tensors and calls nothing that autocast converts.
+        fake: Takes the same arguments and returns empty tensors of the results' shapes, dtypes and strides.
+        schema: Types of the arguments and results, such as ``'(Tensor x, bool b) -> Tensor'``; by default the
+            annotations of ``run``.
+    """
+
+    def __init__(self, name: str, run: Callable[..., Any], fake: Callable[..., Any], schema: str | None = None) -> None:
+        self.run = run
+        self._eager = run
+        self._registered: Any = None
+        if CAN_REGISTER:
+            # torch 2.4 reads the annotations as they are, which are strings where they are postponed.
+            run.__annotations__ = typing.get_type_hints(run)
+            self._registered = torch.library.custom_op(f'mmgate::{name}', run, mutates_args=(), schema=schema)
+            self._registered.register_fake(fake)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run on ``inputs``, all by position, as autograd functions take them."""
+        return self._registered(*inputs) if self._registered and is_traced() else self._eager(*inputs)
+
+    def differentiate(self, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
+        """Give the operator its gradient, once differentiable.
+
+        Args:
+            backward: ``(ctx, *output gradients) -> input gradients``, one for each input, None for what has none.
+            setup_context: ``(ctx, inputs, output)``, saves what ``backward`` needs.
+        """
+        run = self.run
+        once = once_differentiable(backward)
+
+        class Eager(torch.autograd.Function):
+            # With ctx as its first argument. torch binds the arguments by name if setup_context is a method apart,
+            # which takes longer.
+            @staticmethod
+            def forward(ctx: Any, *inputs: Any) -> Any:
+                output = run(*inputs)
+                setup_context(ctx, inputs, output)
+                return output
+
+            backward = staticmethod(once)  # type: ignore[assignment]
+
+        self._eager = Eager.apply
+        if self._registered:
+            self._registered.register_autograd(backward, setup_context=setup_context)
+
+
+def operator(name: str, fake: Callable[..., Any], schema: str | None = None) -> Callable[..., Operator]:
+    """Decorate an implementation to make it an :class:`Operator`."""
+    return lambda run: Operator(name, run, fake, schema)

@@ -1,0 +1,83 @@
+"""Sizes and starts of levels as numbers, with as few waits for the device as possible.
+
+All layers of a model get the same two tensors in a forward pass, or the same list of sizes. The numbers of a tensor are
+read once and kept as long as the tensor; the tensors of a list are made once for a device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..tracing import is_traced
+
+Sizes = tuple[tuple[int, int], ...]
+_numbers: Any = WeakTensorKeyDictionary()  # of a tensor: its version, and what it holds
+
+
+def numbers_of(spatial_shapes: Tensor, level_start_index: Tensor) -> tuple[list[list[int]], list[int]]:
+    """Return sizes and starts of the levels, after one wait for the device at the first call on these tensors.
+
+    Args:
+        spatial_shapes: ``(L, 2)`` as (height, width), integer.
+        level_start_index: ``(L,)``, integer.
+    """
+    sizes = _known(spatial_shapes)
+    starts = _known(level_start_index)
+    if sizes is None or starts is None:
+        both = torch.cat([spatial_shapes.flatten(), level_start_index]).tolist()
+        count = len(both) // 3
+        sizes = [both[2 * level : 2 * level + 2] for level in range(count)]
+        starts = both[2 * count :]
+        _keep(spatial_shapes, sizes)
+        _keep(level_start_index, starts)
+    return sizes, starts
+
+
+def _known(tensor: Tensor) -> Any:
+    """Return the numbers of a tensor if they were read and it has not changed since, else None."""
+    version, numbers = _numbers.get(tensor, (None, None))
+    return numbers if version is not None and version == tensor._version else None
+
+
+def _keep(tensor: Tensor, numbers: Any) -> None:
+    """Keep the numbers of a tensor. Tensors of inference mode have no version, by which a change would be noticed."""
+    if not tensor.is_inference():
+        _numbers[tensor] = (tensor._version, numbers)
+
+
+def levels_on(device: torch.device, sizes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Return ``spatial_shapes`` and ``level_start_index`` of levels side by side, as tensors on ``device``.
+
+    They are made once for each device and list of sizes, so that layers copy nothing and CUDA graphs can be captured
+    after a first call.
+
+    Args:
+        device: Of the values.
+        sizes: Height and width of the levels.
+    """
+    if is_traced() or torch.jit.is_tracing():  # sizes may be symbols, and tensors belong to the graph
+        return _tensors(device, sizes)
+    return _cached(device, tuple((int(height), int(width)) for height, width in sizes))
+
+
+@functools.lru_cache(maxsize=64)
+def _cached(device: torch.device, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    # Tensors of inference mode could not be saved for a backward pass later.
+    with torch.inference_mode(False):
+        shapes, starts = _tensors(device, sizes)
+    areas = [height * width for height, width in sizes]
+    _keep(shapes, [list(size) for size in sizes])
+    _keep(starts, [sum(areas[:level]) for level in range(len(areas))])
+    return shapes, starts
+
+
+def _tensors(device: torch.device, sizes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    shapes = torch.tensor(sizes, device=device)
+    areas = shapes.prod(-1)
+    return shapes, areas.cumsum(0) - areas

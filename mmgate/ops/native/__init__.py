@@ -1,0 +1,45 @@
+"""Library of mmgate's CPU kernels: compiled by ``python -m mmgate.doctor --build``, loaded by ctypes.
+
+Its C interface is ``cpp/native.h``. It includes no header of torch, so that one library serves every torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+
+from . import build
+
+COMMAND = 'python -m mmgate.doctor --build'
+TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+WIDEST = 2  # set of instructions: 0 the baseline, 1 x86-64-v3, 2 x86-64-v4; a test lowers it
+OWN_THREADS = False  # instead of torch's; for a thread sanitizer, which does not know those of OpenMP
+
+
+@functools.cache
+def load() -> tuple[Any, str | None]:
+    """Return the library and None, or None and why there is no library."""
+    path = build.library()
+    if not path.is_file():
+        return None, f'it is not compiled yet; type once: {COMMAND}'
+    try:
+        library = ctypes.CDLL(str(path))
+        library.mmgate_sources.restype = ctypes.c_char_p
+        same = library.mmgate_sources().decode() == build.sources()
+    except (OSError, AttributeError) as error:
+        return None, f'{path.name} does not load ({error}); type: {COMMAND}'
+    return (library, None) if same else (None, f'it was compiled from other sources; type: {COMMAND}')
+
+
+@torch.compiler.assume_constant_result
+def missing() -> str | None:
+    """Return why there is no library, or None; torch.compile asks once, while it traces."""
+    return load()[1]
+
+
+def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    """Return the fields of a ctypes structure that are of one type, by their names in a string."""
+    return [(name, kind) for name in names.split()]

@@ -1,0 +1,118 @@
+// Gated softmax of PLuG attention on the CPU, a row of the map at a time, and its gradients.
+//
+//     P = softmax(f S + bias)
+//     dL = P (dP - delta),   dS = f dL,   df = sum of dL S over the heads that share f
+//
+// S, f and P are a chunk of the map that fits into a cache; matrix products before and after are torch's. By torch's own
+// operators the softmax alone goes over the chunk six times. Here a row stays in the first cache from the first step to
+// the last. A task is a row of all heads, so that the sum over the heads has one owner and one order.
+//
+// This file is compiled once for every set of instructions.
+#include "native.h"
+#include "numbers.h"
+
+namespace {
+
+constexpr int LANES = 32;  // partial maxima and sums, whose order does not depend on the instructions
+
+template <class C> inline C largest_of(const C *most) {
+    C x = most[0];
+    for (int k = 1; k < LANES; k++) x = most[k] > x ? most[k] : x;
+    return x;
+}
+
+template <class C> inline C sum_of(const C *sum) {
+    C x = 0;
+    for (int k = 0; k < LANES; k++) x += sum[k];
+    return x;
+}
+
+// Call f(i, lane) for every column, by blocks that become vectors.
+template <class F> inline void columns(int64_t n, F f) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int k = 0; k < LANES; k++) f(i + k, k);
+    for (int k = 0; i + k < n; k++) f(i + k, k);
+}
+
+template <class C, class Logit> inline void softmax(C *p, int64_t n, Logit logit) {
+    C most[LANES];
+    C sum[LANES];
+    for (int k = 0; k < LANES; k++) {
+        most[k] = -(C)INFINITY;
+        sum[k] = 0;
+    }
+    columns(n, [&](int64_t i, int k) {
+        const C x = logit(i);
+        p[i] = x;
+        most[k] = x > most[k] ? x : most[k];
+    });
+    const C largest = largest_of(most);
+    columns(n, [&](int64_t i, int k) {
+        const C e = exp_of(p[i] - largest);
+        p[i] = e;
+        sum[k] += e;
+    });
+    const C scale = 1 / sum_of(sum);
+    for (int64_t i = 0; i < n; i++) p[i] *= scale;
+}
+
+// The places of a row of a head in tensors of C numbers.
+template <class C> struct Place {
+    int64_t row, at, gate;
+    Place(const GatedRows &c, int64_t b, int64_t h, int64_t r) {
+        row = (b * c.heads + h) * c.rows + r;
+        at = row * c.columns;
+        gate = ((b * c.gate_heads + (c.gate_heads == 1 ? 0 : h)) * c.rows + r) * c.columns;
+    }
+};
+
+template <class C> void forward_of(const GatedRows &c, int64_t b, int64_t r) {
+    const int64_t step = c.bias_stride[3];
+    for (int64_t h = 0; h < c.heads; h++) {
+        const Place<C> place(c, b, h, r);
+        const C *s = (const C *)c.logits + place.at;
+        const C *f = c.factor ? (const C *)c.factor + place.gate : nullptr;
+        C *p = (C *)c.weights + place.at;
+        const C *bias = (const C *)c.bias;
+        if (bias) bias += b * c.bias_stride[0] + h * c.bias_stride[1] + r * c.bias_stride[2];
+        if (f && !bias) softmax(p, c.columns, [=](int64_t i) { return s[i] * f[i]; });
+        else if (f && step == 1) softmax(p, c.columns, [=](int64_t i) { return s[i] * f[i] + bias[i]; });
+        else if (f) softmax(p, c.columns, [=](int64_t i) { return s[i] * f[i] + bias[i * step]; });
+        else if (bias) softmax(p, c.columns, [=](int64_t i) { return s[i] + bias[i * step]; });
+        else softmax(p, c.columns, [=](int64_t i) { return s[i]; });
+    }
+}
+
+template <class C> void backward_of(const GatedRows &c, int64_t b, int64_t r) {
+    for (int64_t h = 0; h < c.heads; h++) {
+        const Place<C> place(c, b, h, r);
+        const C *s = (const C *)c.logits + place.at;
+        const C *p = (const C *)c.weights + place.at;
+        const C *f = (const C *)c.factor + place.gate;
+        const C delta = ((const C *)c.delta)[place.row];
+        C *__restrict grad = (C *)c.grad + place.at;
+        C *__restrict of_factor = (C *)c.grad_factor + place.gate;
+        const bool adds = h > 0 && c.gate_heads == 1;
+        for (int64_t i = 0; i < c.columns; i++) {
+            const C of_logit = p[i] * (grad[i] - delta);
+            grad[i] = of_logit * f[i];
+            of_factor[i] = of_logit * s[i] + (adds ? of_factor[i] : 0);
+        }
+    }
+}
+
+void forward(const GatedRows *call, int64_t image, int64_t row) {
+    if (call->compute == DOUBLE) forward_of<double>(*call, image, row);
+    else forward_of<float>(*call, image, row);
+}
+
+void backward(const GatedRows *call, int64_t image, int64_t row) {
+    if (call->compute == DOUBLE) backward_of<double>(*call, image, row);
+    else backward_of<float>(*call, image, row);
+}
+
+}  // namespace
+
+extern "C" __attribute__((visibility("hidden"))) const RowKernels JOIN(mmgate_row_kernels_, MMGATE_SET);
+const RowKernels JOIN(mmgate_row_kernels_, MMGATE_SET) = {forward, backward};

@@ -1,0 +1,52 @@
+"""Detection of tracers: torch.compile, exports, and dispatch modes that look at operators.
+
+Older torch versions lack some of these questions; below torch 2.3 nobody can tell that torch.compile is tracing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+
+def _never() -> bool:
+    return False
+
+
+_is_compiling: Callable[[], bool] = getattr(torch.compiler, 'is_compiling', _never)
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, 'is_exporting', _never)  # torch 2.7
+
+
+def is_compiling() -> bool:
+    """Return whether torch.compile or an export is tracing; False below torch 2.3, which cannot tell."""
+    return _is_compiling()
+
+
+def is_exporting() -> bool:
+    """Return whether a model is written down for another runtime, by torch.export, jit.trace or torch.onnx."""
+    return (is_compiling() and _is_exporting()) or torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
+
+
+def is_traced() -> bool:
+    """Return whether something looks at operators rather than at numbers: a tracer or a dispatch mode."""
+    return is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def hides_numbers(tensor: Tensor) -> bool:
+    """Return whether the numbers of tensors cannot be read: while something traces, of fake tensors, on ``'meta'``.
+
+    Counters of operations and selective checkpointing look at operators, too, but leave the numbers.
+    """
+    if is_compiling() or tensor.device.type == 'meta':
+        return True
+    modes = _get_current_dispatch_mode_stack()
+    if not modes:
+        return False
+    # Their import takes a second.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+
+    return any(isinstance(mode, (FakeTensorMode, ProxyTorchDispatchMode)) for mode in modes)

@@ -1,0 +1,131 @@
+"""The options ``--gate``, ``--gates`` and ``--train``, with which a command line gates the model of any config."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mmengine.config import Config
+from mmengine.logging import print_log
+
+from mmgate.checkpoints.gates_file import read_gates
+from mmgate.errors import ConfigError
+from mmgate.finetune import TRAINS
+from mmgate.rules import FORM, check_rules, read_rules
+
+from .config_file import merge_options, read_config, type_name
+
+
+def add_gate_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--gate``, ``--gates`` and ``--train``."""
+    add_gate_option(parser)
+    parser.add_argument(
+        '--gates', metavar='FILE', help='put the gates of a gates file on the model of CONFIG, instead of --gate'
+    )
+    parser.add_argument(
+        '--train', choices=TRAINS, help="what of a gated model trains: its gates, the gated modules, or all (CONFIG's)"
+    )
+
+
+def add_gate_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--gate`` alone."""
+    parser.add_argument(
+        '--gate',
+        action='append',
+        default=[],
+        metavar=f"'{FORM}'",
+        help='gate the modules at PATH of the model of CONFIG; may be given again. list_attention.py prints paths and '
+        'types',
+    )
+
+
+def configured(args: argparse.Namespace) -> Config:
+    """Return the config of a command line, with its ``--cfg-options`` and its gates; a warning is logged.
+
+    Raises:
+        ConfigError: The config cannot be read, an option cannot be merged, or a gate cannot be put on the model.
+    """
+    cfg = read_config(args.config)
+    merge_options(cfg, args.cfg_options or {})
+    note = put_gates(cfg, args.gate, gates=args.gates, train=args.train)
+    if note:
+        print_log(note, logger='current', level=logging.WARNING)
+    return cfg
+
+
+def put_gates(cfg: Config, rules: Iterable[str], *, gates: str | None = None, train: str | None = None) -> str:
+    """Gate the model of a config, as a config that inherits it would.
+
+    Args:
+        cfg: Config of any mm package, vanilla or gated. It is changed, and the files that it inherits are not. Dumped
+            into a file, it is a config that runs by itself.
+        rules: Texts of ``--gate``, see :func:`mmgate.rules.read_rules`. They join the rules that the config has.
+        gates: File of gates, which brings its rules; it replaces the gates of the config.
+        train: What trains, see :func:`mmgate.train_only_gates`.
+
+    Returns:
+        A warning that names the gates of the config that the file replaces; empty if there are none.
+
+    Raises:
+        ConfigError: A rule cannot be read or names no gate, the file is no gates file, both are given, or nothing is
+            gated that could be trained alone.
+    """
+    added = [rule for text in rules for rule in read_rules(text)]
+    if added and gates:
+        raise ConfigError(f'--gates {gates} brings its rules; leave --gate away, or the file.')
+    if not (added or gates or train):
+        return ''
+    if not cfg.get('model'):
+        raise ConfigError(f'config {cfg.filename} has no model to gate.')
+    check_rules(added)
+    note = ''
+    if added or gates:
+        _make_gated(cfg)
+    if added:
+        cfg.model.attention = [*_rules_of(cfg), *added]
+    if gates:
+        read_gates(gates)
+        note = _replaced(cfg, gates)
+        cfg.model.gates = gates
+    if train and type_name(cfg.model) == 'Gated':
+        cfg.model.train = train
+    elif train and train != 'all':
+        raise ConfigError(f'--train {train}: the model of {cfg.filename} has no gates; give --gate or --gates.')
+    return note
+
+
+def import_mmgate(cfg: Config) -> None:
+    """Let a config import mmgate, beside what it imports already, so that any tool can build what it names."""
+    given = cfg.get('custom_imports') or dict(imports=[], allow_failed_imports=False)
+    names = [given['imports']] if isinstance(given['imports'], str) else list(given['imports'])
+    if not any(name.partition('.')[0] == 'mmgate' for name in names):
+        cfg.custom_imports = dict(given, imports=['mmgate', *names])
+
+
+def _make_gated(cfg: Config) -> None:
+    """Let ``mmgate.Gated`` build the model."""
+    import_mmgate(cfg)
+    if type_name(cfg.model) != 'Gated':
+        host: Any = cfg.model.type
+        # A config is dumped as text, in which a class has no name to be imported by.
+        named = host if isinstance(host, str) else f'{host.__module__}.{host.__qualname__}'
+        cfg.model = dict(cfg.model, type='mmgate.Gated', host=named)
+
+
+def _rules_of(cfg: Config) -> list[Any]:
+    rules = cfg.model.get('attention') or ()
+    return [rules] if isinstance(rules, Mapping) else list(rules)
+
+
+def _replaced(cfg: Config, path: str) -> str:
+    """Return a warning that a file of gates replaces gates of the config; empty if it has none."""
+    replaced = [f'model.gates={cfg.model.gates}'] if cfg.model.get('gates') else []
+    replaced += [f'{type_name(rule)} at {rule.get("path")} by model.attention' for rule in _rules_of(cfg)]
+    if not replaced:
+        return ''
+    return (
+        f"--gates {path} replaces the config's own gates, {'; '.join(replaced)}. The vanilla config leaves no doubt "
+        'which gates these are.'
+    )

@@ -1,0 +1,185 @@
+"""The config of a short training, the same for a vanilla model and any gates in it, from a config of any length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from mmengine.config import Config, ConfigDict
+
+from mmgate.errors import ConfigError
+
+from .config_file import mappings, type_name
+from .gate_options import import_mmgate
+from .parameter_groups import GATES
+
+# By the name of a metric of mm packages, what its test logs first, of what is compared.
+FIRST_FIGURES = {
+    'CocoMetric': {'bbox': 'coco/bbox_mAP', 'segm': 'coco/segm_mAP'},
+    'IoUMetric': {'mIoU': 'mIoU'},
+    'Accuracy': {'': 'accuracy/top1'},
+    'VOCMetric': {'mAP': 'pascal_voc/mAP'},
+}
+# Settings of a scheduler that count steps.
+_COUNTS = ('begin', 'end', 'milestones', 'T_max', 'step_size', 'total_steps', 'periods')
+_WARM_UPS = ('LinearLR', 'ConstantLR')
+SHORTEST_WARM_UP = 20  # a warm-up takes at least one part of so many
+_CONSTRUCTOR = 'GateOptimWrapperConstructor'
+_HOOKS = ('SaveOnInterruptHook', 'ReproducibleHook')
+
+
+def make_trial(
+    cfg: Config,
+    *,
+    steps_in_epoch: int,
+    iters: int | None = None,
+    epochs: int | None = None,
+    checkpoint: str | None = None,
+    gate_rate: float = 1.0,
+    validations: int = 4,
+) -> None:
+    """Turn a config into that of a short training which stops at Ctrl-C and resumes exactly.
+
+    The schedule of the learning rate is squeezed into the new length; warm-ups take at least a twentieth of it.
+
+    Args:
+        cfg: The config; it is changed.
+        steps_in_epoch: Batches of the training data.
+        iters: Length in iterations.
+        epochs: Length in epochs, instead.
+        checkpoint: Vanilla checkpoint to go on from; without one the training begins as the config says.
+        gate_rate: Learning rate of gates, as a multiple of the model's.
+        validations: Number of validations, evenly spaced.
+
+    Raises:
+        ConfigError: The config trains nothing, or counts iterations and is given epochs.
+    """
+    if not cfg.get('train_dataloader') or not cfg.get('train_cfg') or not cfg.get('optim_wrapper'):
+        needed = 'train_dataloader, train_cfg and optim_wrapper'
+        raise ConfigError(f'config {cfg.filename} trains nothing: it lacks one of {needed}.')
+    whole = config_iters(cfg, steps_in_epoch)
+    if epochs is not None and not counts_epochs(cfg):
+        raise ConfigError(f'config {cfg.filename} counts iterations: give --iters, such as --iters {min(500, whole)}.')
+    length = epochs * steps_in_epoch if epochs is not None else iters
+    if not length or length < 1:
+        raise ConfigError('a trial takes 1 iteration or more.')
+    _squeeze(cfg, Fraction(length, whole), length, steps_in_epoch)
+    _set_loop(cfg, epochs if epochs is not None else length, epochs is not None, validations)
+    _set_loader(cfg, infinite=epochs is None)
+    present = {type_name(hook) for hook in cfg.get('custom_hooks') or ()}
+    added = [dict(type=f'mmgate.{name}') for name in _HOOKS if name not in present]
+    cfg.custom_hooks = [*(cfg.get('custom_hooks') or ()), *added]
+    cfg.load_from = checkpoint or cfg.get('load_from')
+    cfg.resume = False
+    import_mmgate(cfg)
+    _set_gate_rate(cfg, gate_rate)
+
+
+def config_iters(cfg: Config, steps_in_epoch: int) -> int:
+    """Return the iterations of the training that a config describes."""
+    loop = cfg.train_cfg
+    return int(loop.get('max_epochs') or 1) * steps_in_epoch if counts_epochs(cfg) else int(loop.max_iters)
+
+
+def counts_epochs(cfg: Config) -> bool:
+    """Return True if a config's training is counted in epochs."""
+    loop = cfg.train_cfg
+    return 'max_iters' not in loop and loop.get('by_epoch') is not False
+
+
+def first_figure(cfg: Config) -> str:
+    """Return the name, in a test's log, of the first figure of a config's evaluation.
+
+    Raises:
+        ConfigError: The metric is none whose figures are known.
+    """
+    given = cfg.get('test_evaluator') or cfg.get('val_evaluator') or ()
+    metrics = given if isinstance(given, Sequence) else [given]
+    for metric in metrics:
+        figures = FIRST_FIGURES.get(type_name(metric), {})
+        asked = metric.get('metric') or metric.get('iou_metrics') or metric.get('topk') or list(figures)
+        listed = list(asked) if isinstance(asked, (list, tuple)) else [asked]
+        for name, figure in figures.items():
+            if name in listed or len(figures) == 1:
+                prefix = metric.get('prefix')
+                return f'{prefix}/{figure.rpartition("/")[2]}' if prefix else figure
+    known = ', '.join(FIRST_FIGURES)
+    named = ', '.join(map(type_name, metrics)) or 'no evaluator'
+    raise ConfigError(f'{cfg.filename} has {named}, and first figures are known of {known}: give --metric NAME.')
+
+
+def _squeeze(cfg: Config, factor: Fraction, length: int, steps_in_epoch: int) -> None:
+    """Multiply what schedulers count by ``factor``; they count iterations afterwards."""
+    for _, scheduler in mappings(cfg.get('param_scheduler')):
+        if 'type' not in scheduler:
+            continue
+        by_epoch = scheduler.get('by_epoch', True)
+        of_one = factor * (steps_in_epoch if by_epoch else 1)
+        for key in _COUNTS:
+            if scheduler.get(key) is not None:
+                scheduler[key] = _times(scheduler[key], of_one)
+        if type_name(scheduler).endswith('ExponentialLR') and 'gamma' in scheduler:
+            scheduler.gamma **= float(1 / of_one)
+        scheduler.by_epoch = False
+        scheduler.pop('convert_to_iter_based', None)
+    # A warm-up that would be over after a step or two is none.
+    least = math.ceil(length / SHORTEST_WARM_UP)
+    for _, scheduler in mappings(cfg.get('param_scheduler')):
+        warms = type_name(scheduler).endswith(_WARM_UPS) and not scheduler.get('begin')
+        if warms and scheduler.get('end') and scheduler.end < least:
+            before = scheduler.end
+            scheduler.end = least
+            for _, other in mappings(cfg.param_scheduler):
+                if other.get('begin') == before:
+                    other.begin = least
+
+
+def _times(value: Any, factor: Fraction) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_times(one, factor) for one in value]
+    return max(1, round(value * factor)) if isinstance(value, int) and value > 0 else value
+
+
+def _set_loop(cfg: Config, length: int, by_epoch: bool, validations: int) -> None:
+    counted = 'max_epochs' if by_epoch else 'max_iters'
+    interval = max(1, math.ceil(length / validations))
+    kind = 'EpochBasedTrainLoop' if by_epoch else 'IterBasedTrainLoop'
+    # ``merge`` would keep what the other loop does not take.
+    cfg.train_cfg = ConfigDict({'type': kind, counted: length, 'val_interval': interval})
+    hooks = cfg.setdefault('default_hooks', ConfigDict())
+    hooks['checkpoint'] = dict(type='CheckpointHook', by_epoch=by_epoch, interval=interval, max_keep_ckpts=2)
+    every = 10 if by_epoch else max(1, min(50, length // 20))
+    hooks['logger'] = dict(type='LoggerHook', interval=every, log_metric_by_epoch=by_epoch)
+    log = cfg.get('log_processor')
+    if isinstance(log, dict):
+        log['by_epoch'] = by_epoch
+    else:
+        cfg.log_processor = dict(type='LogProcessor', by_epoch=by_epoch)
+
+
+def _set_loader(cfg: Config, *, infinite: bool) -> None:
+    """Let the loader start anew with the same numbers when a run resumes, as ReproducibleHook needs it."""
+    loader = cfg.train_dataloader
+    loader.persistent_workers = False
+    loader.num_workers = max(1, loader.get('num_workers') or 0)
+    sampler = loader.get('sampler')
+    # The finite sampler would wait two seconds at the end of each epoch of a loop of iterations.
+    if infinite and sampler and type_name(sampler) == 'DefaultSampler':
+        loader.sampler = ConfigDict(type='InfiniteSampler', shuffle=sampler.get('shuffle', True))
+
+
+def _set_gate_rate(cfg: Config, rate: float) -> None:
+    """Let the optimizer's constructor know gates, and give them another rate."""
+    wrapper = cfg.optim_wrapper
+    options = wrapper.setdefault('paramwise_cfg', ConfigDict()) or ConfigDict()
+    wrapper.paramwise_cfg = options
+    given = wrapper.get('constructor')
+    if given is None or not str(getattr(given, '__name__', given)).endswith(_CONSTRUCTOR):
+        if given is not None:
+            options['constructor'] = given
+        wrapper.constructor = f'mmgate.{_CONSTRUCTOR}'
+    if rate != 1:
+        # A name with a dot is no path here, so that it cannot be merged as an option.
+        options['custom_keys'] = {**(options.get('custom_keys') or {}), GATES: dict(lr_mult=rate)}

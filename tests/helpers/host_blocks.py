@@ -1,0 +1,240 @@
+"""The block of each host that really calls it, small."""
+
+from __future__ import annotations
+
+import copy
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from conftest import filled
+from torch import Tensor, nn
+
+from helpers.projects import Attention, deformable_inputs
+from mmgate._environment import available
+from mmgate.swap import path_regex
+
+C, H, MAP = 32, 4, (8, 8)
+
+TOKENS = torch.Size([2, 64, C])
+
+
+class Block:
+    """The class whose instances call a host, by name, so that a package that is missing is met in its own tests alone.
+
+    Args:
+        name: Of the class.
+        *sizes: Its positional arguments.
+        call: What an instance is called with; sizes stand for random numbers.
+        path: Of the host in it.
+        named: What it is called with by name.
+        **options: Its further arguments.
+    """
+
+    def __init__(
+        self, name: str, *sizes: Any, call: list[Any], path: str = 'attn', named: dict | None = None, **options: Any
+    ) -> None:
+        self.name, self.sizes, self.options, self.call, self.path = name, sizes, options, call, path
+        self.named = named or {}
+
+    def make(self) -> nn.Module:
+        module, _, name = self.name.rpartition('.')
+        return getattr(import_module(module), name)(*copy.deepcopy(self.sizes), **copy.deepcopy(self.options))
+
+
+LAYERS, DET, SEG = 'mmdet.models.layers.transformer', 'mmdet.models', 'mmseg.models.backbones'
+
+PRE, UTILS = 'mmpretrain.models.backbones', 'mmpretrain.models.utils.attention'
+
+ATTENTION = dict(embed_dims=C, num_heads=H)
+
+FFN = dict(embed_dims=C, feedforward_channels=C, num_fcs=2)
+
+LEVELS = dict(
+    spatial_shapes=torch.tensor([[6, 8], [4, 4]]),
+    level_start_index=torch.tensor([0, 48]),
+    reference_points=torch.full((2, 64, 2, 2), 0.5),
+)
+
+TO_KEYS = dict(query_pos=TOKENS, key=TOKENS, key_pos=TOKENS, ref_sine_embed=TOKENS, is_first=True)
+
+# mmcv writes into its own default of the dropout layer, wherever a layer is built with another
+UNDROPPED = dict(dropout_layer=dict(type='Dropout', drop_prob=0.0), batch_first=True)
+
+FIRST = dict(self_attn_cfg=dict(ATTENTION, **UNDROPPED), ffn_cfg=FFN)
+
+LEVELLED = dict(self_attn_cfg=dict(ATTENTION, num_levels=2, num_points=3, dropout=0.0, batch_first=True), ffn_cfg=FFN)
+
+CROSSED = dict(self_attn_cfg=ATTENTION, cross_attn_cfg=dict(ATTENTION, cross_attn=True), ffn_cfg=FFN)
+
+SHIFTED = dict(window_size=4, shift=True)
+
+WINDOWS = {'WindowMSA': 'attn.w_msa', 'ShiftWindowMSA': 'attn'}
+
+ON_MAP, IN_MAP = [TOKENS, MAP], [torch.Size([2, 8, 8, C])]
+
+_, POINTS, MEMORY, SHAPES, _, MASK = deformable_inputs()
+TIMM_MODELS, TIMM_ATTENTION = 'timm.models', 'timm.layers.attention'
+
+GLOBAL = 'timm.models.gcvit.GlobalContextVitBlock'
+
+# by the name of a host, and what is special about this one, what calls it
+BLOCKS: dict[str, Block] = {
+    'torch.nn.modules.activation.MultiheadAttention': Block(
+        'torch.nn.TransformerEncoderLayer', C, H, C, 0.0, batch_first=True, path='self_attn', call=[TOKENS]
+    ),
+    'mmcv.cnn.bricks.transformer.MultiheadAttention': Block(
+        f'{LAYERS}.DetrTransformerEncoderLayer', path='self_attn', call=[TOKENS, TOKENS, None], **FIRST
+    ),
+    'mmcv.ops.multi_scale_deform_attn.MultiScaleDeformableAttention': Block(
+        f'{LAYERS}.DeformableDetrTransformerEncoderLayer',
+        path='self_attn',
+        call=[TOKENS, TOKENS, None],
+        named=LEVELS,
+        **LEVELLED,
+    ),
+    f'{LAYERS}.utils.ConditionalAttention': Block(
+        f'{LAYERS}.ConditionalDetrTransformerDecoderLayer', path='*_attn', call=[TOKENS], named=TO_KEYS, **CROSSED
+    ),
+    f'{DET}.utils.vlfuse_helper.BiMultiHeadAttention': Block(
+        f'{DET}.utils.vlfuse_helper.SingleScaleBiAttentionBlock', C, C, C, H, 0.0, call=[TOKENS, torch.Size([2, 5, C])]
+    ),
+    f'{DET}.backbones.pvt.SpatialReductionAttention': Block(
+        f'{DET}.backbones.pvt.PVTEncoderLayer', C, H, C, sr_ratio=2, call=ON_MAP
+    ),
+    **{
+        f'{package}.swin.{name}': Block(f'{package}.swin.SwinBlock', C, H, C, call=ON_MAP, path=path, **SHIFTED)
+        for package in (f'{DET}.backbones', SEG)
+        for name, path in WINDOWS.items()
+    },
+    f'{SEG}.mit.EfficientMultiheadAttention': Block(
+        f'{SEG}.mit.TransformerEncoderLayer', C, H, C, sr_ratio=2, call=ON_MAP
+    ),
+    f'{SEG}.twins.GlobalSubsampledAttention': Block(f'{SEG}.twins.GSAEncoderLayer', C, H, C, sr_ratio=2, call=ON_MAP),
+    f'{SEG}.twins.LocallyGroupedSelfAttention': Block(
+        f'{SEG}.twins.LSAEncoderLayer', C, H, C, window_size=4, call=ON_MAP
+    ),
+    **{
+        f'{SEG}.{name.lower()}.{name}Attention': Block(
+            f'{SEG}.{name.lower()}.{name}TransformerEncoderLayer',
+            *(C, H, C),
+            window_size=MAP,
+            init_values=0.1,
+            call=[torch.Size([2, 65, C])],
+        )
+        for name in ('BEiT', 'MAE')
+    },
+    **{
+        f'{UTILS}.{name}': Block(f'{PRE}.swin_transformer.SwinBlock', C, H, call=ON_MAP, path=path, **SHIFTED)
+        for name, path in WINDOWS.items()
+    },
+    f'{UTILS}.WindowMSAV2': Block(
+        f'{PRE}.swin_transformer_v2.SwinBlockV2', C, H, call=ON_MAP, path='attn.w_msa', **SHIFTED
+    ),
+    f'{UTILS}.MultiheadAttention': Block(f'{PRE}.vision_transformer.TransformerEncoderLayer', C, H, C, call=[TOKENS]),
+    f'{PRE}.vit_sam.Attention': Block(
+        f'{PRE}.vit_sam.TransformerEncoderLayer', C, H, C, use_rel_pos=True, input_size=MAP, call=IN_MAP
+    ),
+    f'{UTILS}.LeAttention': Block(f'{PRE}.tinyvit.TinyViTBlock', C, MAP, H, window_size=4, call=[TOKENS]),
+    f'{PRE}.xcit.XCA': Block(f'{PRE}.xcit.XCABlock', C, H, call=[TOKENS, *MAP]),
+    **{
+        f'timm.models.visformer.Attention {width}': Block(
+            'timm.models.visformer.Block', C, H, width, call=[torch.Size([2, C, 8, 8])]
+        )
+        for width in (1.0, 0.5)
+    },
+    'timm.models.gcvit.WindowAttentionGlobal': Block(
+        GLOBAL, C, MAP, H, window_size=(4, 4), use_global=False, call=IN_MAP
+    ),
+    'timm.models.gcvit.WindowAttentionGlobal global': Block(
+        GLOBAL, C, MAP, H, window_size=(4, 4), call=[*IN_MAP, torch.Size([2, 4, 4, C])]
+    ),
+    **{
+        f'timm.models.pvt_v2.Attention {kind}': Block(
+            'timm.models.pvt_v2.Block', C, H, call=[TOKENS, [8, 8]], **options
+        )
+        for kind, options in dict(whole={}, reduced=dict(sr_ratio=2), pooled=dict(linear_attn=True)).items()
+    },
+    **{
+        f'vitdet.vit.Attention {kind}': Block(
+            'torch.nn.Sequential', Attention(C, H, relative, (4, 6)), path='0', call=[torch.Size([3, 4, 6, C])]
+        )
+        for kind, relative in dict(relative=True, plain=False).items()
+    },
+    'ms_deform_attn.MSDeformAttn': Block(
+        'helpers.projects.DecoderLayer',
+        path='cross_attn',
+        call=[torch.Size([5, 2, C]), POINTS, MEMORY.transpose(0, 1), MASK],
+    ),
+    **{
+        f'{host}{kind}': Block(
+            'helpers.repositories.Layer', name, call=[torch.Size([2, 5, C]), POINTS, MEMORY, SHAPES, MASK], **options
+        )
+        for host, name, kind, options in (
+            ('ms_deform_attn.MSDeformAttn', 'dino', ' dino', {}),
+            ('ms_deform_attn.MultiScaleDeformableAttention', 'grounding_dino', '', {}),
+            ('detrex.layers.multi_scale_deform_attn.MultiScaleDeformableAttention', 'detrex', '', {}),
+            ('rtdetr_decoder.MSDeformableAttention', 'rt_detr', '', {}),
+            ('rtdetrv2_decoder.MSDeformableAttention', 'rt_detr_v2', '', {}),
+            ('dfine_decoder.MSDeformableAttention', 'd_fine', '', {}),
+            ('ultralytics.nn.modules.transformer.MSDeformAttn', 'ultralytics', '', {}),
+        )
+    },
+    f'{TIMM_ATTENTION}.Attention': Block(f'{TIMM_MODELS}.vision_transformer.Block', C, H, qkv_bias=True, call=[TOKENS]),
+    f'{TIMM_ATTENTION}.Attention normed': Block(
+        f'{TIMM_MODELS}.vision_transformer.Block', C, H, qk_norm=True, scale_attn_norm=True, call=[TOKENS]
+    ),
+    f'{TIMM_ATTENTION}.AttentionRope': Block(
+        f'{TIMM_MODELS}.eva.EvaBlock', C, H, attn_type='rope', call=[torch.Size([2, 65, C]), torch.Size([64, 4 * H])]
+    ),
+    **{
+        f'{TIMM_MODELS}.eva.EvaAttention {kind}': Block(
+            f'{TIMM_MODELS}.eva.EvaBlock', C, H, call=[torch.Size([2, 65, C]), torch.Size([64, 4 * H])], **options
+        )
+        for kind, options in dict(
+            joint={}, apart=dict(qkv_fused=False), plain=dict(qkv_bias=False), half=dict(rotate_half=True)
+        ).items()
+    },
+    f'{TIMM_MODELS}.swin_transformer.WindowAttention': Block(
+        f'{TIMM_MODELS}.swin_transformer.SwinTransformerBlock', C, MAP, H, window_size=4, shift_size=2, call=IN_MAP
+    ),
+    f'{TIMM_MODELS}.swin_transformer.SwinTransformerBlock': Block(
+        f'{TIMM_MODELS}.swin_transformer.SwinTransformerStage',
+        *(C, C, MAP, 2),
+        downsample=False,
+        num_heads=H,
+        window_size=4,
+        path='blocks.*',
+        call=IN_MAP,
+    ),
+}
+
+PACKAGES = ('torch', 'mmcv', 'mmdet', 'mmseg', 'mmpretrain', 'timm')
+DECODERS = ('rtdetr_decoder', 'rtdetrv2_decoder', 'dfine_decoder')
+BY_NAME = ('vitdet', 'ms_deform_attn', 'detrex', *DECODERS, 'ultralytics')
+
+
+def needs(host: str) -> Any:
+    package = host.partition('.')[0]
+    missing = package in PACKAGES and not available(package)
+    return pytest.param(host, marks=pytest.mark.skipif(missing, reason=f'needs {package}'))
+
+
+def hosts_in(module: nn.Module, block: Block) -> dict[str, nn.Module]:
+    return {name: host for name, host in module.named_modules() if path_regex(block.path).fullmatch(name)}
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    filled(module, 0.2).eval()  # TinyViT's returns nothing
+    return module
+
+
+def called(module: nn.Module, block: Block) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+
+    def value(x: Any) -> Any:
+        return torch.randn(x, generator=generator) if isinstance(x, torch.Size) else x
+
+    out = module(*[value(x) for x in block.call], **{name: value(x) for name, x in block.named.items()})
+    return torch.cat(out, 1) if isinstance(out, tuple) else out

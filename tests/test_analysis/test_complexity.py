@@ -1,0 +1,139 @@
+"""Counting rules against counts by hand, and parameters and multiply-accumulates of configs against the papers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, TORCH, needs_mmpretrain, skip_unless_readable
+from mmengine.config import Config
+from mmengine.hub import get_config
+from torch import nn
+
+from mmgate.analysis.complexity import count_config, count_model
+from mmgate.layers import AgentAttention, SAGAAttention
+from mmgate.ops import gated_linear_attention, ms_deform_attn
+
+Q, K = torch.zeros(2, 4, 10, 8), torch.zeros(2, 4, 6, 8)  # (B, H, N, d)
+SHAPES, START = torch.tensor([[4, 5], [2, 3]]), torch.tensor([0, 20])
+DEFORMABLE = (torch.zeros(2, 26, 4, 8), SHAPES, START, torch.rand(2, 7, 4, 2, 3, 2), torch.zeros(2, 7, 4, 2, 3))
+RULES = {  # function, inputs, multiply-accumulates
+    'linear': (lambda x: F.linear(x, torch.zeros(5, 8)), [Q], 80 * 5 * 8),
+    'einsum': (lambda q, k: torch.einsum('bhnd,bhmd->bhnm', q, k), [Q, K], 8 * 10 * 6 * 8),
+    'attention': (F.scaled_dot_product_attention, [Q, K, K], 8 * 10 * 6 * (8 + 8)),
+    'torch_attention': (nn.MultiheadAttention(8, 2, batch_first=True), [K[0]] * 3, 4 * 6 * 8 * (4 * 8 + 2 * 6)),
+    'attention_masked': (F.scaled_dot_product_attention, [Q, K, K, torch.zeros(2, 4, 10, 6)], 8 * 10 * 6 * (8 + 8)),
+    'linear_attention': (gated_linear_attention, [Q, Q, Q], 8 * 2 * 10 * 8 * 8),
+    'convolution': (nn.Conv2d(4, 6, 3, groups=2), [torch.zeros(1, 4, 9, 9)], 49 * 6 * 2 * 9),
+    'grid_sample': (F.grid_sample, [torch.zeros(2, 3, 5, 5), torch.zeros(2, 4, 6, 2)], 2 * 3 * 24 * 4),
+    'deformable': (ms_deform_attn, DEFORMABLE, 2 * 7 * 4 * 2 * 3 * 8 * 5),
+}
+
+SIZES = [  # of DeiT-T; where multiply-accumulates differ, a comment has the paper's and a table why
+    ('agent/classification/agent-deit-t_8xb128-300e_in1k', 224, 6.016, 1.2),
+    ('saga/classification/saga-deit-t_8xb128-300e_in1k', 224, 7.071, 1.4),  # the paper prints 7.0
+    ('plug/classification/plug-deit-t_8xb128-300e_in1k', 224, 6.014, 1.34),  # 1.4 in the paper
+    ('plug/classification/ablations/plug-deit-t-per-head_8xb128-300e_in1k', 224, 6.607, 1.5),
+    ('plug/classification/ablations/plug-deit-t-ratio-0.125_8xb128-300e_in1k', 224, 5.755, None),
+]
+LARGER = [  # images, and other ViTs
+    ('agent/classification/agent-swin-b_8xb32-30e_in1k-384px', 384, 88, 46.2),  # 46.3 in the paper
+    ('agent/classification/agent-cswin-b_8xb32-30e_in1k-384px', 384, 73, 46.2),  # 46.3
+    ('agent/classification/agent-swin-s_8xb64-300e_in1k-288px', 288, 50, 14.5),  # 14.6
+    ('agent/classification/agent-deit-s_8xb64-300e_in1k-448px', 448, 23.1, 17.6),  # 17.7
+    ('agent/classification/agent-pvt-m_8xb64-300e_in1k-256px', 256, 36.1, 9.1),  # 9.2
+    ('saga/classification/saga-swin-b_8xb32-30e_in1k-384px', 384, 105, 55.3),
+    ('plug/classification/plug-tinyvit-5m_8xb128-300e_in1k', 224, 5.5, 1.3),  # 1.4
+    ('plug/classification/plug-visformer-t_8xb128-300e_in1k', 224, 10.8, 1.3),
+    ('plug/classification/plug-xcit-t12_8xb128-300e_in1k', 224, 6.9, 1.3),
+    ('plug/classification/plug-gcvit-xxt_8xb128-300e_in1k', 224, 12.2, 2.2),  # 2.3
+    ('vanilla/classification/lvvit-t_8xb128-300e_in1k', 224, 8.5, 2.9),
+    ('plug/classification/plug-lvvit-t_8xb128-300e_in1k', 224, 8.88, 3.0),  # 8.8 and 3.1
+    ('vanilla/classification/vitae-t_4xb128-300e_in1k', 224, 4.88, 1.8),  # 4.8 and 1.5
+    ('plug/classification/plug-vitae-t_4xb128-300e_in1k', 224, 5.1, 1.8),  # 1.6
+    ('plug/classification/plug-t2t-vit-10_8xb128-300e_in1k', 224, 6.2, 2.9),  # 1.6, with Performer layers
+]
+
+
+@pytest.mark.parametrize('name', RULES)
+def test_an_operation_is_counted_by_its_rule(name: str) -> None:
+    if name == 'deformable' and TORCH < (2, 4):
+        pytest.skip('torch 2.3 registers no operator, so that its counter does not see ours')
+    function, inputs, expected = RULES[name]
+    model = function if isinstance(function, nn.Module) else nn.Module()
+    if model is not function:
+        model.forward = function
+    assert count_model(model, *inputs).macs == expected
+
+
+def test_layers_are_counted_as_by_hand() -> None:
+    n, c, d, heads, agents = 48, 12, 4, 3, 9
+    x = torch.zeros(1, n, c)
+    agent = AgentAttention(c, heads, map_size=(6, 8), agent_num=agents)
+    projections = n * c * 4 * c
+    assert count_model(agent, x, (6, 8)).macs == projections + 2 * (2 * n * agents * c) + 9 * n * c
+    saga = SAGAAttention(c, heads, map_size=(6, 8))
+    counted = count_model(saga, x, (6, 8))
+    assert counted.macs == n * c * 7 * c + 2 * n * d * c + 25 * n * c
+    assert counted.parameters == sum(p.numel() for p in saga.parameters())
+
+
+def test_what_is_frozen_computes_and_is_no_parameter() -> None:
+    model = nn.Sequential(nn.Linear(8, 6).requires_grad_(False), nn.Linear(6, 4))
+    counted = count_model(model, torch.zeros(2, 8))
+    assert counted.macs == 2 * 6 * (8 + 4) and counted.parameters == 6 * 4 + 4
+
+
+@pytest.mark.skipif(TORCH < (2, 4), reason='torch 2.3 counts by module only what is called through it')
+def test_heads_of_two_stage_detectors_see_fixed_proposals() -> None:
+    cfg = get_config('mmgate::agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py')
+    counted = count_config(cfg, 128, 128)
+    box = 1000 * (64 * 49 * 256 + 256 * 256 + 256 * (7 + 24))
+    mask = 100 * (2 * 14 * 14 * 64 * 64 * 9 + 14 * 14 * 64 * 64 * 4 + 28 * 28 * 64 * 6)
+    assert counted.by_module['roi_head'] == box + mask
+    assert sum(counted.by_module.values()) == counted.macs
+
+
+# Agent attention's Tables 4 and 14, SAGA's Table 1, PLuG's Table 1: side of the image, multiply-accumulates in billions
+VANILLA = {
+    'deit-t_8xb128-300e_in1k': (224, 1.3),
+    'deit-b_8xb128-300e_in1k': (224, 17.6),
+    'deit-s_8xb64-300e_in1k-416px': (416, 18.8),
+    'pvt-l_8xb128-300e_in1k': (224, 9.8),
+    'pvt-m_8xb64-300e_in1k-256px': (256, 8.8),
+    'pvtv2-b0_8xb128-300e_in1k': (224, 0.6),
+    'pvtv2-b1_8xb128-300e_in1k': (224, 2.1),
+    'swin-t_8xb128-300e_in1k': (224, 4.5),
+    'swin-b_8xb128-300e_in1k': (224, 15.4),
+    'swin-s_8xb64-300e_in1k-288px': (288, 14.7),
+    'swin-b_8xb32-30e_in1k-384px': (384, 47.0),
+    'cswin-t_8xb128-300e_in1k': (224, 4.3),
+    'cswin-s_8xb128-300e_in1k': (224, 6.9),
+    'cswin-b_8xb128-300e_in1k': (224, 15.0),
+    'cswin-b_8xb32-30e_in1k-384px': (384, 47.0),
+    'tinyvit-5m_8xb128-300e_in1k': (224, 1.3),
+    'visformer-t_8xb128-300e_in1k': (224, 1.3),
+    'xcit-t12_8xb128-300e_in1k': (224, 1.2),
+    'gcvit-xxt_8xb128-300e_in1k': (224, 2.1),
+}
+
+
+@pytest.mark.parametrize('name', VANILLA)
+def test_vanilla_classifiers_compute_as_much_as_in_the_papers(name: str) -> None:
+    """Parameters do not tell which tokens attend to which: attention over whole maps has those of windows."""
+    side, billions = VANILLA[name]
+    path = ROOT / f'configs/vanilla/classification/{name}.py'
+    skip_unless_readable(path)
+    macs = count_config(Config.fromfile(path), side, side).macs / 1e9
+    assert abs(macs - billions) <= max(0.05, 0.015 * billions)
+
+
+@needs_mmpretrain
+@pytest.mark.parametrize(
+    'name, side, millions, macs', [*SIZES, *(pytest.param(*row, marks=pytest.mark.slow) for row in LARGER)]
+)
+def test_classifiers_have_the_sizes_of_the_papers(name: str, side: int, millions: float, macs: float | None) -> None:
+    """Parameters and multiply-accumulates to the papers' rounding."""
+    counted = count_config(Config.fromfile(ROOT / f'configs/{name}.py'), side, side)
+    assert round(counted.parameters / 1e6, len(str(millions).partition('.')[2])) == millions
+    assert macs is None or round(counted.macs / 1e9, len(str(macs).partition('.')[2])) == macs

@@ -1,0 +1,83 @@
+"""Recording reads what the layers compute, changes nothing and leaves nothing behind."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.given_attention import Model
+from mmcv.ops import MultiScaleDeformableAttention
+from torch import Tensor, nn
+
+import mmgate
+from mmgate.analysis.probes.attention import POINTS
+from mmgate.analysis.probes.recording import best_queries, class_tokens, readable, record, require
+from mmgate.errors import ConfigError
+
+
+def deformable() -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    model = nn.ModuleDict(dict(a=MultiScaleDeformableAttention(16, 2, 2, 3, batch_first=True, dropout=0.1)))
+    model.forward = lambda **given: model['a'](**given)  # type: ignore[method-assign]
+    mmgate.swap_attention(model, dict(path='a', type='PLuGMultiScaleDeformableAttention', init='paper'))
+    nn.init.normal_(model['a'].sampling_offsets.weight)
+    nn.init.normal_(model['a'].attention_weights.weight)
+    given = dict(query=torch.randn(2, 5, 16), value=torch.randn(2, 30, 16), query_pos=torch.randn(2, 5, 16))
+    given.update(reference_points=torch.rand(2, 5, 2, 2), spatial_shapes=torch.tensor([[4, 6], [2, 3]]))
+    return model, {**given, 'level_start_index': torch.tensor([0, 24])}
+
+
+def flat(output: Any) -> Tensor:
+    return torch.cat([x.flatten() for x in (output if isinstance(output, (tuple, list)) else [output])])
+
+
+@pytest.mark.parametrize('training', [False, True], ids=['eval', 'train'])
+def test_recording_changes_nothing(training: bool) -> None:
+    """Output, gradients and what random numbers are left are the same bits; every reading arrives; no hook stays."""
+    found = []
+    for records in (False, True):
+        model, given = deformable()
+        model.train(training)
+        torch.manual_seed(1)
+        with record(model, [*readable(model), 'activation']) if records else nullcontext({}) as recording:
+            output = flat(model(**given))
+        if records:
+            assert {name for readings in recording.values() for name in readings} == {*POINTS, 'activation'}
+        output.square().sum().backward()
+        grads = flat([p.grad for p in model.parameters() if p.grad is not None])
+        found.append((output, grads, torch.rand(3)))
+        assert not any(module._forward_hooks for module in model.modules())
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_refusal_names_what_there_is() -> None:
+    message = r'agent maps needs a model with agent tokens .*; ModuleDict has sampling points .*, gates '
+    with pytest.raises(ConfigError, match=message):
+        require(deformable()[0], ['agents'], 'A picture of agent maps')
+    with pytest.raises(ValueError, match='speed cannot be recorded; there are gate, '):
+        record(nn.Linear(1, 1), ['speed']).__enter__()
+
+
+def test_class_tokens_join_where_they_join() -> None:
+    """T2T-ViT's first attentions have none; DeiT's distillation token is one more."""
+    model = nn.ModuleDict(dict(backbone=Model(), neck=nn.Identity()))
+    keys = {'backbone.tokens.0': 64, 'backbone.layers.0': 17, 'backbone.layers.1': 17, 'neck': 17}
+    assert class_tokens(model, keys) == {'backbone.layers.0': 1, 'backbone.layers.1': 1}
+    model['backbone'].num_extra_tokens = 2
+    assert set(class_tokens(model, keys).values()) == {2}
+    model['backbone'].with_cls_token = False  # mmseg's ViT keeps the parameter
+    assert not class_tokens(model, keys)
+
+
+def test_best_queries_are_those_of_the_best_class() -> None:
+    recording = kept(scores=torch.tensor([[[0.1, 0.2], [0.9, 0.0], [0.3, 0.4]]]), places=torch.zeros(1, 3, 4))
+    assert best_queries(dict(bbox_head=recording['layer']), 0, 2).tolist() == [1, 2]
+    assert best_queries({}, 0, 2).tolist() == [0, 1]
+
+
+def kept(**readings: torch.Tensor) -> dict[str, dict[str, Any]]:
+    """Return a recording of one layer."""
+    return dict(layer={name: SimpleNamespace(last=x) for name, x in readings.items()})

@@ -1,0 +1,194 @@
+"""Rollout and maps of heads, of whole models and of a decoder's queries, on cases that are known by hand."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import needs_mmpretrain
+from helpers.given_attention import SIDE, TOKENS, Given, Model, Placed, attention
+from mmengine.hub import get_config
+from mmengine.registry import MODELS, init_default_scope
+from torch import Tensor, nn
+
+import mmgate
+from mmgate.analysis.complexity import empty_sample
+from mmgate.analysis.probes.recording import predicted
+from mmgate.analysis.probes.relevance import (
+    add_levels,
+    head_maps,
+    head_mean,
+    query_relevance,
+    query_rollout,
+    record_maps,
+    relevance_map,
+)
+from mmgate.errors import ConfigError
+
+Q, COARSE, FINE = 3, 4, 6
+
+
+def test_heads_that_disagree_cancel_out_but_by_their_sizes() -> None:
+    """Signed, their mean is 0 throughout; by its size each has a share."""
+    signed = torch.tensor([[0.75, -0.25], [-0.75, 0.25]])[None, :, None].expand(1, 2, 2, 2)
+    assert head_mean(signed, absolute=True).unique().tolist() == [0.25, 0.75]
+    assert head_mean(signed).unique().tolist() == [0]
+
+
+def test_rollout_of_signed_maps_is_signed() -> None:
+    """The class token's row, two layers deep, with the sizes of each head's rows summing to 1."""
+    weights = [attention(1, 1, 2, TOKENS, TOKENS) - attention(1, 1, 2, TOKENS, TOKENS) for _ in range(2)]
+    model = Model(*(Given(x) for x in weights))
+    with record_maps(model) as recording:
+        model.test_step(dict(image=0))
+    found = relevance_map(recording, (9, 9))
+    shares = [(x[0, 0] / x[0, 0].abs().sum(-1, keepdim=True)).mean(0) for x in weights]
+    first, last = (0.5 * (x + torch.eye(TOKENS)) for x in shares)
+    expected = (last @ first)[0, 1:]
+    torch.testing.assert_close(found.flatten(), expected / expected.abs().sum())
+    assert found.min() < 0 < found.max()
+    with record_maps(model, partial(head_mean, absolute=True)) as recording:
+        model.test_step(dict(image=0))
+    assert relevance_map(recording, (9, 9)).min() >= 0
+
+
+def test_maps_of_heads_keep_their_signs() -> None:
+    """The class token's row of each head, inhibition below 0."""
+    weights = attention(1, 1, 2, TOKENS, TOKENS)
+    weights[:, :, 1] *= -1
+    path, maps, _ = head_maps(Model(Given(weights), Given(-weights)), dict(image=0), layer=0)
+    assert path == 'layers.0' and maps.shape == (2, SIDE, SIDE)
+    np.testing.assert_array_equal(maps, weights[0, 0, :, 0, 1:].view(2, SIDE, SIDE))
+    assert maps[0].min() > 0 > maps[1].max()
+    with pytest.raises(ConfigError, match='--layer 2: Model has 2 attentions over an image'):
+        head_maps(Model(Given(weights), Given(-weights)), dict(image=0), layer=2)
+
+
+def test_maps_of_heads_in_windows_lie_where_they_are() -> None:
+    """Four windows of 2 x 2; each attends to its own first token, which the second head inhibits."""
+    weights = torch.zeros(1, 4, 2, 4, 4)
+    weights[:, :, 0, :, 0], weights[:, :, 1, :, 0] = 1, -1
+    _, maps, _ = head_maps(Model(Placed(weights, (4, 4, 2, 0)), class_token=False), dict(image=0))
+    expected = np.zeros((4, 4))
+    expected[::2, ::2] = 1
+    np.testing.assert_array_equal(maps, [expected, -expected])
+
+
+def tiny_vit() -> nn.Module:
+    from mmpretrain.models import TinyViT
+
+    arch = dict(channels=[8, 16, 16, 16], num_heads=[1, 2, 2, 2], depths=[1, 1, 2, 1])
+    return TinyViT(arch, img_size=(64, 64), window_size=[4, 3, 4, 2], out_indices=(3,), drop_path_rate=0.0)
+
+
+def gc_vit() -> nn.Module:
+    from timm.models.gcvit import GlobalContextVit
+
+    return GlobalContextVit(
+        img_size=64, window_size=(4, 4, 2, 2), embed_dim=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 2)
+    )
+
+
+def swin() -> nn.Module:
+    from mmpretrain.models import SwinTransformer
+
+    arch = dict(embed_dims=8, depths=[2, 2], num_heads=[1, 2])
+    return SwinTransformer(arch, img_size=64, window_size=4, out_indices=(1,))
+
+
+@needs_mmpretrain
+@pytest.mark.parametrize('gate', ['PLuGMultiheadAttention', 'SDPAGatedMultiheadAttention'])
+@pytest.mark.parametrize('make', [tiny_vit, gc_vit, swin], ids=lambda make: make.__name__)
+def test_rollout_through_the_windows_of_classifiers(make: Any, gate: str) -> None:
+    """Every window is found, gated or not; a start that is the vanilla one has the vanilla map."""
+    maps = []
+    for gated in (False, True):
+        torch.manual_seed(0)
+        model = make()
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        if gated:
+            mmgate.swap_attention(model, dict(path='**', type=gate))
+        model.eval()
+        torch.manual_seed(1)
+        with record_maps(model) as recording, torch.no_grad():
+            model(torch.randn(1, 3, 64, 64))
+        weights = [x for of in recording.values() if 'attention' in of for x in of['attention'].tensors]
+        for x in weights:
+            torch.testing.assert_close(x.sum(-1), torch.ones(x.shape[:-1]))
+        maps.append(relevance_map(recording, (64, 64)))
+        assert float(maps[-1].sum()) == pytest.approx(1, abs=1e-4) and maps[-1].min() >= 0
+    assert maps[0].shape == {'tiny_vit': (8, 8)}.get(make.__name__, (16, 16)) and maps[0].std() > 0
+    if gate == 'PLuGMultiheadAttention':
+        torch.testing.assert_close(maps[1], maps[0], rtol=1e-3, atol=1e-6)
+
+
+def weights_of(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).softmax(-1)
+
+
+def test_it_is_the_rollout_of_queries_and_image_in_one_sequence() -> None:
+    """Self- and cross-attention over two levels, written out as square maps whose image rows are the identity."""
+    shapes = ((COARSE, COARSE), (None, Q), (FINE, FINE), (None, Q))
+    steps = [(memory, weights_of(Q, keys)) for memory, keys in shapes]
+    identity = torch.eye(Q + COARSE + FINE, dtype=torch.float64)
+    expected = identity
+    for memory, weights in steps:
+        square, start = identity.clone(), {None: 0, COARSE: Q, FINE: Q + COARSE}[memory]
+        square[:Q] = 0
+        square[:Q, start : start + weights.shape[1]] = weights
+        expected = 0.5 * (square + identity) @ expected
+    image = query_rollout(steps, [2, 0])
+    torch.testing.assert_close(torch.cat([image[COARSE], image[FINE]], 1), expected[[2, 0], Q:])
+
+
+def test_levels_add_up_with_their_shares() -> None:
+    coarse, fine = torch.tensor([[0.3, 0.0]]), torch.zeros(1, 8)
+    fine[0, 7] = 0.5
+    found = add_levels({(1, 2): coarse, (2, 4): fine})
+    assert found.shape == (1, 2, 4)
+    torch.testing.assert_close(found.sum(), torch.tensor(0.8))
+    torch.testing.assert_close(found[0, 1, 3], torch.tensor(0.5))
+    assert found[0, :, 0].sum() > found[0, :, 2].sum()  # the coarse level's left half
+
+
+def detr(config: str) -> Any:
+    cfg = get_config(f'mmdet::{config}')
+    init_default_scope('mmdet')
+    model = cfg.model
+    model.backbone.update(depth=18, init_cfg=None)
+    model.neck.in_channels = [512]
+    for part in (model.encoder, model.decoder):
+        part.num_layers = 2
+    model.num_queries, model.test_cfg.max_per_img = 8, 8
+    torch.manual_seed(0)
+    built = MODELS.build(model)
+    built.init_weights()
+    return built.eval()
+
+
+@pytest.mark.parametrize('gated', [False, True], ids=['vanilla', 'gated'])
+@pytest.mark.parametrize(
+    'config',
+    ['detr/detr_r18_8xb2-500e_coco.py', 'conditional_detr/conditional-detr_r50_8xb2-50e_coco.py'],
+    ids=['detr', 'conditional'],
+)
+def test_the_relevance_of_a_detrs_queries_is_that_of_their_rows(config: str, gated: bool) -> None:
+    """Boxes and scores are the head's; a cross-attention to one place, rolled back through the encoder, is its row."""
+    model = detr(config)
+    if gated:
+        mmgate.swap_attention(model, dict(path=['encoder.**', 'decoder.**'], type='PLuGMultiheadAttention'))
+    size, queries = (64, 96), [5, 2]
+    with record_maps(model) as found, torch.no_grad():
+        model(torch.randn(1, 3, *size), [empty_sample(size)], mode='predict')
+    result = query_relevance(found, size, queries)
+    scores, boxes = predicted(found)
+    for number, query in zip(queries, result, strict=True):
+        assert query.number == number and query.score == pytest.approx(float(scores[0, number].max()))
+        assert query.relevance.shape == (2, 3) and query.relevance.sum() == pytest.approx(1)
+        np.testing.assert_array_equal(query.place, boxes[0, number])
+    with pytest.raises(ConfigError, match='the queries 8 have to lie in 0 to 7'):
+        query_relevance(found, size, [8])

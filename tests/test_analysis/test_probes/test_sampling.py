@@ -1,0 +1,56 @@
+"""Sampling points land where they are, worked out by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import mmgate  # noqa: F401
+from mmgate.analysis.probes.sampling import SamplingPoints, density, layers_of, mean_density, query_at
+
+SHAPES = torch.tensor([[4, 6], [2, 3]])
+
+
+def kept(**readings: torch.Tensor) -> dict[str, dict[str, Any]]:
+    """Return a recording of one layer."""
+    return dict(layer={name: SimpleNamespace(last=x) for name, x in readings.items()})
+
+
+@pytest.mark.parametrize(
+    ('pixel', 'level', 'query'), [((100, 13), 0, 6 + 1), ((199, 49), 1, 24 + 3 + 1), (None, 0, 2 * 6 + 1)], ids=str
+)
+def test_a_query_is_that_of_the_pixel_on_its_level(pixel: Any, level: int, query: int) -> None:
+    """An image of 200 x 50, scaled by (0.5, 2), fills the left half of its batch."""
+    given = dict(img_shape=(100, 100), scale_factor=(0.5, 2.0), batch_input_shape=(100, 200))
+    sample = SimpleNamespace(get=given.get, img_shape=(100, 100), ori_shape=(50, 200))
+    layers = kept(spatial_shapes=SHAPES)
+    assert query_at(layers, 'layer', sample, pixel, level) == query
+
+
+def test_an_encoder_has_as_many_queries_as_its_levels_have_pixels() -> None:
+    for queries, part in ((30, 'encoder'), (29, 'decoder')):
+        layers = kept(spatial_shapes=SHAPES, locations=torch.zeros(1, queries, 1, 2, 1, 2))
+        assert [name for name in ('encoder', 'decoder') if layers_of(layers, name)] == [part]
+
+
+def test_density_is_that_of_the_finest_level() -> None:
+    """Over two images of other sizes; the coarse level's points elsewhere weigh more, which counts for nothing."""
+    rng = np.random.default_rng(0)
+    points, samples = [], []
+    for height, width in ((50, 100), (400, 200)):
+        size = np.array([width, height])
+        xy = np.stack([rng.normal((0.25, 0.75), 0.03, (6, 2, 4, 2)), rng.normal((0.75, 0.25), 0.03, (6, 2, 4, 2))], 2)
+        weights = np.broadcast_to(np.array([0.01, 1.0])[:, None], (6, 2, 2, 4))
+        points.append(SamplingPoints('layer', xy * size, weights, xy[:, 0, 0, 0], np.arange(6), range(2), False))
+        samples.append(SimpleNamespace(ori_shape=(height, width)))
+    found = mean_density(points, samples)
+    row, column = np.unravel_index(found.argmax(), found.shape)
+    assert abs(row / 95 - 0.75) < 0.05 and abs(column / 95 - 0.25) < 0.05 and found[24, 71] < 1e-3
+    of_all = density(np.concatenate([p.xy / s.ori_shape[::-1] for p, s in zip(points, samples, strict=True)]),
+                     np.concatenate([p.weights for p in points]), (1, 1))  # fmt: skip
+    assert of_all is not None and of_all[24, 71] > of_all[71, 24]  # the heavier points
+    assert density(np.ones((4, 2)), np.ones(4), (50, 100)) is None

@@ -1,0 +1,50 @@
+"""Windows of Swin: where they shift, and where they stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import needs_mmpretrain
+
+from mmgate.backbones.swin import UnshiftedWhole
+from mmgate.registry import MODELS
+
+
+@needs_mmpretrain
+@pytest.mark.parametrize('size', [(7, 7), (7, 12), (12, 7), (14, 9)], ids=str)
+def test_windows_of_small_maps_shift_as_mmpretrains(size: tuple[int, int]) -> None:
+    """Not, where one is as long as the smaller side, as in the last stage at 224 x 384 pixels."""
+    from mmpretrain.models.utils import ShiftWindowMSA as Host
+
+    options = dict(embed_dims=8, num_heads=2, window_size=7, shift_size=3)
+    ours, host = UnshiftedWhole(**options), Host(**options, pad_small_map=False)
+    host.load_state_dict(ours.state_dict())
+    x = torch.randn(2, size[0] * size[1], 8)
+    torch.testing.assert_close(ours(x, size), host(x, size))
+
+
+def test_windows_of_odd_blocks_shift() -> None:
+    """Two blocks carry a token beyond its window, as in the authors' code; Swin's even blocks stay where they are."""
+    sizes: dict[str, Any] = dict(depths=(2, 2, 2, 2), blocks=(2, 0, 0, 0), pretrain_img_size=64, pad_small_map=False)
+    model: Any = MODELS.build(dict(type='mmgate.AgentSwin', attention=dict(window=8), **sizes))
+    even, odd = (block.attn for block in model.stages[0].blocks)
+    assert (even.gate.shifted, odd.gate.shifted) == (False, True) and even.gate.ah_bias.shape == (1, 3, 9, 8, 1)
+    x = torch.randn(1, 256, 96, requires_grad=True)
+
+    def reached(*layers: Any) -> torch.Tensor:
+        out = x
+        for layer in layers:
+            out = out + layer(out, (16, 16))
+        (gradient,) = torch.autograd.grad(out.view(16, 16, 96)[3, 3].sum(), x)
+        return gradient.view(16, 16, 96).abs().sum(-1) > 0
+
+    assert reached(even).nonzero().amax(0).tolist() == [7, 7]
+    assert reached(odd).nonzero().unique().tolist() == [0, 1, 2, 3, 12, 13, 14, 15]  # of both sides, without a mask
+    assert reached(even, odd).all()
+    rolled = odd(x.view(1, 16, 16, 96).roll((4, 4), (1, 2)).flatten(1, 2), (16, 16)).view(16, 16, 96)
+    odd.gate.shifted = False
+    torch.testing.assert_close(odd(x, (16, 16)).view(16, 16, 96).roll((4, 4), (0, 1)), rolled)
+    odd.gate.shifted = True
+    assert odd(x[:, :35], (7, 5)).isfinite().all() and odd(x[:, :110], (10, 11)).isfinite().all()

@@ -1,0 +1,100 @@
+"""Costs of gates before a training: what they add, whether they start as vanilla, and the plan by measured steps."""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, over_shapes
+from helpers.small_demo import CONFIG, DEMO
+from mmengine.config import Config
+from shapes import write_shapes
+
+from mmgate.benchmarks.costs import costs_table, first_batch, measure_costs, plan_iters, run_seconds
+from mmgate.errors import ConfigError
+from mmgate.train.gate_options import put_gates
+
+VANILLA = ROOT / 'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py'
+GATES = {
+    'plug': 'encoder.layers.*.self_attn=PLuGMultiScaleDeformableAttention',
+    'sdpa': 'decoder.layers.*.self_attn=SDPAGatedMultiheadAttention',
+}
+
+
+@pytest.fixture(scope='module')
+def vanilla(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A vanilla config with five images to train on and two to test on, in batches of two."""
+    folder = tmp_path_factory.mktemp('costs')
+    write_shapes(folder / 'shapes', num_train=5, num_val=2, size=64)
+    (folder / 'base.py').write_text(over_shapes(VANILLA, folder / 'shapes'))
+    text = CONFIG.replace(str(DEMO), str(folder / 'base.py')).replace('EPOCHS', '1')
+    (folder / 'small.py').write_text(text)
+    return Config.fromfile(str(folder / 'small.py'))
+
+
+def test_gates_beside_the_vanilla_model(vanilla: Config) -> None:
+    batch, batches, images = first_batch(vanilla, 'train')
+    assert (batches, images, len(batch['inputs'])) == (3, 5, 2)
+    tested, _, images = first_batch(vanilla, 'test')
+    assert images == 2
+    configs = {'vanilla': vanilla}
+    for name, gate in GATES.items():
+        configs[name] = deepcopy(vanilla)
+        put_gates(configs[name], [gate], train='gates' if name == 'plug' else None)
+    before = vanilla.pretty_text
+    first, plug, sdpa = measure_costs(configs, batch, tested, repetitions=1)
+    assert vanilla.pretty_text == before
+    assert (first['time'], first['memory'], first['output']) == (1, 1, 0)
+    assert plug['parameters'] - first['parameters'] == plug['trained'] > 0 and sdpa['trained'] == sdpa['parameters']
+    # PLuG's starts as vanilla, the SDPA gate with a half.
+    assert plug['output'] < 1e-5 and sdpa['output'] > 1e-3
+    assert sdpa['macs'] > first['macs'] > 1e6 and all(row['step_ms'] > 0 for row in (first, plug, sdpa))
+    lines = costs_table([first, plug, sdpa]).splitlines()
+    assert len(lines) == 5 and lines[3].startswith('| plug | +') and lines[3].endswith('| yes |')
+    assert lines[4].endswith(f'| no, {sdpa["output"]:.2g} |')
+
+
+def test_data_that_is_not_there_is_said(vanilla: Config) -> None:
+    cfg = deepcopy(vanilla)
+    cfg.train_dataloader.dataset.ann_file = 'absent.json'
+    with pytest.raises(ConfigError, match=r'the data of train_dataloader in .* cannot be read: .*absent\.json'):
+        first_batch(cfg, 'train')
+    with pytest.raises(ConfigError, match='has no val_dataloader'):
+        first_batch(Config(dict(default_scope='mmdet')), 'val')
+
+
+def row(**changed: Any) -> dict[str, Any]:
+    known = dict(name='x', parameters=10, trained=10, macs=1e9, step_ms=100, memory_mib=5, image_ms=10, output=0.0)
+    return {**known, 'time': 1.0, 'memory': 1.0, **changed}
+
+
+def test_a_plan_takes_the_time_that_it_is_given() -> None:
+    rows = [row(), row(step_ms=200)]
+    shares = dict(images=50, validations=2)
+    for budget in (1800, 7200):
+        iters = plan_iters(budget, rows, seeds=3, **shares)
+        planned = 3 * len(rows) * run_seconds(rows, iters=iters, **shares)
+        assert budget * 0.99 < planned <= budget
+    with pytest.raises(ConfigError, match='2 models with 3 seeds take 2 minutes for 20 iterations alone'):
+        plan_iters(100, rows, seeds=3, **shares)
+
+
+def test_what_is_not_known_is_a_dash() -> None:
+    table = costs_table([row(macs=math.nan), row(macs=math.nan, output=math.nan)])
+    assert '| - |' in table and table.endswith('| unknown |') and 'nan' not in table
+
+
+def test_a_model_that_makes_no_step_is_said(vanilla: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, *_ = first_batch(vanilla, 'train')
+    tested, *_ = first_batch(vanilla, 'test')
+    gated = deepcopy(vanilla)
+    put_gates(gated, [GATES['plug']])
+    gated.model.bbox_head.loss_cls.loss_weight = 'much'
+    with (
+        pytest.warns(UserWarning, match='plug is left out'),
+        pytest.raises(ConfigError, match='plug makes no step on its first batch'),
+    ):
+        measure_costs(dict(vanilla=vanilla, plug=gated), batch, tested, repetitions=1)

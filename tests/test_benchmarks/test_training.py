@@ -1,0 +1,53 @@
+"""The benchmark of training steps."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from conftest import ROOT
+from mmengine.hub import get_config
+
+from mmgate.benchmarks.training import benchmark_training, random_batch
+
+
+@pytest.mark.parametrize(
+    'config, op, backends',
+    [
+        ('plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes', 'ms_deform_attn', ('torch', 'cpu')),
+        ('plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128', 'plug_attention', ('torch',)),
+        ('vanilla/mask_rcnn/mask-rcnn_pvt-demo_1xb8-8e_shapes', 'ms_deform_attn', ('auto',)),
+    ],
+    ids=['boxes', 'classes', 'masks'],
+)
+def test_the_benchmark_times_training_steps_of_a_config(
+    config: str, op: str, backends: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps run from a config's own losses and optimiser, and the environment is left as it was."""
+    monkeypatch.setenv('MMGATE_MS_DEFORM_ATTN', 'torch')
+    path = str(ROOT / f'configs/{config}.py')
+    options = dict(op=op, backends=backends, size=(64, 96), batch=1, repetitions=1, device='cpu')
+    rows = list(benchmark_training(path, path, **options))
+    assert {row.provider.partition(', ')[2] for row in rows} == {'', *backends}
+    assert {row.metric for row in rows} == {'time', 'throughput', 'peak memory'}
+    times = {row.provider: row.y_50 for row in rows if row.metric == 'time'}
+    images = {row.provider: row.y_50 for row in rows if row.metric == 'throughput'}
+    assert images == pytest.approx({name: 1e3 / ms for name, ms in times.items()}, rel=1e-3, abs=1e-3)
+    assert os.environ['MMGATE_MS_DEFORM_ATTN'] == 'torch' and 'MMGATE_PLUG_ATTENTION' not in os.environ
+
+
+def test_mask2formers_classes_have_another_name() -> None:
+    cfg = get_config('mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco.py')
+    (sample,) = random_batch(cfg, (64, 96), 1)['data_samples']
+    assert 3 < sample.gt_instances.labels.max() < 80
+
+
+def test_speedups_are_measured_alone_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(ROOT / 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py')
+    compiled = []
+    monkeypatch.setattr('mmgate.speed.hooks.CompileHook.before_train', lambda self, run: compiled.append(run))
+    options = dict(size=(64, 96), batch=1, repetitions=1, device='cpu', processor_time=True)
+    speedups = ('groups', 'matcher', 'all')
+    rows = [r for r in benchmark_training(path, path, speedups=speedups, **options) if r.metric == 'time']
+    assert [row.provider.partition(', ')[2] for row in rows] == ['', 'auto', *speedups]
+    assert len(compiled) == 1 and all(row.y_50 > 0 for row in rows)

@@ -1,0 +1,187 @@
+"""Files of gates: what they hold, which models they fit, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.finetuned import HOSTS, PLUG, config, gated, layers, outputs, snapshot, train, vanilla
+from mmengine.model import BaseTTAModel, ExponentialMovingAverage
+from mmengine.registry import MODELS
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import mmgate
+from mmgate.errors import ConfigError
+from mmgate.wrappers import unwrap_model
+
+ROUNDING = dict(rtol=1e-5, atol=1e-5)  # products round by where in memory their factors lie
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr('mmgate.checkpoints.gates_file.log', lambda text, level: said.append(text))
+    return said
+
+
+@pytest.mark.parametrize('trained', ['gates', 'attention'])
+@pytest.mark.parametrize('host', HOSTS)
+def test_a_file_holds_what_was_trained(host: str, trained: str, tmp_path: Path, warned: list[str]) -> None:
+    """The rest is equal bit for bit, weight decay and batch norms included; the file gates a vanilla model."""
+    model = gated(host, train=trained)
+    plain, before = vanilla(host), snapshot(model)
+    gates = set(mmgate.gate_parameters(model))
+    chosen = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert chosen == gates if trained == 'gates' else chosen > gates
+    train(model, host)
+    moved = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert moved <= chosen and moved & gates
+    expected, file = outputs(model, host), tmp_path / 'gates.safetensors'
+    mmgate.save_gates(model, file)
+    assert set(load_file(file)) == chosen
+    from_file = gated(host, attention=None, gates=str(file))
+    with mmgate.gates_disabled(from_file):
+        kept = from_file.state_dict()
+    kept.update(from_file.state_dict())
+    assert all(torch.equal(kept[name], tensor) for name, tensor in load_file(file).items())  # no initialisation drew it
+    from_file.load_state_dict(plain.state_dict(), strict=False)  # a vanilla checkpoint, after the gates
+    other = gated(host, seed=1)
+    other.load_state_dict(plain.state_dict(), strict=False)
+    mmgate.load_gates(other, file)
+    for loaded in (from_file, other):
+        torch.testing.assert_close(outputs(loaded, host), expected, rtol=0, atol=0)
+    assert not warned
+    with mmgate.gates_disabled(model):
+        without = outputs(model, host)
+    torch.testing.assert_close(outputs(model, host), expected, rtol=0, atol=0)
+    removed = mmgate.restore_attention(model)
+    assert removed and not mmgate.gate_parameters(model)
+    torch.testing.assert_close(outputs(model, host), without, **ROUNDING)
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in plain.parameters()]
+    if trained == 'gates':
+        torch.testing.assert_close(without, outputs(plain, host), **ROUNDING)
+        assert all(torch.equal(t, plain.state_dict()[name]) for name, t in model.state_dict().items())
+
+
+def test_another_host_is_told_by_its_first_differences(tmp_path: Path) -> None:
+    file = tmp_path / 'g.safetensors'
+    mmgate.save_gates(gated('segformer'), file)
+    cfg = copy.deepcopy(config('segformer'))
+    cfg.decode_head.num_classes = 7
+    with pytest.raises(ConfigError, match=r'decode_head\.conv_seg\.weight is \(7, 256, 1, 1\) instead of (?!.*more)'):
+        mmgate.load_gates(MODELS.build(cfg), file)
+    cfg.decode_head.channels = 64
+    with pytest.raises(ConfigError, match=r'; .*; .* and \d+ more\. Give the config'):
+        mmgate.load_gates(MODELS.build(cfg), file)
+    other = vanilla('segformer')
+    mmgate.swap_attention(other, dict(path='backbone.**', type='PLuGMultiheadAttention'))
+    with pytest.raises(ConfigError, match='Leave `attention` away'):
+        mmgate.load_gates(other, file)
+
+
+def test_equal_rules_are_told_as_equal(tmp_path: Path) -> None:
+    """Tuples are lists in JSON, one path is a list of one, a gate's name may lack its scope, a backend says nothing."""
+    model, file = layers(dict(PLUG, backend='chunked')), tmp_path / 'g.safetensors'
+    mmgate.save_gates(model, file)
+    other = layers(dict(path=('*.attn',), type='PLuGMultiheadAttention'))
+    assert mmgate.load_gates(other, file)
+    plain = layers(())
+    mmgate.load_gates(plain, file)
+    assert plain[0].attn.gate.backend == 'auto'
+    backbone = dict(type='mmgate.AgentPVT', num_layers=(1, 1, 1, 1), embed_dims=8, num_heads=(1, 1, 1, 1))
+    preset = MODELS.build(backbone)
+    preset.init_weights()
+    mmgate.save_gates(preset, file)
+    again = MODELS.build(backbone)
+    assert mmgate.load_gates(again, file)
+    added = mmgate.gate_parameters(preset)
+    assert all(torch.equal(p, added[name]) for name, p in mmgate.gate_parameters(again).items())
+
+
+def test_calls_are_replayed_one_after_the_other(tmp_path: Path) -> None:
+    rules = [dict(PLUG, path='0.attn'), dict(path='**', type='mmgate.SDPAGatedMultiheadAttention')]
+    model, file, x = layers(rules), tmp_path / 'g.safetensors', torch.randn(1, 3, 16)
+    for saved, other in ((model, layers(())), (nn.Sequential(model), nn.Sequential(layers(())))):
+        mmgate.save_gates(saved, file)  # the second is a model that was swapped in a part
+        mmgate.load_gates(other, file)
+        torch.testing.assert_close(other(x), saved(x))
+
+
+@pytest.mark.parametrize('wrap', [nn.DataParallel, lambda model: model], ids=['wrapped', 'part'])
+def test_what_trains_is_saved_wherever_it_was_said(wrap: Any, tmp_path: Path) -> None:
+    model, file = nn.Sequential(nn.Linear(2, 2), layers()), tmp_path / 'g.safetensors'
+    mmgate.train_only_gates(wrap(model[1]), 'attention')
+    model[0].requires_grad_(False)
+    mmgate.save_gates(model, file)
+    assert set(load_file(file)) == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+class Augmented(BaseTTAModel):
+    merge_preds = test_step = None
+
+
+WRAPS = {
+    'data parallel': nn.DataParallel,
+    'average': AveragedModel,
+    "mmengine's average": ExponentialMovingAverage,
+    'compiled': torch.compile,
+    'augmented': Augmented,
+    'several': lambda model: nn.DataParallel(Augmented(torch.compile(model))),
+    'sharded': lambda model: nn.ModuleDict(dict(_fsdp_wrapped_module=model)),
+}
+
+
+@pytest.mark.parametrize('wrap', WRAPS)
+def test_the_model_in_its_wrappers(wrap: str, tmp_path: Path) -> None:
+    model, file = layers(), tmp_path / 'g.safetensors'
+    model.test_step = None
+    wrapped = WRAPS[wrap](model)
+    own = unwrap_model(wrapped)  # averages copy it
+    assert type(own) is type(model) and own.state_dict().keys() == model.state_dict().keys()
+    with pytest.raises(ConfigError, match='a sharded model') if wrap == 'sharded' else nullcontext():
+        mmgate.save_gates(wrapped, file)
+        assert set(mmgate.load_gates(layers(()), file)) == mmgate.gate_parameters(model).keys()
+
+
+@pytest.mark.parametrize('norm', [nn.utils.weight_norm, nn.utils.parametrizations.orthogonal])
+def test_gates_of_a_parametrized_model_go_into_a_file_and_come_off(norm: Any, tmp_path: Path) -> None:
+    """The gates go into a file for models that are parametrized alike, and come off."""
+    model, other, x, file = layers(), layers(()), torch.randn(1, 3, 16), tmp_path / 'g.safetensors'
+    names = list(mmgate.gate_parameters(model))
+    for one in (model, other):
+        norm(one[0].attn.out_proj)
+    assert list(mmgate.gate_parameters(model)) == names
+    vanilla = other(x)
+    mmgate.save_gates(model, file)
+    assert set(load_file(file)) == set(names)
+    mmgate.load_gates(other, file)
+    torch.testing.assert_close(other(x), model(x))
+    with pytest.raises(ConfigError, match=r'0\.attn\.out_proj\..* is missing instead of'):
+        mmgate.load_gates(layers(()), file)
+    for one in (model, other):
+        mmgate.restore_attention(one)
+        torch.testing.assert_close(one(x), vanilla)
+
+
+def test_a_gated_checkpoint_of_mmgate_01_fills_all_after_a_file(tmp_path: Path) -> None:
+    """Its gates lay beside the projections; it is no vanilla checkpoint, beside which trained tensors would stay."""
+    model, file = layers(), tmp_path / 'g.safetensors'
+    mmgate.train_only_gates(model, 'attention')
+    mmgate.save_gates(model, file)
+    later = layers()
+    for parameter in later.parameters():
+        parameter.data += 1
+    state = later.state_dict()
+    former = {name.replace('.gate.', '.'): tensor for name, tensor in state.items()}
+    assert former.keys() != state.keys()
+    other = layers(())
+    mmgate.load_gates(other, file)
+    for loaded in (copy.deepcopy(other), other):
+        loaded.load_state_dict(former)
+        assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())

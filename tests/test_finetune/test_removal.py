@@ -1,0 +1,35 @@
+"""Gates that are switched off, and gates that are taken off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from helpers.finetuned import layers
+
+import mmgate
+
+
+def test_a_mode_that_is_set_while_gates_are_disabled_stays() -> None:
+    model, x = layers(dropout=0.5).train(), torch.randn(1, 3, 16)
+    with mmgate.gates_disabled(model):
+        model.eval()
+    assert torch.equal(model(x), model(x)) and not any(module.training for module in model.modules())
+
+
+def test_trained_tensors_are_forgotten_with_the_gates(tmp_path: Path) -> None:
+    """No hook of an earlier file, nor one of gates that were taken off, has a say in what is loaded."""
+    model, plain = layers(), layers(())
+    trained, gates = tmp_path / 'trained.safetensors', tmp_path / 'gates.safetensors'
+    mmgate.save_gates(model, gates)
+    mmgate.train_only_gates(model, 'attention')
+    for parameter in model.parameters():
+        parameter.data += 1
+    mmgate.save_gates(model, trained)
+    for then in (lambda other: mmgate.load_gates(other, gates), mmgate.restore_attention):
+        other = layers(())
+        mmgate.load_gates(other, trained)
+        then(other)
+        other.load_state_dict(plain.state_dict(), strict=False)
+        state = other.state_dict()
+        assert all(torch.equal(state[name], tensor) for name, tensor in plain.state_dict().items())

@@ -1,0 +1,82 @@
+"""Attentions of mmdet that are special: content and position apart, and two streams at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.backbones import trained
+from helpers.gated import GATES, gated_copy, learning
+from mmdet.models.layers.transformer.utils import ConditionalAttention
+from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
+from torch import nn
+
+from mmgate import swap_attention
+
+
+def conditional(cross_attn: bool) -> dict[str, Any]:
+    names = ('query', 'key', 'query_pos', 'key_pos', 'ref_sine_embed')
+    inputs: dict[str, Any] = {name: torch.randn(2, 7 if 'key' in name else 5, 32) for name in names}
+    if cross_attn:
+        inputs['key_padding_mask'] = torch.arange(7)[None] >= torch.tensor([[7], [4]])
+    else:
+        inputs['attn_mask'] = torch.ones(5, 5).triu(1).bool()
+    return inputs
+
+
+@pytest.mark.parametrize('gate', GATES)
+@pytest.mark.parametrize('cross_attn, is_first', [(False, False), (True, True), (True, False)])
+def test_conditional_attention_starts_as_the_vanilla_one(cross_attn: bool, is_first: bool, gate: str) -> None:
+    """Masks included, and without the projection that Conditional DETR's decoder removes from its later layers."""
+    attention = ConditionalAttention(32, 4, cross_attn=cross_attn)
+    if cross_attn and not is_first:
+        attention.qpos_proj = None
+    model = trained(nn.ModuleDict(dict(attn=attention)))
+    gated, _ = gated_copy(model, dict(GATES[gate], path='attn'))
+    inputs = conditional(cross_attn)
+    expected, actual = (m['attn'](**inputs, is_first=is_first) for m in (model, gated))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_gate_of_conditional_attention_reads_positions() -> None:
+    model = trained(nn.ModuleDict(dict(attn=ConditionalAttention(32, 4, cross_attn=True))))
+    swap_attention(model, dict(GATES['plug'], path='attn', init='paper'))
+    read = []
+    for proj in (model['attn'].gate.gate_q_proj, model['attn'].gate.gate_k_proj):
+        proj.register_forward_hook(lambda module, args, output: read.append(args[0]))
+    inputs = conditional(True)
+    model['attn'](**inputs, is_first=True)
+    query = inputs['query'] + inputs['query_pos'] + inputs['ref_sine_embed']
+    torch.testing.assert_close(read, [query, inputs['key'] + inputs['key_pos']])
+
+
+@pytest.mark.parametrize('gate', ['plug', 'sdpa_G1'])
+@pytest.mark.parametrize('mask', ['none', 'bool', 'float'])
+def test_bidirectional_attention_starts_as_the_vanilla_one(mask: str, gate: str) -> None:
+    """Widths of their own for vision, language and heads; masks as GLIP and as Grounding DINO hand them in."""
+    model = trained(nn.ModuleDict(dict(attn=BiMultiHeadAttention(16, 24, 64, 4))))
+    gated, _ = gated_copy(model, dict(GATES[gate], path='attn'))
+    inputs: dict[str, Any] = dict(vision=torch.randn(2, 9, 16), lang=torch.randn(2, 5, 24))
+    if mask != 'none':
+        inputs['attention_mask_v'] = torch.arange(9)[None] >= torch.tensor([[9], [6]])
+        lengths = torch.arange(5)[None] < torch.tensor([[5], [3]])
+        inputs['attention_mask_l'] = lengths if mask == 'bool' else lengths.float()
+    torch.testing.assert_close(gated['attn'](**inputs), model['attn'](**inputs), rtol=1e-5, atol=1e-5)
+    sum(out.square().sum() for out in gated['attn'](**inputs)).backward()
+    assert {name.partition('.gate.')[2].split('.')[0] for name in learning(gated)} == {'vision', 'language'}
+
+
+@pytest.mark.parametrize(
+    'host, rule, message',
+    [
+        ('cross', dict(type='DifferentialMultiheadAttention'), 'content and position already'),
+        ('fusion', GATES['sdpa_G5'], 'goes from 64 to 16 channels'),
+        ('fusion', dict(type='DifferentialGatedMultiheadAttention'), 'acts after an output projection'),
+    ],
+)
+def test_mmdets_attention_says_why_a_gate_does_not_fit(host: str, rule: dict[str, Any], message: str) -> None:
+    cross = ConditionalAttention(32, 4, cross_attn=True)
+    model = nn.ModuleDict(dict(cross=cross, fusion=BiMultiHeadAttention(16, 24, 64, 4)))
+    with pytest.raises(ValueError, match=message):
+        swap_attention(model, dict(rule, path=host))

@@ -1,0 +1,197 @@
+"""timm's vision transformers with gates: whole models, maps with class and register tokens, masks, windows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from helpers.gated import anatomy, assert_same_anatomy
+from torch import Tensor, nn
+
+from mmgate._environment import available
+
+if not available('timm'):  # an import may fail in other ways than by absence
+    pytest.skip('needs timm: the extra "pretrain"', allow_module_level=True)
+import timm
+from helpers.timm_models import HEADS, MODELS, PATHS, PLUG, SDPA, C, build
+from timm.layers.attention import Attention
+from timm.models.eva import EvaAttention
+from timm.models.gcvit import WindowAttentionGlobal
+
+from mmgate import gate_parameters, gates_disabled, restore_attention, swap_attention
+from mmgate.analysis.probes.recording import class_tokens, record
+from mmgate.hosts.timm import BY_IMAGE, shares_by_image
+from mmgate.layers.base.gate import Gate
+
+
+@pytest.mark.parametrize('rule', [PLUG, SDPA], ids=['plug', 'sdpa'])
+@pytest.mark.parametrize('name', MODELS)
+def test_a_model_starts_as_it_was_and_learns(name: str, rule: dict[str, Any]) -> None:
+    vanilla, images = build(name)
+    model, expected = copy.deepcopy(vanilla), vanilla(images)
+    before = anatomy(model)
+    names = swap_attention(model, dict(rule, path=PATHS[name]))
+    assert len(names) == (4 if name == 'swin' else 2)
+    torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)
+    assert not model.load_state_dict(vanilla.state_dict(), strict=False).unexpected_keys
+    model(images).square().sum().backward()
+    found = gate_parameters(model)
+    assert found and any(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in found.values())
+    for parameter in found.values():
+        nn.init.normal_(parameter)
+    assert not torch.allclose(model(images), expected, atol=1e-3)
+    with gates_disabled(model):
+        assert torch.equal(model(images), expected)
+    assert len([part for part in copy.deepcopy(model).modules() if isinstance(part, Gate)]) == len(names)
+    restore_attention(model)
+    assert_same_anatomy(anatomy(model), before)
+
+
+@pytest.mark.parametrize('gate', ['AgentAttention', 'SAGAAttention', 'FocusedLinearAttention'])
+@pytest.mark.parametrize('name, before', [('vit', 1), ('deit', 2), ('dinov2', 5), ('siglip', 0), ('swin', 0)])
+def test_attention_over_a_map_finds_the_map(name: str, before: int, gate: str) -> None:
+    """And the class and register tokens before it; maps of other images are those that the model embeds."""
+    model, images = build(name, **({} if name == 'swin' else dict(dynamic_img_size=True)))
+    path = 'layers.*.blocks.*' if name == 'swin' else PATHS[name]
+    plain = copy.deepcopy(model)
+    names = swap_attention(model, dict(type=gate, path=path, **(dict(agent_num=4) if 'Agent' in gate else {})))
+    gates: list[Any] = [model.get_submodule(part).gate for part in names]
+    maps = [(16, 16)] * 2 + [(8, 8)] * 2 if name == 'swin' else [(4, 4)] * 2
+    assert [(part.map_size, part.class_tokens) for part in gates] == [(size, before) for size in maps]
+    assert model(images).isfinite().all()
+    model(images).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in gate_parameters(model).values())
+    if name == 'swin':
+        assert [part.shifted for part in gates] == [False, True, False, True]
+        assert not any('relative_position' in key for key in model.state_dict())
+    else:
+        oblong = images.repeat(1, 1, 1, 2)
+        assert model(oblong).isfinite().all()
+        assert model.blocks[0].attn.noted_map == (4, 8)
+    restore_attention(model)
+    assert torch.equal(model(images), plain(images)) and list(model.state_dict()) == list(plain.state_dict())
+
+
+def test_softmax_over_a_map_is_the_hosts_attention() -> None:
+    """Class and register tokens, heads with norms, and windows that are the map among them."""
+    for name, options in (('dinov2', dict(qk_norm=True)), ('swin', dict(window_size=16, depths=(1,), num_heads=(2,)))):
+        model, images = build(name, **options)
+        if name == 'swin':
+            nn.init.zeros_(model.layers[0].blocks[0].attn.relative_position_bias_table)
+        expected = model(images)
+        path = 'layers.*.blocks.*' if name == 'swin' else PATHS[name]
+        assert swap_attention(model, dict(type='SoftmaxAttention', path=path))
+        torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('mask', ['none', 'bool', 'float', 'causal'])
+@pytest.mark.parametrize('kind', [Attention, EvaAttention])
+def test_masks_are_timms(kind: Any, mask: str) -> None:
+    options = dict(qkv_bias=True) | (dict(norm_layer=nn.LayerNorm) if kind is EvaAttention else {})
+    model: Any = nn.ModuleDict(dict(attn=kind(C, HEADS, **options))).eval()
+    x, may = torch.randn(2, 6, C), torch.rand(2, 1, 6, 6) > 0.4
+    may[..., 0] = True
+    given: dict[str, Any] = dict(
+        none={}, bool=dict(attn_mask=may), float=dict(attn_mask=torch.randn(6, 6)), causal=dict(is_causal=True)
+    )[mask]
+    expected = model['attn'](x, **given)
+    assert (mask == 'none') == torch.equal(expected, model['attn'](x))
+    swap_attention(model, dict(PLUG, path='attn'))
+    torch.testing.assert_close(model['attn'](x, **given), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_map_has_no_pairs_to_mask() -> None:
+    model: Any = nn.ModuleDict(dict(attn=Attention(C, HEADS)))
+    swap_attention(model, dict(type='SAGAAttention', path='attn', map_size=(4, 4), class_token=False))
+    with pytest.raises(ValueError, match='SAGAGate forms no pairs of tokens'):
+        model['attn'](torch.randn(1, 16, C), is_causal=True)
+
+
+def test_heads_of_another_width() -> None:
+    """Dense gates fit, but at G5 and over a map."""
+    model: Any = nn.ModuleDict(dict(attn=Attention(C, HEADS, attn_head_dim=6, dim_out=40))).eval()
+    x, plain = torch.randn(2, 9, C), copy.deepcopy(model)
+    for rule in (PLUG, SDPA):
+        gated = copy.deepcopy(model)
+        swap_attention(gated, dict(rule, path='attn'))
+        torch.testing.assert_close(gated['attn'](x), plain['attn'](x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match='goes from 24 to 40 channels'):
+        swap_attention(model, dict(SDPA, path='attn', position='G5'))
+    with pytest.raises(
+        ValueError, match='needs one width, but Attention has 32 channels, its heads 24 and its output 40'
+    ):
+        swap_attention(model, dict(type='SAGAAttention', path='attn', map_size=(3, 3), class_token=False))
+
+
+def test_attention_is_read_before_and_after() -> None:
+    for name in ('dinov2', 'dinov3', 'swin'):
+        model, images = build(name)
+        found = []
+        for _ in range(2):
+            with record(model, ['attention']) as recording, torch.no_grad():
+                model(images)
+            found.append([readings['attention'].last for readings in recording.values()])
+            if len(found) == 1:
+                swap_attention(model, dict(PLUG, path=PATHS[name]))
+        assert len(found[0]) == (4 if name == 'swin' else 2)
+        torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+        if name == 'dinov2':
+            keys = dict.fromkeys(recording, found[0][0].shape[-1])
+            assert class_tokens(model, keys) == dict.fromkeys(keys, 5)
+
+
+def test_a_segmentor_with_dinov2_of_timms() -> None:
+    """mmseg's ``TIMMBackbone``, gated by path from a config, on crops that its patches do not divide."""
+    pytest.importorskip('mmseg', reason='needs mmseg')
+    from mmengine.config import Config
+    from mmengine.registry import MODELS as REGISTERED
+    from mmengine.registry import init_default_scope
+
+    name = 'sdpa_gate/upernet/sdpa-gate-upernet_dinov2-s14_8xb2-160k_ade20k-512x512.py'
+    cfg = Config.fromfile(ROOT / 'configs' / name)
+    init_default_scope('mmseg')
+    cfg.model.backbone.update(pretrained=False, embed_dim=C, depth=4, num_heads=HEADS, out_indices=(0, 1, 2, 3))
+    cfg.model.neck.update(in_channels=[C] * 4, out_channels=C)
+    cfg.model.decode_head.update(in_channels=[C] * 4, channels=C, norm_cfg=dict(type='BN'))
+    cfg.model.auxiliary_head.update(in_channels=C, channels=C, norm_cfg=dict(type='BN'))
+    model = REGISTERED.build(cfg.model)
+    model.init_weights()
+    model.eval()
+    images = torch.randn(1, 3, 64, 96)
+    gated = model(images)
+    assert len(restore_attention(model)) == 4 and gated.shape[:2] == (1, 150)
+    torch.testing.assert_close(model(images), gated, rtol=1e-4, atol=1e-4)
+
+
+def by_batch(self: Any, x: Tensor, q_global: Tensor) -> Tensor:
+    """Attend as timm up to 1.0.29, which hands the global queries out by batch."""
+    key, value = self.qkv(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    query = q_global.repeat(len(x) // len(q_global), 1, 1, 1).reshape(*x.shape[:2], self.num_heads, -1).transpose(1, 2)
+    weights = self.rel_pos(query * self.scale @ key.transpose(-1, -2)).softmax(-1)
+    return self.proj((weights @ value).transpose(1, 2).flatten(2))
+
+
+def by_image(self: Any, x: Tensor, q_global: Tensor) -> Tensor:
+    """Attend as timm since."""
+    return by_batch(self, x, q_global.repeat_interleave(len(x) // len(q_global), dim=0))
+
+
+@pytest.mark.parametrize('forward', [by_batch, by_image])
+def test_global_queries_are_shared_as_the_host_does(forward: Callable[..., Tensor], monkeypatch: Any) -> None:
+    """Of two images in three windows each."""
+    monkeypatch.setattr(WindowAttentionGlobal, 'forward', forward)
+    monkeypatch.setattr('mmgate.hosts.timm.BY_IMAGE', shares_by_image(forward))
+    model: Any = nn.ModuleDict(dict(attn=WindowAttentionGlobal(C, HEADS, (2, 2)))).double()
+    x, queries = torch.randn(6, 4, C, dtype=torch.float64), torch.randn(2, 2, 2, C, dtype=torch.float64)
+    expected = model['attn'](x, queries)
+    swap_attention(model, dict(PLUG, path='attn'))
+    torch.testing.assert_close(model['attn'](x, queries), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_this_timm_is_told_apart() -> None:
+    known = [int(part) for part in timm.__version__.split('.')[:3]]
+    assert known[0] != 1 or known == [1, 0, 30] or (known > [1, 0, 29]) == BY_IMAGE

@@ -1,0 +1,80 @@
+"""Gated deformable attention takes and computes what mmcv's does; so does the one that gates nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import assert_same, values_and_gradients
+from helpers.deformable import SIZES, make_call, pair
+from mmcv.ops import MultiScaleDeformableAttention
+from mmengine.registry import MODELS as ROOT
+from torch import Tensor, nn
+
+from mmgate import layers, swap_attention
+from mmgate.layers import PLuGMultiScaleDeformableAttention
+from mmgate.layers.base.deformable import DeformableGate
+from mmgate.registry import MODELS
+
+
+def test_defaults_of_value_and_identity() -> None:
+    vanilla, gated = pair()
+    call = {k: v for k, v in make_call().items() if k not in ('identity', 'value', 'query_pos', 'key_padding_mask')}
+    call['query'] = torch.randn(2, 30, 16)
+    call['reference_points'] = torch.rand(2, 30, 2, 2)
+    torch.testing.assert_close(gated(**call), vanilla(**call), rtol=0, atol=1e-6)
+
+
+def test_the_arguments_of_mmcv_are_taken() -> None:
+    """The constructor's, and the deprecated name of ``identity``."""
+    host = dict(im2col_step=32, norm_cfg=None, init_cfg=None, value_proj_ratio=0.5)
+    vanilla, gated = pair(host=host)
+    call = make_call()
+    call['residual'] = call.pop('identity')
+    with pytest.warns(DeprecationWarning, match='residual'):
+        output = gated(**call)
+    torch.testing.assert_close(output, vanilla(**call), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize('missing', ['reference_points', 'spatial_shapes', 'level_start_index'])
+def test_missing_arguments_are_named(missing: str) -> None:
+    with pytest.raises(ValueError, match='reference_points, spatial_shapes and level_start_index are needed'):
+        PLuGMultiScaleDeformableAttention(**SIZES)(**make_call() | {missing: None})
+
+
+@pytest.mark.parametrize('kind', [layers.MultiScaleDeformableAttention, PLuGMultiScaleDeformableAttention])
+@pytest.mark.parametrize('batch_first', [True, False])
+@pytest.mark.parametrize('columns', [2, 4])
+@pytest.mark.parametrize('ratio', [1.0, 0.5])
+def test_outputs_and_gradients_are_mmcvs(batch_first: bool, columns: int, ratio: float, kind: type) -> None:
+    attentions = pair(kind, host=dict(batch_first=batch_first, value_proj_ratio=ratio))
+    call = make_call(columns, batch_first)
+    names = ('query', 'query_pos', 'value', 'identity', 'reference_points')
+    tensors = [call.pop(name) for name in names]
+
+    def run(attention: nn.Module) -> dict[str, Tensor]:
+        def attend(*x: Tensor) -> Tensor:
+            return attention(**dict(zip(names, x, strict=True)), **call)
+
+        return values_and_gradients(attend, tensors, range(len(names)))
+
+    expected, actual = (run(attention) for attention in attentions)
+    assert_same(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_name_means_ours_in_a_rule_and_mmcvs_elsewhere() -> None:
+    assert MODELS.get('MultiScaleDeformableAttention') is layers.MultiScaleDeformableAttention
+    assert ROOT.get('mmgate.MultiScaleDeformableAttention') is layers.MultiScaleDeformableAttention
+    assert ROOT.get('MultiScaleDeformableAttention') is MultiScaleDeformableAttention
+    vanilla = MultiScaleDeformableAttention(**SIZES)
+    names = list(vanilla.state_dict())
+    model = nn.ModuleDict(dict(attn=vanilla))
+    swap_attention(model, dict(path='attn', type='mmgate.MultiScaleDeformableAttention', backend='torch'))
+    ours: Any = model['attn']
+    assert ours is vanilla and type(ours.gate) is DeformableGate and ours.gate.backend == 'torch'
+    assert list(ours.state_dict()) == names
+    with pytest.raises(ValueError, match='backend'):
+        layers.MultiScaleDeformableAttention(32, 4, 2, 3, backend='gpu')
+    with pytest.raises(TypeError, match='embed_dim'):
+        layers.MultiScaleDeformableAttention(embed_dim=32)

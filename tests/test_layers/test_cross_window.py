@@ -1,0 +1,34 @@
+"""CSwin's attention in stripes, as a layer and in other hosts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import filled
+from mmdet.models.backbones.pvt import SpatialReductionAttention
+from torch import nn
+
+from mmgate import gate_parameters, swap_attention
+from mmgate.errors import ConfigError
+from mmgate.layers import CrossWindowAttention
+
+
+def test_cross_windows_go_into_another_host_by_a_rule() -> None:
+    """And compute there what the layer computes; a checkpoint may have their convolutions beside the projections."""
+    model = nn.ModuleDict(dict(attn=SpatialReductionAttention(12, 2, sr_ratio=2)))
+    swap_attention(model, dict(path='attn', type='CrossWindowAttention', split=2))
+    layer = filled(CrossWindowAttention(12, 2, split=2), 0.5).eval()
+    state = {f'attn.{name}': tensor for name, tensor in layer.state_dict().items()}
+    model.eval().load_state_dict(state)
+    x = torch.randn(2, 15, 12)
+    torch.testing.assert_close(model['attn'](x, (3, 5)), layer(x, (3, 5)))
+    assert list(gate_parameters(model)) == [
+        f'attn.gate.lepe.{branch}.{part}' for branch in (0, 1) for part in ('weight', 'bias')
+    ]
+    for path, options, message in (
+        ('odd', {}, 'num_heads=3 must be even'),
+        ('even', dict(class_token=True), 'no class token: it would lie in no stripe'),
+    ):
+        hosts = nn.ModuleDict(dict(odd=SpatialReductionAttention(12, 3), even=SpatialReductionAttention(12, 2)))
+        with pytest.raises(ConfigError, match=message):
+            swap_attention(hosts, dict(path=path, type='CrossWindowAttention', **options))

@@ -1,0 +1,107 @@
+"""The gated softmax of a chunk: the C++ loop and torch's operators against autograd in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import needs_native
+from torch import Tensor
+
+from mmgate.ops import native
+from mmgate.ops.plug_attention.softmax import gated_softmax, gated_softmax_backward
+
+LOOPS = ['torch', pytest.param('native', marks=needs_native)]
+BIASES = {'none': None, 'full': (2, 3, 5, 37), 'keys': (2, 1, 1, 37), 'rows': (1, 3, 5, 1)}
+
+
+@pytest.fixture(params=LOOPS)
+def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the name of the loop that runs."""
+    if request.param == 'torch':
+        monkeypatch.setattr(native, 'missing', lambda: 'left out')
+    return request.param
+
+
+def chunk(dtype: torch.dtype, gate_heads: int, columns: int = 37) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits, factor and a gradient of the weights of two images, three heads and five rows."""
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(2, 3, 5, columns, dtype=dtype)
+    factor = 1 + torch.randn(2, gate_heads, 5, columns, dtype=dtype)
+    return logits, factor, torch.randn_like(logits)
+
+
+def expected(logits: Tensor, factor: Tensor | None, bias: Tensor | None, grad: Tensor) -> tuple[Tensor, ...]:
+    """Return the weights and the gradients of logits and factor, in float64."""
+    leaves = [logits.double().clone().requires_grad_()]
+    if factor is not None:
+        leaves.append(factor.double().clone().requires_grad_())
+    gated = leaves[0] * leaves[1] if factor is not None else leaves[0]
+    weights = (gated if bias is None else gated + bias.double()).softmax(-1)
+    return weights.detach(), *torch.autograd.grad(weights, leaves, grad.double())
+
+
+@pytest.mark.parametrize('bias', BIASES)
+@pytest.mark.parametrize('gate_heads', [1, 3, None])
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 2e-6), (torch.float64, 1e-13)], ids=['f32', 'f64'])
+def test_weights_and_gradients_equal_autograds(
+    loop: str, dtype: torch.dtype, tolerance: float, gate_heads: int | None, bias: str
+) -> None:
+    logits, factor, grad = chunk(dtype, gate_heads or 1)
+    size = BIASES[bias]
+    added = None if size is None else torch.randn(size, dtype=dtype)
+    if added is not None and bias == 'keys':
+        added[..., ::3] = -torch.inf
+    of_gate = factor if gate_heads else None
+    weights, *gradients = expected(logits, of_gate, added, grad)
+    found = gated_softmax(logits, of_gate, added, torch.empty_like(logits))
+    assert (found - weights).abs().max() < tolerance
+    if of_gate is not None:
+        delta = (grad * found).sum(-1, keepdim=True)
+        of_logits, of_factor = gated_softmax_backward(logits.clone(), of_gate, found, grad.clone(), delta)
+        assert (of_logits - gradients[0]).abs().max() < 20 * tolerance
+        assert of_factor.shape == of_gate.shape
+        assert (of_factor - gradients[1]).abs().max() < 20 * tolerance
+    in_place = gated_softmax(logits, of_gate, added, logits)
+    assert in_place is logits and torch.equal(in_place, found)
+
+
+@needs_native
+@pytest.mark.parametrize('widest', [0, 1, 2])
+@pytest.mark.parametrize('columns', [1, 31, 32, 33, 200])
+def test_every_set_of_instructions_and_number_of_threads_gives_it(
+    widest: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, 'WIDEST', widest)
+    logits, factor, grad = chunk(torch.float32, 1, columns)
+    weights, *_ = expected(logits, factor, None, grad)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            results.append(gated_softmax(logits, factor, None, torch.empty_like(logits)))
+    finally:
+        torch.set_num_threads(threads)
+    assert (results[0] - weights).abs().max() < 2e-6
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize('value', [torch.nan, torch.inf, -torch.inf])
+def test_a_logit_that_is_no_number_or_infinite_spoils_its_row_alone(loop: str, value: float) -> None:
+    logits, _, _ = chunk(torch.float32, 1)
+    logits[0, 1, 2, 5] = value
+    found = gated_softmax(logits, None, None, torch.empty_like(logits))
+    whole = logits.softmax(-1)
+    assert torch.equal(found.isnan(), whole.isnan())
+    torch.testing.assert_close(found, whole, equal_nan=True)
+
+
+def test_fake_tensors_and_mixed_dtypes_run_by_torch() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        logits = torch.empty(1, 2, 3, 4)
+        assert gated_softmax(logits, None, None, torch.empty_like(logits)).shape == logits.shape
+    logits, factor, _ = chunk(torch.float32, 1)
+    weights = gated_softmax(logits, factor.double(), None, torch.empty_like(logits))
+    assert (weights - (logits * factor).softmax(-1)).abs().max() < 2e-6

@@ -1,0 +1,202 @@
+"""mmdet's losses with one wait for the device at a step."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.matching import BOXES, CLASSES, COSTS, LAYERS, META, QUERIES, Waits, objects
+from mmdet.models.dense_heads import detr_head
+from mmengine.registry import MODELS, init_default_scope
+from torch import Tensor
+
+import mmgate  # noqa: F401
+from mmgate.speed.matching import assigner as assigners
+from mmgate.speed.matching import head as heads
+
+FOCAL = dict(type='FocalLoss', use_sigmoid=True, gamma=2.0, alpha=0.25, loss_weight=2.0)
+PLAIN = dict(num_classes=CLASSES, embed_dims=16)
+SOFTMAX = dict(PLAIN, loss_cls=dict(type='CrossEntropyLoss', bg_cls_weight=0.1, use_sigmoid=False, class_weight=1.0))
+SIGMOID = dict(
+    **PLAIN,
+    loss_cls=FOCAL,
+    train_cfg=dict(assigner=dict(type='HungarianAssigner', match_costs=COSTS['focal'])),
+)
+QUALITY = dict(type='QualityFocalLoss', use_sigmoid=True, beta=2.0, loss_weight=1.0)
+TWO_STAGE = dict(SIGMOID, as_two_stage=True, num_pred_layer=LAYERS + 1, sync_cls_avg_factor=True)
+HEADS = {
+    'DETR': ('DETRHead', SOFTMAX),
+    'Conditional': ('ConditionalDETRHead', dict(SIGMOID)),
+    'DAB': ('DABDETRHead', dict(SIGMOID)),
+    'Deformable': ('DeformableDETRHead', dict(SIGMOID, num_pred_layer=LAYERS)),
+    'Deformable_twostage': ('DeformableDETRHead', TWO_STAGE),
+    'DINO': ('DINOHead', TWO_STAGE),
+    'DINO_quality': ('DINOHead', dict(TWO_STAGE, loss_cls=QUALITY)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _scope() -> None:
+    init_default_scope('mmdet')
+
+
+def build(name: str, **more: Any) -> Any:
+    kind, options = HEADS[name]
+    torch.manual_seed(0)
+    if 'host' in more:
+        more['host'] = f'mmdet.{kind}'
+    head = MODELS.build(dict(type=f'mmdet.{kind}', **deepcopy(options)) | more)
+    head.init_weights()
+    return head
+
+
+def loss_inputs(name: str, counts: tuple[int, ...]) -> tuple[list[Tensor], list[Any]]:
+    """Return predictions that have gradients and the rest of what ``loss_by_feat`` takes."""
+    generator = torch.Generator().manual_seed(len(counts))
+    channels = CLASSES + (name == 'DETR')
+
+    def predicted(*shape: int) -> list[Tensor]:
+        scores = torch.randn(*shape, channels, generator=generator)
+        boxes = torch.rand(*shape, 4, generator=generator) * 0.5 + 0.25
+        return [scores.requires_grad_(), boxes.requires_grad_()]
+
+    truth: list[Any] = [[objects(generator, count) for count in counts], [META] * len(counts)]
+    noised = max(counts) * 4 if 'DINO' in name else 0
+    layers = predicted(LAYERS, len(counts), QUERIES + noised)
+    if name == 'Deformable':
+        return layers, [None, None, *truth]
+    if name in ('DETR', 'Conditional', 'DAB'):
+        return layers, truth
+    denoising = [dict(num_denoising_queries=noised, num_denoising_groups=2)] if 'DINO' in name else []
+    return [*layers, *predicted(len(counts), 40)], [*truth, *denoising]
+
+
+CASES = {'usual': (3, 0, 5), 'more_than_queries': (20, 2), 'one': (1,), 'none': (0, 0)}
+
+
+@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('name', HEADS)
+def test_losses_are_mmdets(name: str, case: str) -> None:
+    results = []
+    for head in (build(name), build(name, type='mmgate.MatchedOnce', host='')):
+        leaves, rest = loss_inputs(name, CASES[case])
+        losses = head.loss_by_feat(*leaves, *rest)
+        sum(loss.sum() for loss in losses.values()).backward()
+        results.append(({k: v.detach().view(()) for k, v in losses.items()}, [leaf.grad for leaf in leaves]))
+    (expected, grads), (actual, our_grads) = results
+    assert list(actual) == list(expected)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(our_grads, grads, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('case', ['usual', 'none'])
+@pytest.mark.parametrize('name', ['DETR', 'Deformable_twostage'])
+def test_losses_are_mmdets_beside_other_processes(name: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean over processes is not their own number, and may be less than 1."""
+    for module in (detr_head, heads):
+        monkeypatch.setattr(module, 'reduce_mean', lambda own: 3 * own + 0.5)
+    test_losses_are_mmdets(name, case)
+
+
+def test_grounding_dino_keeps_its_own_losses() -> None:
+    costs = [dict(type='BinaryFocalLossCost', weight=2.0), *BOXES]
+    options = dict(TWO_STAGE, train_cfg=dict(assigner=dict(type='HungarianAssigner', match_costs=costs)))
+    options['contrastive_cfg'] = dict(max_text_len=8)
+    results = []
+    for more in (dict(type='mmdet.GroundingDINOHead'), dict(type='mmgate.MatchedOnce', host='mmdet.GroundingDINOHead')):
+        head = MODELS.build(dict(deepcopy(options), **more))
+        generator = torch.Generator().manual_seed(0)
+        head.text_masks = torch.ones(2, 6, dtype=torch.bool)
+        gts = [objects(generator, count) for count in (3, 2)]
+        for one in gts:
+            one.positive_maps = torch.nn.functional.one_hot(one.labels, 8).float()
+            one.text_token_mask = torch.ones(len(one), 8, dtype=torch.bool)
+            one.text_token_mask[:, 6:] = False
+        shapes = (LAYERS, 2, QUERIES + 12), (2, 20)
+        given = [torch.rand(*shape, width, generator=generator) for shape in shapes for width in (8, 4)]
+        meta = dict(num_denoising_queries=12, num_denoising_groups=2)
+        results.append(head.loss_by_feat(*given, gts, [META] * 2, meta))
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_layers_matched_as_one_are_matched_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU does, where a number's last bit is the same anywhere in a tensor."""
+    head = build('Deformable', type='mmgate.MatchedOnce', host='')
+    for seed in range(20):
+        torch.manual_seed(seed)
+        gts, other = ([objects(torch.default_generator, count) for count in (4, 0, 7)] for _ in range(2))
+        layers = [
+            heads.Layer(torch.randn(3, queries, CLASSES), torch.rand(3, queries, 4), given, [META] * 3)
+            for queries, given in ((9, gts), (9, gts), (30, gts), (9, other))
+        ]
+        apart = heads.match(head.assigner, layers)
+        assert heads._groups(layers) == [[0], [1], [2], [3]]  # on a CPU
+        elsewhere = [layer._replace(boxes=layer.boxes.to('meta')) for layer in layers]
+        assert heads._groups(elsewhere) == [[0, 1, 2], [3]]
+        with monkeypatch.context() as patch:
+            patch.setattr(heads, '_groups', lambda layers: [[0, 1, 2], [3]])
+            together = heads.match(head.assigner, layers)
+        for one, two in zip(apart, together, strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize('name', ['DETR', 'Deformable', 'Deformable_twostage'])
+def test_a_step_waits_once(name: str) -> None:
+    head = build(name, type='mmgate.MatchedOnce', host='')
+    leaves, rest = loss_inputs(name, (3, 0, 5))
+    with Waits() as waits:
+        head.loss_by_feat(*leaves, *rest)
+    assert waits.counts == {'cpu': 1}
+
+
+@pytest.mark.parametrize('name', ['DINO_quality', 'DETR'])
+def test_pairs_go_to_the_device_in_one_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all layers and images, also where the host makes the losses."""
+    copies: list[torch.Size] = []
+    for module in (assigners, heads):
+        usual = module.to_device
+
+        def counted(numbers: Tensor, device: Any, usual: Any = usual) -> Tensor:
+            if numbers.dtype == torch.long and numbers.dim() == 2:
+                copies.append(numbers.shape)
+            return usual(numbers, device)
+
+        monkeypatch.setattr(module, 'to_device', counted)
+    head = build(name, type='mmgate.MatchedOnce', host='')
+    leaves, rest = loss_inputs(name, CASES['usual'])
+    head.loss_by_feat(*leaves, *rest)
+    assert len(copies) == 1
+
+
+def test_the_result_is_the_host() -> None:
+    head = build('DETR', type='mmgate.MatchedOnce', host='')
+    plain = build('DETR')
+    assert isinstance(head, type(plain)) and list(head.state_dict()) == list(plain.state_dict())
+    assert head.bg_cls_weight == plain.bg_cls_weight != 0
+    assert type(deepcopy(head)) is type(head)
+    layers, (gts, metas) = loss_inputs('DETR', (3, 0, 5))
+    single = [x[-1] for x in layers]  # as someone's own head may call it
+    torch.testing.assert_close(*(one.loss_by_feat_single(*single, gts, metas) for one in (head, plain)))
+
+
+@pytest.mark.parametrize(
+    ('config', 'message'),
+    [
+        (dict(host='mmdet.RetinaHead', num_classes=3, in_channels=4), 'RetinaHead is no head that derives'),
+        (
+            dict(
+                host='mmdet.DETRHead',
+                **SOFTMAX,
+                train_cfg=dict(assigner=dict(type='mmdet.MaxIoUAssigner', pos_iou_thr=0.5, neg_iou_thr=0.4)),
+            ),
+            'MaxIoUAssigner does not assign',
+        ),
+    ],
+    ids=['another_head', 'another_assigner'],
+)
+def test_what_does_not_fit_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        MODELS.build(dict(type='mmgate.MatchedOnce', **deepcopy(config)))

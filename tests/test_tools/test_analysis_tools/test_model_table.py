@@ -1,0 +1,23 @@
+"""The table of models beside the figures of their papers."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import tool
+
+table = tool('model_table')
+# the cheap ones of every host; tools/analysis_tools/model_table.py counts them all
+CHEAP = ('classifier', 'RetinaNet', 'Cascade', 'Semantic FPN', 'UperNet')
+
+
+@pytest.mark.parametrize(
+    'row',
+    [r for r in table.ROWS if r.model and r.name.endswith(CHEAP) and '-T' in r.name and 'DeiT' not in r.name],
+    ids=lambda row: row.name,
+)
+def test_rows_of_the_table_agree_with_the_papers(row) -> None:
+    cells = [cell.strip() for cell in table.markdown(row).split('|')]
+    if cells[6]:
+        paper, ours = float(cells[6]), float(cells[7])
+        assert abs(ours - paper) <= max(0.006 * paper, 0.05) or cells[-2], f'no reason given: {table.markdown(row)}'
+    assert len(cells) == len(table.HEADER.splitlines()[0].split('|'))

@@ -1,0 +1,53 @@
+"""The page with all pictures."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, tool
+from helpers.runs import write_log
+
+from mmgate.train import cli
+
+
+def test_report_draws_every_pair_and_trains_only_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tools that it calls leave a picture and a log here. The page needs nothing else."""
+    report, calls = tool('report'), []
+
+    def run(command: list[str]) -> None:
+        calls.append(command)
+        if command[0] == '-m':
+            work_dir = write_log(Path(command[command.index('--work-dir') + 1]), {1: 9})
+            (work_dir / 'last_checkpoint').write_text(str(work_dir / 'epoch_1.pth'))
+            (work_dir / Path(command[2]).name).write_text('train_cfg = dict(max_epochs=1)')
+        elif '--out' in command:
+            out = Path(command[command.index('--out') + 1])
+            out.mkdir(parents=True)
+            shutil.copy(ROOT / 'configs/plug/deformable_detr/demo.jpg', out / f'<{Path(command[0]).stem}>.png')
+
+    monkeypatch.setattr(report, 'run', run)
+    monkeypatch.chdir(ROOT)
+    arguments = ['--work-dirs', str(tmp_path / 'runs'), '--out']
+    assert cli.main(report.main, [*arguments, str(tmp_path / 'a')]) == 0
+    trained, drawn = ([call for call in calls if word in call] for word in ('mmgate.tools.train', '--out'))
+    assert len(trained) == 7 == len({call[2] for call in trained}) and len(calls) == 8 + len(drawn)
+    assert all(Path(call[0]).is_file() for call in calls if call not in trained)
+    against = next(call for call in drawn if 'sampling_points' in call[0])
+    assert against[against.index('--against') + 1] == report.VANILLA_DETR
+    counts = {Path(call[0]).stem: call[call.index('--max-images') + 1] for call in drawn if '--max-images' in call}
+    assert counts['plot_cka'] == '4' and counts['plot_gates'] == '2'
+    page = (tmp_path / 'a/index.html').read_text()
+    assert page.count('<img') == len(drawn) and page.count('<table') == 3 and '<td>9</td>' in page
+    assert not re.search(r'(src|href)="(?!data:|#)', page) and 'alt="&lt;plot_gates&gt;"' in page
+    calls.clear()
+    stopped = tmp_path / 'runs' / Path(report.DETR).stem
+    (stopped / Path(report.DETR).name).write_text('train_cfg = dict(max_epochs=2)')
+    shutil.rmtree(stopped / '20260101_000000')
+    assert cli.main(report.main, [*arguments, str(tmp_path / 'b')]) == 0
+    (again,) = (call for call in calls if call[0] == '-m')
+    assert again[2] == report.DETR and '--resume' in again

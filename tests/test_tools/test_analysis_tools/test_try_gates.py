@@ -1,0 +1,187 @@
+"""A trial from a vanilla checkpoint to the table in three commands, interrupted and gone on with, and what it says."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, run_python, tool
+from helpers.small_demo import CONFIG, DEMO
+from mmengine.config import Config
+from shapes import write_shapes
+
+from mmgate.errors import ConfigError
+from mmgate.train import cli
+
+try_gates = tool('try_gates')
+VANILLA = ROOT / 'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py'
+PLUG = 'encoder.layers.*.self_attn=PLuGMultiScaleDeformableAttention'
+TOOLS = ROOT / 'tools/analysis_tools'
+
+
+@pytest.fixture(scope='module')
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, a vanilla config, and the checkpoint of one epoch of it."""
+    folder = tmp_path_factory.mktemp('project')
+    write_shapes(folder / 'data/shapes', num_train=4, num_val=2, size=64)
+    (folder / 'vanilla.py').write_text(CONFIG.replace(str(DEMO), str(VANILLA)).replace('EPOCHS', '1'))
+    run_python(ROOT / 'tools/train.py', 'vanilla.py', '--work-dir', 'start', cwd=folder)
+    return folder
+
+
+def command(*more: str) -> list[str]:
+    shared = ['vanilla.py', '--checkpoint', 'start/epoch_1.pth', '--gate', PLUG, '--seeds', '2', '--max-images', '1']
+    return [*shared, '--validations', '2', '--repetitions', '1', *more]
+
+
+def test_three_commands_from_a_vanilla_checkpoint_to_the_table(project: Path) -> None:
+    """Nothing is written by hand: the gate of the third command is printed by the first."""
+    listed = run_python(TOOLS / 'list_attention.py', 'vanilla.py', cwd=project).stdout
+    assert f"--gate '{PLUG}'" in listed
+    arguments = command('--iters', '4', '--out', 'trial')
+    planned = run_python(TOOLS / 'try_gates.py', *arguments, '--plan-only', cwd=project).stdout
+    assert '2 models with 2 seeds go on from start/epoch_1.pth, for 4 iterations each' in planned
+    assert "gates learn at 20 times the model's rate" in planned and '| yes |' in planned
+    assert not list((project / 'trial').glob('*/seed*'))
+
+    # The second run of four is stopped by Ctrl-C, as a terminal sends it to all processes.
+    call = [sys.executable, '-W', 'ignore', str(TOOLS / 'try_gates.py'), *arguments]
+    process = subprocess.Popen(
+        call, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    first = project / 'trial/vanilla/seed0/result.json'
+    log = project / 'trial/plug/seed0'
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and not list(log.glob('*/*.log')):
+        time.sleep(0.2)
+        assert process.poll() is None, process.communicate()[0]
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 130 and 'the same command goes on' in said and first.is_file(), said
+    assert 'run 2 of 4: plug, seed 0; 3 to do, about 0:' in said
+    finished = first.stat().st_mtime_ns
+
+    done = run_python(TOOLS / 'try_gates.py', *arguments, cwd=project).stdout
+    assert first.stat().st_mtime_ns == finished and 'run 2 of 4: plug, seed 0; 3 to do' in done
+    assert 'Measuring' not in done
+    table = (project / 'trial/table.md').read_text()
+    assert table in done and '| start | 1 |' in table and '| plug | 2 |' in table
+    assert 'gates moved' in table and '| visible | time | memory |' in table
+    assert 'plug against vanilla: no difference was shown' in table
+    rows = list(csv.DictReader((project / 'trial/results.csv').open()))
+    assert [(row['name'], row['seed']) for row in rows] == [
+        ('start', ''), ('vanilla', '0'), ('vanilla', '1'), ('plug', '0'), ('plug', '1')
+    ]  # fmt: skip
+    html = (project / 'trial/index.html').read_text()
+    assert html.count('<img') >= 4 and 'sampling points' in html and not re.search(r'(src|href)="(?!data:|#)', html)
+    dumped = Config.fromfile(str(project / 'trial/plug/seed0/vanilla.py'))
+    assert dumped.model.type == 'mmgate.Gated' and dumped.load_from.endswith('.pth')
+
+    # The pairs start alike and see the same images: the first losses agree to the gates' rounding.
+    losses = []
+    for name in ('vanilla', 'plug'):
+        log = sorted((project / f'trial/{name}/seed1').glob('*/vis_data/scalars.json'))[0]
+        losses.append([row['loss'] for row in map(json.loads, log.read_text().splitlines()) if 'loss' in row])
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-4) and len(losses[0]) == 4
+    # The study that it saved is the same trial.
+    again = run_python(TOOLS / 'study.py', 'trial/study.py', '--out', 'trial', cwd=project).stdout
+    assert 'run ' not in again.split('| |')[0] and '| plug | 2 |' in again
+
+    # Another length is another trial.
+    other = run_python(TOOLS / 'try_gates.py', *command('--iters', '6', '--out', 'trial'), cwd=project, fails=True)
+    assert 'runs in trial are of another trial: ' in other.stderr and '--out trial-2' in other.stderr
+
+
+@pytest.mark.slow
+def test_two_processes(project: Path) -> None:
+    arguments = [*command('--iters', '2', '--out', 'two'), '--launcher', 'pytorch', '--processes', '2']
+    done = run_python(TOOLS / 'try_gates.py', *arguments, cwd=project).stdout
+    assert 'in 2 processes' in done and '| plug | 2 |' in done
+    assert json.loads((project / 'two/plug/seed0/result.json').read_text())['settings']['processes'] == 2
+
+
+@pytest.mark.slow
+def test_real_data(tmp_path: Path) -> None:
+    """A vanilla model of the micrographs, from a checkpoint to the table, where the data and the backbone are."""
+    base = ROOT / 'configs/real/bccd/deformable-detr-refine_lite0_1xb4-12e_bccd.py'
+    root = (ROOT / Config.fromfile(str(base)).data_root).resolve()
+    if not root.is_dir():
+        pytest.skip(f'needs the data of configs/real/README.md in {root}')
+    shared = f"""
+_base_ = {str(VANILLA)!r}
+model = dict(backbone=dict(base_channels=8), neck=dict(in_channels=[16, 32, 64]), bbox_head=dict(num_classes=3),
+             encoder=dict(num_layers=1), decoder=dict(num_layers=1))
+metainfo = dict(classes=('Platelets', 'RBC', 'WBC'))
+shared = dict(data_root='{root}/', metainfo=metainfo, data_prefix=dict(img='images/'))
+train_dataloader = dict(batch_size=2, dataset=dict(ann_file='annotations/train.json', indices=8, **shared))
+val_dataloader = dict(dataset=dict(ann_file='annotations/val.json', indices=2, **shared))
+test_dataloader = val_dataloader
+val_evaluator = dict(ann_file='{root}/annotations/val.json')
+test_evaluator = val_evaluator
+train_cfg = dict(max_epochs=1, val_interval=9)
+"""
+    (tmp_path / 'bccd.py').write_text(shared)
+    run_python(ROOT / 'tools/train.py', 'bccd.py', '--work-dir', 'start', cwd=tmp_path)
+    trial = ['--checkpoint', 'start/epoch_1.pth', '--gate', PLUG, '--seeds', '2', '--iters', '4', '--out', 'trial']
+    run_python(TOOLS / 'try_gates.py', 'bccd.py', *trial, cwd=tmp_path)
+    assert '| plug | 2 |' in (tmp_path / 'trial/table.md').read_text()
+
+
+@pytest.mark.parametrize(
+    ('gates', 'names'),
+    [
+        (['a=PLuGMultiheadAttention', 'b=PLuGMultiheadAttention'], ['plug', 'plug__2']),
+        (["a=PLuGMultiheadAttention(gml='sum', ratio=0.5)"], ['plug-gml-sum-ratio-0.5']),
+        (['a=mmgate.SAGAAttention; b=SDPAGatedMultiheadAttention'], ['saga-sdpagated']),
+        (['a=MultiScaleDeformableAttention'], ['operator']),
+    ],
+)
+def test_names(gates: list[str], names: list[str]) -> None:
+    assert try_gates.names_of(gates) == names
+
+
+@pytest.mark.parametrize(('text', 'seconds'), [('2h', 7200), ('90m', 5400), ('1h30m', 5400), ('45s', 45)])
+def test_durations(text: str, seconds: float) -> None:
+    assert try_gates.seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ('argv', 'said'),
+    [
+        (['--budget', 'long'], 'give a duration such as 2h, 90m or 1h30m'),
+        (['--iters', '0'], 'give 1 or more'),
+        (['--iters', '5', '--epochs', '5'], 'not allowed with'),
+    ],
+)
+def test_arguments_are_refused(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        try_gates.main(['config.py', '--gate', PLUG, *argv])
+    assert said in capsys.readouterr().err
+
+
+def test_a_gate_that_is_none_ends_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_shapes(tmp_path / 'data/shapes', num_train=2, num_val=1, size=64)
+    (tmp_path / 'vanilla.py').write_text(CONFIG.replace(str(DEMO), str(VANILLA)).replace('EPOCHS', '1'))
+    assert cli.main(try_gates.main, ['vanilla.py', '--gate', 'a=Nothing', '--plan-only']) == 2
+    assert '--gate a=Nothing' in capsys.readouterr().err
+    missing: Any = ['vanilla.py', '--gate', PLUG, '--checkpoint', 'absent.pth']
+    assert cli.main(try_gates.main, missing) == 2 and 'absent.pth does not exist' in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert cli.main(try_gates.main, ['vanilla.py', '--gate', PLUG, '--amp']) == 2
+        assert "is mmengine's for GPUs" in capsys.readouterr().err
+    assert not list(tmp_path.rglob('*.pth'))
+    with pytest.raises(ConfigError, match='it needs a path and a type'):
+        try_gates.names_of(['PLuG'])

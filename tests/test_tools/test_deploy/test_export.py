@@ -1,0 +1,39 @@
+"""What the tools of deployment refuse, before any work starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tool
+from helpers.exported import exports
+
+from mmgate.errors import ConfigError
+
+
+def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, '__version__', '2.1.2')
+    with pytest.raises(ConfigError, match=r'needs torch 2\.9 or newer, this is 2\.1\.2: .* maintained forks'):
+        tool('export', 'deploy').main(['no-config.py', 'no.pth'])
+
+
+@exports
+@pytest.mark.parametrize(
+    ('out', 'options', 'reason'),
+    [
+        ('file/a.onnx', [], 'nothing can be written to .*/file'),
+        ('a.onnx', ['--format', 'torch-export'], r'a\.onnx: a file of --format torch-export ends with \.pt2'),
+    ],
+)
+def test_what_cannot_be_written(out: str, options: list[str], reason: str, tmp_path: Path) -> None:
+    pytest.importorskip('onnxruntime', reason='needs the extra "deploy"')
+    (tmp_path / 'file').write_text('')
+    with pytest.raises(ConfigError, match=reason):
+        tool('export', 'deploy').main(['no-config.py', 'no.pth', '--out', str(tmp_path / out), *options])
+
+
+@pytest.mark.parametrize('seconds', ['-1', 'nan', 'inf'])
+def test_a_time_limit_is_seconds(seconds: str) -> None:
+    with pytest.raises(ConfigError, match=rf'--time-limit {seconds}: give seconds'):
+        tool('export', 'deploy').main(['no-config.py', 'no.pth', '--time-limit', seconds])

@@ -1,0 +1,74 @@
+"""The sample of small changes: what it leaves out, and that every file has tests for it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from conftest import ROOT
+
+
+@pytest.fixture(scope='module')
+def mutants() -> ModuleType:
+    pytest.importorskip('cosmic_ray', reason='needs cosmic-ray: the extra "mutants"')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / 'tools/dev')
+        return import_module('mutants')
+
+
+def test_every_module_has_tests(mutants: ModuleType) -> None:
+    """The file of its name first, then its neighbours."""
+    for package in mutants.PACKAGES:
+        for path in (ROOT / 'mmgate' / package).rglob('*.py'):
+            tests = mutants.tests_of(path.relative_to(ROOT / 'mmgate').as_posix())
+            assert tests and all((ROOT / test).is_file() for test in tests), path
+
+    def files(folder: str) -> list[str]:
+        return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / 'tests' / folder).glob('test_*.py'))
+
+    first, *others = mutants.tests_of('layers/plug.py')
+    assert first == 'tests/test_layers/test_plug.py' and sorted([first, *others]) == files('test_layers')
+    of_linear = ['tests/test_layers/test_linear/test_linear.py']
+    for module in ('layers/linear/__init__.py', 'layers/linear/hydra.py'):
+        assert mutants.tests_of(module) == of_linear + files('test_layers')
+    folder = 'tests/test_ops/test_plug_attention'
+    assert mutants.tests_of('ops/plug_attention/chunked.py')[0] == f'{folder}/test_chunked.py'
+    assert mutants.tests_of('ops/plug_attention/__init__.py')[0] == f'{folder}/test_plug_attention.py'
+    assert mutants.tests_of('swap.py') == ['tests/test_swap.py']
+
+
+CODE = '''
+from __future__ import annotations
+
+Size = int
+
+
+def area(height: int | None, *, width: Size = 3, **options: float) -> int | float:
+    """Return 2 + 2."""
+    if height is None or not width > 1:
+        return 0
+    assert dict(zip('a', 'b', strict=True))
+    return height * width + sum(v for v in {**options}.values())
+'''
+
+
+def test_only_what_runs_is_changed(mutants: ModuleType, tmp_path: Path) -> None:
+    found = mutants.changes('x.py', CODE)
+    lines = CODE.splitlines()
+    places = {(lines[place.line - 1].strip(), lines[place.line - 1][place.column]) for place in found}
+    header = lines[6]
+    assert (header, '3') in places and not {(header, '|'), (header, '*')} & places
+    assert {('return 0', '0'), ('return height * width + sum(v for v in {**options}.values())', '+')} <= places
+    assert not any('Return 2' in line for line, _ in places)
+    assert not any(lines[place.line - 1][place.column :].startswith('True') for place in found)
+    product = next(p for p in found if lines[p.line - 1][p.column] == '*')
+    assert lines[product.line - 1][product.column - 2 : product.column + 3] == 't * w'
+    (tmp_path / 'layers').mkdir()
+    (tmp_path / 'layers/area.py').write_text(CODE)
+    chosen = mutants.sample(tmp_path, 20, seed=3)
+    assert chosen == mutants.sample(tmp_path, 20, seed=3) != mutants.sample(tmp_path, 20, seed=4)
+    assert (
+        len(chosen) == len({place for place, _ in chosen}) == 20 // len(mutants.PACKAGES)
+    )  # for want of other packages

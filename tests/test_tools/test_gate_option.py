@@ -1,0 +1,118 @@
+"""The tools on vanilla configs with ``--gate``: trained, tested, looked at, measured, exported; dumped configs run."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, over_shapes, run_python, tool
+from helpers.small_demo import CONFIG, DEMO
+from mmengine.config import Config
+from shapes import write_shapes
+
+from mmgate.train import cli
+
+VANILLA = ROOT / 'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py'
+GATE = 'encoder.layers.*.self_attn,decoder.layers.*.cross_attn=PLuGMultiScaleDeformableAttention(gml="sum")'
+
+
+@pytest.fixture(scope='module')
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data and a vanilla config of one epoch."""
+    folder = tmp_path_factory.mktemp('project')
+    write_shapes(folder / 'data/shapes', num_train=4, num_val=2, size=64)
+    (folder / 'vanilla.py').write_text(CONFIG.replace(str(DEMO), str(VANILLA)).replace('EPOCHS', '1'))
+    return folder
+
+
+def test_a_gated_run_and_the_config_that_it_dumps(project: Path) -> None:
+    """The dumped config is trained by the same tool, from another folder's work dir, and the gates are tested."""
+    gates = ['--gate', GATE, '--train', 'attention']
+    seed = ['--cfg-options', 'randomness.seed=0']
+    run_python(ROOT / 'tools/train.py', 'vanilla.py', *gates, '--work-dir', 'gated', *seed, cwd=project)
+    dumped = Config.fromfile(str(project / 'gated/vanilla.py'))
+    assert (dumped.model.type, dumped.model.host, dumped.model.train) == ('mmgate.Gated', 'DeformableDETR', 'attention')
+    run_python(ROOT / 'tools/train.py', 'gated/vanilla.py', '--work-dir', 'again', cwd=project)
+    logs = [next((project / run).glob('*/vis_data/scalars.json')).read_text() for run in ('gated', 'again')]
+    losses = [[row['loss'] for row in map(json.loads, log.splitlines()) if 'loss' in row] for log in logs]
+    assert losses[0] and losses[0] == losses[1]
+    checkpoint = project / 'gated/epoch_1.pth'
+    tested = run_python(ROOT / 'tools/test.py', 'vanilla.py', checkpoint, *gates, '--work-dir', 'tested', cwd=project)
+    assert re.search(r'(\d+) of \1 keys of DeformableDETR were loaded', tested.stdout + tested.stderr)
+    extract = [ROOT / 'tools/model_converters/gates.py', 'extract', 'vanilla.py', checkpoint, 'gates.safetensors']
+    run_python(*extract, *gates, cwd=project)
+    on_file = ['--gates', 'gates.safetensors', '--work-dir', 'from_file']
+    run_python(ROOT / 'tools/train.py', 'vanilla.py', *on_file, cwd=project)
+    assert Config.fromfile(str(project / 'from_file/vanilla.py')).model.gates == 'gates.safetensors'
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    """The demo's vanilla config over one small image."""
+    write_shapes(tmp_path / 'shapes', num_train=1, num_val=1, size=64)
+    (tmp_path / 'vanilla.py').write_text(over_shapes('configs/_base_/' + VANILLA.name, tmp_path / 'shapes'))
+    return str(tmp_path / 'vanilla.py')
+
+
+def test_looking_at_a_gate_beside_the_vanilla_model(config: str, tmp_path: Path) -> None:
+    """Both start alike, so that the points are the same; the gate is that of the first model alone."""
+    against = ['--against', config, 'untrained', '--max-images', '1', '--out', str(tmp_path / 'out')]
+    command = [config, 'untrained', '--gate', GATE, *against]
+    assert cli.main(tool('plot_sampling_points').main, command) == 0
+    (table,) = (tmp_path / 'out').glob('*.csv')
+    rows = list(csv.DictReader(table.open()))
+    named = [(row.pop('model'), row) for row in rows]
+    gated, vanilla = ([row for name, row in named if name == wanted] for wanted in ('vanilla, gated', 'vanilla'))
+    assert gated and gated == vanilla
+    assert cli.main(tool('plot_gates').main, [config, 'untrained', '--gate', GATE, *against[3:]]) == 0
+    assert cli.main(tool('plot_gates').main, [config, 'untrained', *against[3:]]) == 2
+
+
+def test_counting_and_listing(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = []
+    for options in ([], ['--gate', GATE], ['--gate', GATE, '--train', 'gates']):
+        assert cli.main(tool('get_flops').main, [config, '--shape', '64', '--json', *options]) == 0
+        counts.append(json.loads(capsys.readouterr().out.splitlines()[-1])['parameters'])
+    vanilla, gated, alone = counts
+    assert gated - vanilla == alone > 0
+    assert cli.main(tool('list_attention').main, [config, '--gate', GATE]) == 0
+    assert capsys.readouterr().out.count('gated by PLuGDeformableGate') == 4
+
+
+def test_the_benchmark_of_a_training_step_gates_its_peer(config: str, tmp_path: Path) -> None:
+    options = ['--size', '64', '64', '--batch', '1', '--repetitions', '1', '--device', 'cpu']
+    out = tmp_path / 'steps.csv'
+    command = ['--peer', config, '--gate', GATE, *options, '--out', str(out)]
+    assert cli.main(tool('benchmark_training').main, command) == 0
+    names = {row['provider'] for row in csv.DictReader(out.open())}
+    assert names == {'vanilla', 'vanilla, gated, auto'}
+
+
+def test_export_of_a_gated_model(config: str, tmp_path: Path) -> None:
+    pytest.importorskip('onnxruntime')
+    out = tmp_path / 'gated.pt2'
+    command = [config, 'untrained', '--gate', GATE, '--format', 'torch-export', '--fixed-size', '--out', str(out)]
+    assert cli.main(tool('export', 'deploy').main, [*command, '--max-images', '1', '--score-thr', '0.01']) == 0
+    assert out.stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ('gate', 'said'),
+    [
+        ('encoder.layers.9.self_attn=PLuGMultiScaleDeformableAttention', 'matches no module'),
+        ('encoder.layers.*.self_attn=PLuGMultiheadAttention', 'does not replace'),
+        ("decoder.layers.*.self_attn=PLuGMultiheadAttention(gml='some')", 'gml'),
+    ],
+)
+def test_a_rule_that_fits_nothing_ends_before_any_work(
+    gate: str, said: str, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = ['--work-dir', str(tmp_path / 'work')]
+    assert cli.main(cli.train, [config, '--gate', gate, *work]) == 2
+    error = capsys.readouterr().err
+    assert said in error and 'The rules, as they were read:\n  attention[0]: ' in error
+    assert 'coder.layers.0.self_attn' in error
+    assert not (tmp_path / 'work').exists() or not list((tmp_path / 'work').glob('*.pth'))
