@@ -13,8 +13,9 @@ from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 from torch import Tensor
 
 from mmgate.ops import ms_deform_attn
+from mmgate.ops import native as library
 from mmgate.ops.backend import OPERATORS, candidates
-from mmgate.ops.ms_deform_attn import cpu, deformops, mmcv, native
+from mmgate.ops.ms_deform_attn import cpu, deformops, mmcv
 from mmgate.ops.ms_deform_attn import torch_ms_deform_attn as msda
 
 GATES = {'head_level': (2, 2, 1), 'full': (2, 2, 3), 'head': (2, 1, 1), 'point': (1, 2, 3), 'level': (1, 2, 1)}
@@ -151,7 +152,7 @@ def test_bad_input_is_named(changed: dict[int, Tensor], options: dict[str, str],
 def test_order_where_all_packages_are_installed(device: str, order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (mmcv, msda, deformops):
         monkeypatch.setattr(module, 'missing', lambda: None)
-    monkeypatch.setattr(native, '_missing', lambda: None)
+    monkeypatch.setattr(library, 'missing', lambda: None)
     monkeypatch.setattr(deformops, '_too_old', lambda index: False)
     value: Any = SimpleNamespace(device=torch.device(device), dtype=torch.float32, is_cuda=device == 'cuda', shape=[32])
     chosen, _ = candidates('ms_deform_attn', OPERATORS['ms_deform_attn'], value)

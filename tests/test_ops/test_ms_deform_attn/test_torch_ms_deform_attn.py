@@ -14,8 +14,8 @@ from conftest import one_graph
 from helpers.samplings import CASES, agree, by_backend, compare, drawn, exactly, make, results, run
 
 from mmgate.errors import UnsupportedCall
+from mmgate.ops import native as library
 from mmgate.ops.backend import OPERATORS, candidates
-from mmgate.ops.ms_deform_attn import native
 from mmgate.ops.ms_deform_attn import torch_ms_deform_attn as msda
 
 needs_msda = pytest.mark.skipif(msda.missing() is not None, reason=str(msda.missing()))
@@ -85,14 +85,14 @@ class TestTorchMSDeformAttn:
         torch.testing.assert_close(output, run('torch_ms_deform_attn')(*inputs))
 
     def test_auto_takes_it_on_a_cpu_without_the_native_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(native, '_missing', lambda: 'not compiled')
+        monkeypatch.setattr(library, 'missing', lambda: 'not compiled')
         inputs = make()
         chosen, _ = candidates('ms_deform_attn', OPERATORS['ms_deform_attn'], inputs[0])
         assert [backend.name for backend in chosen][:2] == ['torch_ms_deform_attn', 'cpu']
         assert torch.equal(run('auto')(*inputs), run('torch_ms_deform_attn')(*inputs))
 
     def test_calls_that_it_does_not_have_go_to_the_next(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(native, '_missing', lambda: 'not compiled')
+        monkeypatch.setattr(library, 'missing', lambda: 'not compiled')
         for inputs, message in (
             (make(levels=[(2, 3), (0, 3)]), 'no level without a pixel'),
             (make(queries=0), 'empty'),
