@@ -33,7 +33,7 @@ Origin = tuple[str, str]  # what a value comes from: ('projection' | 'child' | '
 
 @dataclass
 class Reading:
-    """What the source of a forward says.
+    """Findings in the source of a forward.
 
     Attributes:
         query: The child that projects queries.
@@ -105,7 +105,7 @@ def _read(kind: Any, children: frozenset[str], linear: frozenset[str]) -> Readin
     for part in ('query', 'key', 'value'):
         projections = sorted(name for where, name in handed[part] if where == 'projection')
         if len(projections) != 1:
-            made = f'from {_listed(projections)} together' if projections else 'without a projection of its own'
+            made = f'from {_listed(projections)} together' if projections else 'without a projection'
             raise ValueError(f'makes its {part} {made}')
         found += projections
     if len(set(found)) == 2:

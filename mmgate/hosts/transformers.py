@@ -46,7 +46,7 @@ DEFORMABLE = {
 DEFORMABLE_HOSTS = tuple(f'modeling_{model}.{name}MultiscaleDeformableAttention' for model, name in DEFORMABLE.items())
 
 
-# What a trial on the device meta calls a forward with: images of so many tokens, in one row or as a map.
+# Inputs of a trial on the device meta: images of so many tokens, in one row or as a map.
 SIDE = 16
 TRIALS = ((2, SIDE * SIDE), (2, SIDE, SIDE))
 POSITIONS = 'position_embeddings'  # the argument of rotary positions, cosines and sines
@@ -59,7 +59,7 @@ class OtherTokensError(ValueError):
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial of a forward has found: heads H and their width d."""
+    """Result of a trial of a forward: heads H and their width d."""
 
     heads: int
     head_dim: int
@@ -487,5 +487,5 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
 
     @property
     def mask_is_padding(self) -> bool:
-        """Whether True in a mask means padding."""
+        """Return whether True in a mask means padding."""
         return any(base.__name__.startswith(('Mask2Former', 'OneFormer')) for base in type(self).__mro__)

@@ -342,7 +342,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument('comparison', help='a file such as configs/studies/adapt_camvid.py')
     parser.add_argument('--out', help='CSV file (default: work_dirs/<name of the file>/results.csv)')
     parser.add_argument(
-        '--parts', nargs='+', help='run these alone, such as in one of several processes with CSV files of their own'
+        '--parts', nargs='+', help='run these alone, such as in one of several processes, each with its own CSV file'
     )
     args = parser.parse_args(argv)
     comparison = read_comparison(args.comparison)
