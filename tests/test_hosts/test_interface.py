@@ -119,7 +119,7 @@ def test_functions_between_projection_and_attention_are_found() -> None:
     (Twice, 'calls an attention function 2 times'),
     (Handed, 'hands position_bias to its attention function'),
     (Summed, 'makes its query from pos and q together'),
-    (Bare, 'makes its query without a projection of its own'),
+    (Bare, 'makes its query without a projection'),
     (Shared, 'projects query, key and value by q and k and k'),
     (Unprojected, 'does not project its heads'),
     (ProjectedTwice, 'projects its heads by out and pos'),
