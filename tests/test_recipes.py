@@ -37,14 +37,16 @@ RECIPES: dict[str, dict[str, Any]] = {
     rf'({GATED}-)?semantic-fpn_pvt-[tsml]_8xb2-40k_ade20k-512x512': dict(
         lr=2e-4, weight_decay=1e-4, iterations=40000, power=0.9
     ),
-    rf'({GATED}-)?upernet_swin-[tsb]_8xb2-160k_ade20k-512x512': dict(
+    rf'({GATED}-)?upernet_(swin-[tsb]|dinov2-s14)_8xb2-160k_ade20k-512x512': dict(
         lr=6e-5, weight_decay=0.01, iterations=160000, power=1.0, warm_up=1500
     ),
     r'(plug|ungated)-(dino-4scale_r50_8xb2-12e|grounding-dino_swin-t_finetune_16xb2-1x)_coco': dict(  # mmdet's own
         lr=1e-4, weight_decay=1e-4, epochs=12, drops=[11]
     ),
     rf'(({GATED}|relu)-)?pvt-[tsml](-no-gate)?_8xb128-300e_in1k': dict(**IMAGENET, warm_up=5),
-    r'((plug|sdpa-gate)-)?deit-[tsb].*_8xb128-300e_in1k|plug-pvt-t_8xb128-300e_in1k': dict(**IMAGENET, warm_up=5),
+    r'((plug|sdpa-gate|plug-timm)-)?deit-[tsb].*_8xb128-300e_in1k|plug-pvt-t_8xb128-300e_in1k': dict(
+        **IMAGENET, warm_up=5
+    ),
     r'(deit-s|pvt-m)_8xb64-300e_in1k-(256|416)px': dict(IMAGENET, lr=5e-4, warm_up=5),
     rf'{GATED}-deit-[tsb](-no-gate)?_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
     r'(agent-)?cswin-[ts]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),

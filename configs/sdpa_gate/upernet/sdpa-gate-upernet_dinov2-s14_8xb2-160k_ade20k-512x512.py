@@ -1,4 +1,7 @@
-_base_ = ['../../_base_/import_mmgate.py', 'mmseg::vit/vit_vit-b16_mln_upernet_8xb2-160k_ade20k-512x512.py']
+_base_ = [
+    '../../_base_/import_mmgate.py',
+    'mmseg::vit/vit_vit-b16_mln_upernet_8xb2-160k_ade20k-512x512.py',
+]
 custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 
 # DINOv2's ViT-S of timm, whose patches of 14 pixels do not divide the crops: timm pads them.

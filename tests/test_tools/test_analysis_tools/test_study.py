@@ -154,7 +154,11 @@ def test_settings_that_changed_are_named(study: Any, tmp_path: Path, change: dic
     assert folders == [str(out)] if runs == 4 else [str(out / 'plug' / name) for name in ('seed0', 'seed1')]
 
 
-@pytest.mark.parametrize('path', sorted((ROOT / 'configs/studies').glob('*.py')), ids=lambda path: path.stem)
+# adapt_camvid.py is of compare_adapters.py, whose test reads it.
+STUDIES = sorted(x for x in (ROOT / 'configs/studies').glob('*.py') if x.stem != 'adapt_camvid')
+
+
+@pytest.mark.parametrize('path', STUDIES, ids=lambda path: path.stem)
 def test_studies_of_the_repository(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their configs can be read, and differ."""
     monkeypatch.chdir(ROOT)
