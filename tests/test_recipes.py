@@ -37,7 +37,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     rf'({GATED}-)?semantic-fpn_pvt-[tsml]_8xb2-40k_ade20k-512x512': dict(
         lr=2e-4, weight_decay=1e-4, iterations=40000, power=0.9
     ),
-    rf'({GATED}-)?upernet_(swin-[tsb]|dinov2-s14)_8xb2-160k_ade20k-512x512': dict(
+    rf'(({GATED}|sdpa-gate)-)?upernet_(swin-[tsb]|dinov2-s14)_8xb2-160k_ade20k-512x512': dict(
         lr=6e-5, weight_decay=0.01, iterations=160000, power=1.0, warm_up=1500
     ),
     r'(plug|ungated)-(dino-4scale_r50_8xb2-12e|grounding-dino_swin-t_finetune_16xb2-1x)_coco': dict(  # mmdet's own
