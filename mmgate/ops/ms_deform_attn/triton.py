@@ -156,7 +156,7 @@ def _launch(
         level_start_index,
         order,
         points,
-        # A kernel does not read the tensors that stand for missing ones.
+        # A kernel does not read the placeholders of missing tensors.
         points if reference_points is None else reference_points,
         logits,
         logits if gate is None else gate,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .softmax import gated_softmax, gated_softmax_backward
+from .softmax import gated_softmax, gated_softmax_backward, sum_heads
 
 
 class GatedRows(torch.autograd.Function):
@@ -82,7 +82,7 @@ class GatedRows(torch.autograd.Function):
             delta = (grad * output[:, :, rows]).sum(-1, keepdim=True, dtype=chunks.dtype)
             grad_weights = chunks.product(2, grad, value, 1.0)
             if ctx.post_softmax:
-                grad_factor = _sum_heads(torch.mul(grad_weights, weights, out=logits), gate)
+                grad_factor = sum_heads(torch.mul(grad_weights, weights, out=logits), gate)
                 grad_value += (weights * f).to(grad.dtype).transpose(-1, -2) @ grad
                 grad_logits = grad_weights.mul_(f).sub_(delta).mul_(weights)
             else:
@@ -134,11 +134,6 @@ class _Chunks:
 
     def _view(self, buffer: int, shape: tuple[int, ...]) -> Tensor:
         return self.buffers[buffer, : torch.Size(shape).numel()].view(shape)
-
-
-def _sum_heads(grad: Tensor, gate: Tensor) -> Tensor:
-    """Return a gradient of the gate's shape: the sum over the heads if they share the gate."""
-    return grad.sum(1, keepdim=True) if gate.shape[1] == 1 else grad
 
 
 def rows_of(bias: Tensor | None, rows: slice) -> Tensor | None:

@@ -70,7 +70,6 @@ def gated_softmax_backward(
         grad_weights: Their gradient, contiguous. The gradient of the logits is written over it.
         delta: Sum of the weights times their gradient over the columns, ``(B, H, N, 1)``, contiguous.
     """
-    shares = factor.shape[1] == 1
     if _is_native(logits, factor):
         grad_factor = torch.empty_like(factor, memory_format=torch.contiguous_format)
         call = _described(logits, factor)
@@ -82,7 +81,12 @@ def gated_softmax_backward(
         return grad_weights, grad_factor
     grad_logits = grad_weights.sub_(delta).mul_(weights)
     of_factor = logits.mul_(grad_logits)
-    return grad_logits.mul_(factor), of_factor.sum(1, keepdim=True) if shares else of_factor
+    return grad_logits.mul_(factor), sum_heads(of_factor, factor)
+
+
+def sum_heads(grad: Tensor, factor: Tensor) -> Tensor:
+    """Return a gradient of the factor's shape: the sum over the heads if they share the factor."""
+    return grad.sum(1, keepdim=True) if factor.shape[1] == 1 else grad
 
 
 def _is_native(logits: Tensor, factor: Tensor | None) -> bool:
