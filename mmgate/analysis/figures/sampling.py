@@ -72,7 +72,9 @@ def _draw_points(axis: Axes, image: np.ndarray, points: SamplingPoints, largest:
     grey = image.mean(-1, keepdims=True)
     pale = 255 - (255 - (0.6 * grey + 0.4 * image)) * 0.6
     axis.imshow(pale.clip(0, 255).astype(np.uint8), extent=(0, width, height, 0))
-    each = [density(xy, weights, (height, width)) for xy, weights in zip(points.xy, points.weights, strict=True)]
+    there = points.there
+    of_queries = zip(points.xy, points.weights, strict=True)
+    each = [density(xy[:, there], weights[:, there], (height, width)) for xy, weights in of_queries]
     found = [values for values in each if values is not None]
     if found:
         # Each query's density is estimated from its points alone.
@@ -82,8 +84,8 @@ def _draw_points(axis: Axes, image: np.ndarray, points: SamplingPoints, largest:
         axis.contour(x, y, heights, levels=heights.max() * CONTOURS, colors='black', linewidths=0.6, alpha=0.55)
     # Fine levels are drawn last, on top, as their points spread less.
     for place, level in reversed([*enumerate(points.levels)]):
-        xy = points.xy[:, :, place].reshape(-1, 2)
-        weights = points.weights[:, :, place].ravel()
+        xy = points.xy[:, :, place, there[place]].reshape(-1, 2)
+        weights = points.weights[:, :, place, there[place]].ravel()
         sizes = 2 + 40 * weights.clip(min=0) / largest
         look: dict[str, Any] = dict(
             color=style.COLOURS[level % len(style.COLOURS)], edgecolors='white', linewidths=0.25, alpha=0.85
