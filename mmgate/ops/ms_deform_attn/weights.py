@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..tracing import is_exporting
 from .uneven import Sampler, Uneven, by_sample, spread
 
 POSITIONS = ('pre_softmax', 'post_softmax')
@@ -27,6 +28,8 @@ def offset_locations(
         offsets = offsets.float()
         reference_points = reference_points.float()
     sizes = spatial_shapes.flip(-1)  # (L, 2) as (width, height)
+    if not is_exporting():  # where every level has pixels; a division by 0 would make the gradients NaN
+        sizes = sizes.clamp(min=1)
     count: int | Tensor
     if num_points is None:
         reference = reference_points[:, :, None, :, None]  # (B, Q, 1, L, 1, 2|4)
