@@ -39,6 +39,15 @@ def test_every_module_has_tests(mutants: ModuleType) -> None:
     assert mutants.tests_of('swap.py') == ['tests/test_swap.py']
 
 
+def test_the_copy_has_the_compiled_library(mutants: ModuleType, tmp_path: Path) -> None:
+    libraries = [path.relative_to(ROOT) for path in (ROOT / 'mmgate/ops/native/cpp').glob('*.so')]
+    if not libraries:
+        pytest.skip('needs the compiled CPU kernels: python -m mmgate.doctor --build')
+    mutants.copy_checkout(tmp_path)
+    for path in libraries:
+        assert (tmp_path / path).read_bytes() == (ROOT / path).read_bytes()
+
+
 CODE = '''
 from __future__ import annotations
 
