@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def copy_checkout(target: Path) -> None:
-    """Copy the tree and the compiled library, which git ignores and without which the tests of the kernels are skipped."""
+    """Copy the tree and the compiled library, which git ignores; without it the tests of the kernels are skipped."""
     copy_tree(target)
     for library in (ROOT / 'mmgate/ops/native/cpp').glob('*.so'):
         shutil.copy2(library, target / library.relative_to(ROOT))
