@@ -95,7 +95,6 @@ TESTED_BY = {
     ),
     'test_transformers/test_from_pretrained.py': ('transformers.py',),
     'test_transformers/test_hosts_of_transformers.py': ('hosts/transformers.py',),
-    'test_transformers/test_readings.py': ('analysis/figures/sampling.py',),
 }
 
 
