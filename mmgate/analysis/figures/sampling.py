@@ -162,7 +162,9 @@ def _draw_references(axis: Axes, points: SamplingPoints) -> None:
 
 
 def _draw_contours(axis: Axes, points: SamplingPoints, size: tuple[int, int]) -> None:
-    each = [density(xy, weights, size) for xy, weights in zip(points.xy, points.weights, strict=True)]
+    there = points.there
+    of_queries = zip(points.xy, points.weights, strict=True)
+    each = [density(xy[:, there], weights[:, there], size) for xy, weights in of_queries]
     found = [values for values in each if values is not None]
     if found:
         # Each query's density is estimated from its points alone.
@@ -181,8 +183,8 @@ def _draw_points(
         _draw_contours(axis, points, (height, width))
     # Fine levels are drawn last, on top, as their points spread less.
     for place, level in reversed([*enumerate(points.levels)]):
-        xy = points.xy[:, :, place].reshape(-1, 2)
-        weights = points.weights[:, :, place].ravel()
+        xy = points.xy[:, :, place, there[place]].reshape(-1, 2)
+        weights = points.weights[:, :, place, there[place]].ravel()
         sizes = 2 + 40 * weights.clip(min=0) / largest
         look: dict[str, Any] = dict(
             color=style.COLOURS[level % len(style.COLOURS)], edgecolors='white', linewidths=0.25, alpha=0.85

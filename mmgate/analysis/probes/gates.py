@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,11 @@ from mmgate.analysis.probes.recording import class_tokens, predict, record
 from mmgate.analysis.probes.statistics import RunningStatistics
 from mmgate.layers.base.gate import Gate
 
+LEVELS = 'levels'
 # The mean map of a gate's values, by their kind, which the gate's class declares in ``gate_readings``.
 MAPS = {
     'pairs': lambda x: x.mean((0, 1)),  # of (B, H|1, N, M)
-    'levels': lambda x: x.mean((0, 1, 4)),  # of (B, Q, H|1, L|1, P|1)
+    LEVELS: lambda x: x.mean((0, 1, 4)),  # of (B, Q, H|1, L|1, P|1)
     'heads': lambda x: x.mean((0, 2, 3)),  # of (B, H, N, d|1)
 }
 
@@ -73,6 +74,7 @@ class LayerGate:
         self.kind = gate.gate_readings[name]
         self.unchanged = gate.unchanged_value(name)
         self.statistics = RunningStatistics(self.unchanged)
+        self._num_points = getattr(gate, 'num_points', 1)
         self._maps = torch.zeros(())  # sum over images
         self._count = 0
 
@@ -81,6 +83,8 @@ class LayerGate:
         self.statistics.add(x)
         if self.kind == 'heads' and x.shape[1] == 1:  # one gate for all heads
             self.kind = ''
+        if self.kind == LEVELS and not isinstance(self._num_points, int):
+            x = level_means(x, self._num_points)
         if self.kind in MAPS:
             found = MAPS[self.kind](x.float()).to('cpu', torch.float64)
             if self._count == 0 or found.shape == self._maps.shape:
@@ -102,6 +106,17 @@ class LayerGate:
         known = self.unchanged is not None
         moved = dict(moved=found.distance if known else '', moved_most=found.farthest if known else '')
         return dict(layer=self.path, gate=self.name, **numbers, **moved, sparsity=found.sparsity, values=found.count)
+
+
+def level_means(x: Tensor, num_points: Sequence[int]) -> Tensor:
+    """Return the mean of gates ``(B, Q, H|1, N|1)`` over the points of each level, ``(B, Q, H|1, L|1, 1)``.
+
+    Args:
+        x: Gates of levels with different numbers of points, N in all.
+        num_points: Number of points of each level.
+    """
+    parts = x.split(list(num_points), 3) if x.shape[3] > 1 else [x]
+    return torch.stack([part.mean(3, keepdim=True) for part in parts], 3)
 
 
 def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[LayerGate]:

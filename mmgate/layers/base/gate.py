@@ -51,7 +51,7 @@ class Sizes:
         scale: Factor of the logits; ``1 / sqrt(d)`` by default.
         bias: True if the host's projections of query, key and value have a bias.
         levels: Feature levels L of deformable attention.
-        points: Sampling points P of a head and level, of deformable attention.
+        points: Sampling points P of a head and level, of deformable attention; one number for each level if they differ.
         shifted: True if the host shifts its windows over the map.
     """
 
@@ -63,7 +63,7 @@ class Sizes:
     scale: float | None = None
     bias: bool = True
     levels: int = 1
-    points: int = 1
+    points: int | tuple[int, ...] = 1
     shifted: bool = False
 
     @property
