@@ -10,7 +10,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import torch
 from mmengine.logging import print_log
 from torch import nn
 

@@ -123,6 +123,8 @@ def export_onnx(
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         program = _captured(network, tensors, msda, dynamic_batch)
+    except ConfigError:
+        raise
     # torch raises many kinds of errors.
     except Exception as error:
         name = type(network.model).__name__

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
-for package in ('onnx', 'onnxscript', 'onnxruntime'):
-    pytest.importorskip(package, reason='needs the extra "deploy"')
+pytest.importorskip('onnx', reason='needs the extra "deploy"')
+pytest.importorskip('onnxscript', reason='needs the extra "deploy"')
+pytest.importorskip('onnxruntime', reason='needs the extra "deploy"')
 
 import onnx
 import onnxruntime

@@ -161,3 +161,62 @@ def test_peft_goes_first_around_the_whole_of_torchs_attention() -> None:
     mmgate.swap_attention(model, dict(path='layers.*.self_attn', type=PLUG))
     with pytest.raises(ValueError, match='Only same embed for query/key/value'):
         low_rank(model, ['self_attn'])
+
+
+PAGE = (ROOT / 'docs/adapters.md').read_text()
+BLOCKS = re.findall(r'```python\n(.*?)```', PAGE.partition('## Beside LoRA')[2], re.S)[:2]
+FREED = re.findall(r'`(for gate in .*?)`', PAGE)
+
+
+@pytest.mark.parametrize('order', ['gates-first', 'lora-first'])
+def test_the_pages_lines_train_both(order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rules = dict(path='**', type=PLUG)
+    vanilla, run = of_transformers('vit')
+    space = dict(mmgate=mmgate, model=copy.deepcopy(vanilla), rules=rules, vanilla=copy.deepcopy(vanilla))
+    imports, made, swapped, *saved = BLOCKS[0].strip().replace('\n\n', '\n').split('\n')
+    steps = [made, swapped] if order == 'lora-first' else [swapped, made, *FREED]
+    exec('\n'.join([imports, *steps]), space)
+    model = space['model']
+    trains = {name for name, one in model.named_parameters() if one.requires_grad}
+    assert {name for name in trains if 'lora_' not in name} == {*mmgate.gate_parameters(model)}
+    before = {name: one.clone() for name, one in model.named_parameters()}
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    for _ in range(2):  # LoRA's second factor and the gates start at zero
+        optimizer.zero_grad()
+        sum(one.square().sum() for one in model(**hub_models.feed('vit')).to_tuple()).backward()
+        optimizer.step()
+    changed = {name for name, one in model.named_parameters() if not torch.equal(one, before[name])}
+    assert changed <= trains and {'lora_A', 'lora_B', 'gate'} <= {part for name in changed for part in name.split('.')}
+    expected = run(model.eval())
+    exec('\n'.join(saved), space)
+    loaded, restored, unloaded = BLOCKS[1].partition('mmgate.restore_attention')
+    exec(loaded, space)
+    assert_same(run(space['model'].eval()), expected)
+    exec(restored + unloaded, space)
+    assert_same(run(space['model']), run(vanilla))
+
+
+def test_gates_alone_train_beside_frozen_updates() -> None:
+    """Until they are removed; paths are those of the model without PEFT."""
+    model = low_rank(of_transformers('vit')[0], ['q_proj'])
+    names = mmgate.swap_attention(model, dict(path='layers.*.attention', type=PLUG))
+    assert [one.path for one in mmgate.list_attention(model) if one.gate] == names
+    assert set(mmgate.train_only_gates(model)) == {
+        name.removeprefix('base_model.model.') for name in mmgate.gate_parameters(model)
+    }
+    assert not any(one.requires_grad for name, one in model.named_parameters() if 'lora_' in name)
+    mmgate.restore_attention(model)
+    assert all(one.requires_grad for name, one in model.named_parameters() if 'lora_' in name)
+
+
+def test_layers_that_peft_saves_whole_are_left_out_too(tmp_path: Path) -> None:
+    vanilla, run = of_timm('vit')
+    model = copy.deepcopy(vanilla)
+    mmgate.swap_attention(model, dict(path='blocks.*.attn', type=PLUG))
+    moved(model)
+    expected = run(model)
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=['qkv'], modules_to_save=['head']))
+    mmgate.save_gates(wrapped, tmp_path / 'gates.safetensors')
+    mmgate.load_gates(vanilla, tmp_path / 'gates.safetensors')
+    assert_same(run(vanilla), expected)
