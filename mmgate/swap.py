@@ -31,6 +31,7 @@ from mmgate.layers.base.gate import Gate, draw_gate, random_stream
 from mmgate.layers.base.gated import CHILD, GatedModule, Record, gate_module, gated_modules, host_class, record_of
 from mmgate.registry import MODELS
 from mmgate.starts import initialise_gates_last
+from mmgate.wrappers import inside_peft
 
 Rules = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 # The number of hosts that a message lists.
@@ -65,7 +66,8 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     """Gate attention modules of ``model`` in place; they keep their parameters, hooks and names.
 
     Args:
-        model: A module. It stays as it is if there is any error.
+        model: A module. It stays as it is if there is any error. Inside of a model of PEFT's, names are those of the
+            model that it holds.
         rules: One rule or a list. A rule is a dict of ``path``, ``type`` and the gate's options. ``path`` is a pattern
             or a list of patterns over dotted names: ``*`` matches anything within one name, ``**`` any number of names,
             and ``**`` at the end every attention below that the gate fits. ``type`` is a registered name or a class. A
@@ -84,6 +86,7 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
             gated already, two rules choose one module, or a module and another inside it, or rules differ for a module
             of several names.
     """
+    model = inside_peft(model)
     listed = parse_rules(rules)
     chosen: dict[str, Chosen] = {}
     # By identity: a module that several layers share has one gate.
@@ -183,7 +186,7 @@ def list_attention(model: nn.Module) -> list[Attention]:
         model: Any module, of an mm package, of transformers, timm or another, gated or not.
     """
     listed = []
-    for path, module in attention_modules(model):
+    for path, module in attention_modules(inside_peft(model)):
         sizes = {size: getattr(module, size) for size in SIZES if hasattr(module, size)}
         gates = tuple(gate.__name__ for gate in gates_for(module))
         listed.append(Attention(path, host_class(module).__name__, sizes, gates, names_of_gates(module) or None))
