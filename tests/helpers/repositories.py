@@ -28,9 +28,7 @@ def summed(value: Tensor, shapes: Any, locations: Sequence[Tensor], weights: Seq
 class Deformable(nn.Module):
     """Base: the projections, and a call by names that a subclass gives."""
 
-    def __init__(
-        self, channels: int, heads: int, levels: int, points: int | list[int], *, values: bool = True
-    ) -> None:
+    def __init__(self, channels: int, heads: int, levels: int, points: int | list[int], *, values: bool = True) -> None:
         super().__init__()
         counts = points if isinstance(points, list) else [points] * levels
         self.heads, self.counts = heads, counts

@@ -221,7 +221,7 @@ def compare_points(before: SamplingPoints, after: SamplingPoints) -> SamplingCha
     """
 
     def identity(points: SamplingPoints) -> tuple[Any, ...]:
-        return points.path, points.queries.tolist(), points.levels, points.weights.shape
+        return points.path, points.queries.tolist(), points.levels, points.weights.shape, points.num_points
 
     if identity(before) != identity(after):
         shapes = ' and '.join(

@@ -51,7 +51,8 @@ class Sizes:
         scale: Factor of the logits; ``1 / sqrt(d)`` by default.
         bias: True if the host's projections of query, key and value have a bias.
         levels: Feature levels L of deformable attention.
-        points: Sampling points P of a head and level, of deformable attention; one number for each level if they differ.
+        points: Sampling points P of a head and level, of deformable attention; one number for each level if they
+            differ.
         shifted: True if the host shifts its windows over the map.
     """
 

@@ -33,6 +33,8 @@ def check_points(num_points: Sequence[int], levels: int) -> tuple[int, ...]:
     Raises:
         ValueError: There is another number of them, or one is no positive integer.
     """
+    if not isinstance(num_points, Sequence):
+        raise ValueError(f'num_points={num_points!r} must be a list with a positive integer for each of {levels} levels.')
     counts = tuple(num_points)
     if len(counts) != levels:
         raise ValueError(f'num_points={[*counts]} has {len(counts)} numbers for {levels} levels; give one for each.')
