@@ -97,9 +97,10 @@ def _meaning(value: float | None) -> str:
 
 
 def _names(gates: Sequence[LayerGate]) -> list[str]:
-    """Return the label of each gate of a model: the name of its layer, with ``_k`` and the like for a ``gate_k``."""
+    """Return the label of each gate of a model: the name of its layer, with ``k`` and the like for a ``gate_k``."""
     layers = style.layer_labels([gate.path for gate in gates], length=LONGEST)
-    return [f'{layer} {gate.name[5:]}'.strip() for layer, gate in zip(layers, gates, strict=True)]
+    names = [gate.name.removeprefix('gate').removeprefix('_') for gate in gates]
+    return [f'{layer} {name}'.strip() for layer, name in zip(layers, names, strict=True)]
 
 
 def _notes(models: Sequence[tuple[str, Sequence[LayerGate]]], maps: Sequence[Sequence[GateMap]]) -> list[str]:
@@ -148,7 +149,7 @@ def _draw_map(figure: Any, axis: Any, of_kind: GateMap, alike: Sequence[np.ndarr
     if of_kind.kind == 'heads':
         axis.set_yticks(range(len(names)), names, fontsize=6)
     count = f'{len(names)} layer{"s" if len(names) > 1 else ""}'
-    axis.set_title(f'mean gate of {count}')
+    axis.set_title(f'mean {of_kind.name.replace("_", " ")} of {count}')
     if of_kind.class_tokens:
         axis.set(xlabel='key; left: class token', ylabel='query; top: class token')
 

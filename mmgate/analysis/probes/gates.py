@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmgate.analysis.probes.attention import GATES, gate_at
-from mmgate.analysis.probes.recording import class_tokens, predict, record
+from mmgate.analysis.probes.attention import gate_at
+from mmgate.analysis.probes.recording import GATES, class_tokens, predict, record
 from mmgate.analysis.probes.statistics import RunningStatistics
 from mmgate.layers.base.gate import Gate
 
@@ -42,6 +42,11 @@ class GateMap:
     gates: tuple[LayerGate, ...]
     class_tokens: int = 0
 
+    @property
+    def name(self) -> str:
+        """Name of the reading, which the gates declare."""
+        return self.gates[0].name
+
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield a row of a CSV for each value, with its query and key (``class`` or a number), level or head."""
         classes = [f'class {number}'.removesuffix(' 0') for number in range(self.class_tokens)]
@@ -50,7 +55,7 @@ class GateMap:
             lines = [gate.path for gate in self.gates]
         for (line, column), value in zip(np.ndindex(*self.values.shape), self.values.flat, strict=True):
             places = dict(row=lines[line], column=columns[column])
-            yield dict(kind=self.kind, layers=len(self.gates), **places, gate=float(value))
+            yield dict(reading=self.name, kind=self.kind, layers=len(self.gates), **places, gate=float(value))
 
 
 class LayerGate:
@@ -58,7 +63,7 @@ class LayerGate:
 
     Attributes:
         path: Path of the layer.
-        name: One of :data:`~mmgate.analysis.probes.attention.GATES`.
+        name: Name of the reading, which the gate declares.
         kind: The gate has a value for each of these: ``'pairs'``, ``'levels'``, ``'heads'``, or others without a map.
         unchanged: The value at which attention is as without the gate; None if there is none.
         statistics: Statistics over all values.
@@ -107,7 +112,7 @@ class LayerGate:
 def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[LayerGate]:
     """Run a model over batches and return every gate that it has, in the order of the layers."""
     gates: dict[str, Any] = dict(model.named_modules())
-    with record(model, GATES, accumulate=lambda path, name: LayerGate(path, name, gate_at(gates[path]))) as recording:
+    with record(model, [GATES], accumulate=lambda path, name: LayerGate(path, name, gate_at(gates[path]))) as recording:
         for batch in batches:
             predict(model, batch)
     found = [gate for path in sorted(recording, key=list(gates).index) for gate in recording[path].values()]
@@ -120,15 +125,15 @@ def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list
 
 
 def mean_maps(gates: Iterable[LayerGate]) -> list[GateMap]:
-    """Return the mean maps of gates, one for all that share kind, shape and unchanged value.
+    """Return the mean maps of gates, one for all that share name, kind, shape and unchanged value.
 
     Pairs come first, then levels, then heads. Gates without a map, such as those of channels, are left out.
     """
-    alike: dict[tuple[str, float | None, int, tuple[int, ...]], list[LayerGate]] = {}
+    alike: dict[tuple[str, str, float | None, int, tuple[int, ...]], list[LayerGate]] = {}
     for gate in gates:
         found = gate.coefficients
         if found is not None:
-            alike.setdefault((gate.kind, gate.unchanged, gate.class_tokens, found.shape), []).append(gate)
+            alike.setdefault((gate.kind, gate.name, gate.unchanged, gate.class_tokens, found.shape), []).append(gate)
     return [_mean_map(alike[key]) for key in sorted(alike, key=lambda key: list(MAPS).index(key[0]))]
 
 
