@@ -233,7 +233,7 @@ def kind_named(named: str | type[nn.Module], where: str) -> type[nn.Module]:
         where: The rule, for the message.
 
     Raises:
-        ConfigError: The name is not registered; the message has similar ones, or all.
+        ConfigError: The name is not registered; the message has similar ones, or all, and the way to import others.
         OptionError: The class has no gate.
     """
     kind = named if inspect.isclass(named) else MODELS.get(named)
@@ -242,7 +242,11 @@ def kind_named(named: str | type[nn.Module], where: str) -> type[nn.Module]:
         names = [known.__name__ for known in ours_first]
         near = difflib.get_close_matches(str(named).rpartition('.')[2], names, n=5)
         offered = f'Did you mean{_listed(near)}' if near else f'The gates are{_listed(names)}'
-        raise ConfigError(f'{where}: type={named!r} is not registered. {offered}')
+        raise ConfigError(
+            f'{where}: type={named!r} is not registered. {offered}\nA gate of your own is registered once its module is '
+            'imported: name the module in custom_imports, on a command line by --cfg-options '
+            'custom_imports.imports=my_project.attention.'
+        )
     if gate_of_type(kind) is None or not host_names(kind):
         raise OptionError(
             f'{where}: {full_name(kind)} is not a gate: it has no adapter for any host; see mmgate.adapts.'
