@@ -85,7 +85,10 @@ def test_every_reading_that_a_gate_declares_is_recorded() -> None:
     for wanted in (['temperature'], ['gates']):
         with record(model, wanted) as recording:
             model.test_step(batches[0])
-        assert {name for found in recording.values() for name in found} == {'temperature', *(['gate'] * ('gates' in wanted))}
+        assert {name for found in recording.values() for name in found} == {
+            'temperature',
+            *(['gate'] * ('gates' in wanted)),
+        }
         assert recording['0']['temperature'].last.unique() == 7
     statistics = gate_statistics(model, batches)
     assert [(gate.path, gate.name) for gate in statistics] == [
