@@ -243,8 +243,8 @@ def kind_named(named: str | type[nn.Module], where: str) -> type[nn.Module]:
         near = difflib.get_close_matches(str(named).rpartition('.')[2], names, n=5)
         offered = f'Did you mean{_listed(near)}' if near else f'The gates are{_listed(names)}'
         raise ConfigError(
-            f'{where}: type={named!r} is not registered. {offered}\nA gate of your own is registered once its module is '
-            'imported: name the module in custom_imports, on a command line by --cfg-options '
+            f'{where}: type={named!r} is not registered. {offered}\nA gate of your own is registered once its module '
+            'is imported: name the module in custom_imports, on a command line by --cfg-options '
             'custom_imports.imports=my_project.attention.'
         )
     if gate_of_type(kind) is None or not host_names(kind):

@@ -32,13 +32,13 @@ class GateStatisticsHook(Hook):
     """Log mean, spread, sparsity, distance and gradient norm of gates, and their histogram, to the run's visualizer.
 
     All of the visualizer's backends get them (local JSON and PNG, TensorBoard, W&B, MLflow). Tags of scalars are
-    ``gate/<path>/<mean | std | sparsity | moved | moved_most | grad_norm>``, for a reading of another name, as
-    SAGA's, ``gate_k/...``. Per type the path is the gate's class, and the values are means over its layers (the largest for ``moved_most``, the
-    norm over all for ``grad_norm``); the log gets a line for each. ``moved`` and ``moved_most`` are the mean and the
-    largest distance from the value at which attention is as without the gate, where there is one. The tag of the
-    histograms' picture is ``gates``. One iteration in ``interval`` is logged, and the last, by the first process; the
-    others cost nothing. The gradient is that of this iteration's loss in this process, before clipping and averaging
-    over processes, with a loss scale divided out.
+    ``gate/<path>/<mean | std | sparsity | moved | moved_most | grad_norm>``; a reading of another name, such as SAGA's
+    ``gate_k``, has that name in front. Per type the path is the gate's class, and the values are means over its layers
+    (the largest for ``moved_most``, the norm over all for ``grad_norm``); the log gets a line for each. ``moved`` and
+    ``moved_most`` are the mean and the largest distance from the value at which attention is as without the gate, where
+    there is one. The tag of the histograms' picture is ``gates``. One iteration in ``interval`` is logged, and the
+    last, by the first process; the others cost nothing. The gradient is that of this iteration's loss in this process,
+    before clipping and averaging over processes, with a loss scale divided out.
 
     After an epoch, or a validation in a loop of iterations, it warns if the mean distance of every layer's gate from
     that value stayed within 0.01: such a model still computes about what it would without gates.

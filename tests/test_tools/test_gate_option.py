@@ -100,7 +100,7 @@ class OutsideAttention(GatedMultiScaleDeformableAttention):
 def test_a_gate_of_another_package_is_named_from_the_command_line(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without its module the error says how to import it; with it the gate is there, and in the config that is dumped."""
+    """The error says how to import its module; with that the gate is there, and the dumped config has the import."""
     (tmp_path / 'outside_gates.py').write_text(OUTSIDE)
     monkeypatch.setattr(MODELS, '_module_dict', dict(MODELS.module_dict))
     gate = ['--gate', 'encoder.layers.*.self_attn=OutsideAttention']

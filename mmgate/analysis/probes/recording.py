@@ -77,8 +77,8 @@ def record(
 
     Args:
         model: Any model; wrappers such as DistributedDataParallel have to be taken off.
-        names: Readings to record: those that gates declare in :attr:`.Gate.gate_readings`, such as ``'gate'``, or all of
-            them by ``'gates'``; those of :data:`~mmgate.analysis.probes.attention.NAMES` (shapes in the probes'
+        names: Readings to record: those that gates declare in :attr:`.Gate.gate_readings`, such as ``'gate'``, or all
+            of them by ``'gates'``; those of :data:`~mmgate.analysis.probes.attention.NAMES` (shapes in the probes'
             docstrings); ``'activation'``, the output of the layer around the attention, which the paper calls hidden
             states; ``'predictions'``, a head's classes and places of each query, see :func:`predicted`.
         accumulate: Returns an accumulator, whose ``add`` gets the tensors, for a module's path and a reading's name; by
