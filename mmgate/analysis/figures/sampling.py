@@ -124,6 +124,7 @@ def _window(change: SamplingChange, width: int, height: int) -> tuple[float, flo
 
 def _draw_changes(axis: Axes, image: np.ndarray, change: SamplingChange, largest: float) -> None:
     _draw_image(axis, image)
+    # A level with fewer points than another is padded.
     there = change.after.there
     before = change.before.xy[:, :, there].reshape(-1, 2)
     after = change.after.xy[:, :, there].reshape(-1, 2)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
 from mmgate.hosts.points import points_of, sampled
 from mmgate.layers.base.deformable import DeformableGate
 from mmgate.layers.base.dense import DenseGate
@@ -26,10 +27,9 @@ from mmgate.ops.ms_deform_attn import attention_weights, offset_locations
 
 Given = dict[str, Any]  # the arguments of a call, by their names
 Read = Callable[[Any, Given], Tensor]  # takes a module and the arguments of its call
-GATES = ('gate', 'gate_k', 'gate_v', 'gate_out')
 PLACES = ('geometry', 'map_size')  # sizes of the map and of windows on it
-POINTS = ('locations', 'weights', 'reference_points', 'spatial_shapes', 'num_points', 'gate')  # of deformable attention
-NAMES = (*GATES, 'attention', *POINTS[:-1], 'agents', 'kv', *PLACES)
+POINTS = ('locations', 'weights', 'reference_points', 'spatial_shapes', 'num_points')  # of deformable attention
+NAMES = ('attention', *POINTS, 'agents', 'kv', *PLACES)  # all but those that gates declare
 OF_TRANSFORMERS = (
     *('DeformableDetr', 'RTDetr', 'RTDetrV2', 'GroundingDino', 'MMGroundingDino', 'LwDetr', 'RfDetr'),
     *('Mask2FormerPixelDecoderEncoder', 'OneFormerPixelDecoderEncoder'),
@@ -57,17 +57,27 @@ def reads_of(module: nn.Module) -> dict[str, Read]:
 
 
 def gated_reads(module: GatedModule) -> dict[str, dict[str, Read]]:
-    """Return the readings of a gated module, by the name of each gate in it; the only gate is ``''``."""
+    """Return the readings of a gated module, by the name of each gate in it; the only gate is ``''``.
+
+    Raises:
+        ConfigError: A gate declares a reading by a name of :data:`NAMES`, which it would hide.
+    """
     gates = {name: gate for name, gate in module.gate.named_modules() if isinstance(gate, Gate)}
     if isinstance(module.gate, Gate):
         gates = {'': module.gate}
+    for gate in gates.values():
+        taken = ', '.join(name for name in gate.gate_readings if name in NAMES)
+        if taken:
+            raise ConfigError(
+                f'{type(gate).__name__} declares the reading {taken} in gate_readings, the name of another reading of '
+                'attention; choose another name.'
+            )
     return {name: _gate_reads(module, gate) for name, gate in gates.items()}
 
 
 def _gate_reads(module: Any, gate: Gate) -> dict[str, Read]:
     if isinstance(gate, DeformableGate):
-        reads = _deformable(lambda module, given: _of_gated(module, given), gate)
-        return reads if gate.gate_readings else {name: how for name, how in reads.items() if name != 'gate'}
+        return _deformable(lambda module, given: _of_gated(module, given), gate)
     if isinstance(gate, MapGate):
         of_gate: dict[str, Read] = {name: partial(_map_gate, gate, name) for name in gate.gate_readings}
         return {**{name: partial(_map_reading, gate, name) for name in gate.map_readings()}, **of_gate}
@@ -196,9 +206,9 @@ def _deformable(sample: Callable[[Any, Given], Sampled], gate: Any = None) -> di
     """Return the readings of deformable attention.
 
     They are the sampling locations ``(B, Q, H, L, P, 2)`` as (x, y), 0 to 1 over a level with its padding; the weights
-    ``(B, Q, H, L, P)``; reference points, shapes of levels and the number of points of each level ``(L,)``; and the
-    gate, which broadcasts to the weights. If levels have different numbers of points, locations are ``(B, Q, H, N, 2)``
-    and weights ``(B, Q, H, N)``: the points of the first level, then those of the second, and so on.
+    ``(B, Q, H, L, P)``; reference points, shapes of levels and the number of points of each level ``(L,)``; and what
+    the gate declares. If levels have different numbers of points, locations are ``(B, Q, H, N, 2)`` and weights
+    ``(B, Q, H, N)``: the points of the first level, then those of the second, and so on.
 
     Args:
         sample: Returns a call's samples.
@@ -226,9 +236,15 @@ def _deformable(sample: Callable[[Any, Given], Sampled], gate: Any = None) -> di
         spatial_shapes=lambda module, given: sample(module, given).spatial_shapes,
         num_points=num_points,
     )
-    if gate is not None:
-        reads['gate'] = lambda module, given: gate.read_gate('gate', sample(module, given).query)
+    for name in () if gate is None else gate.gate_readings:
+        reads[name] = partial(_deformable_gate, gate, name, sample)
     return reads
+
+
+def _deformable_gate(
+    gate: DeformableGate, name: str, sample: Callable[[Any, Given], Sampled], module: Any, given: Given
+) -> Tensor:
+    return gate.read_gate(name, sample(module, given).query)
 
 
 def _torch_attention(module: Any, given: Given) -> Tensor:

@@ -108,7 +108,7 @@ class ImageSample:
 
 def record_sampling(model: nn.Module) -> AbstractContextManager[Recording]:
     """Record sampling points of every deformable attention, and the predictions of a detection head."""
-    return record(model, (*POINTS, PREDICTIONS))
+    return record(model, (*POINTS, 'gate', PREDICTIONS))
 
 
 def layers_of(layers: Recording, part: str) -> list[str]:

@@ -178,6 +178,7 @@ template <class C> struct Samples {
         });
     }
 
+    // Computes the gated softmax over a query's samples: softmax(factor logit), or factor softmax(logit) if post.
     void weigh() {
         C most[BLOCK], sum[BLOCK];
         for (int k = 0; k < BLOCK; k++) most[k] = -(C)INFINITY, sum[k] = 0;
