@@ -213,7 +213,7 @@ def test_a_class_with_more_options_is_refused(name: str) -> None:
 def test_sampling_points_of_levels_with_different_numbers_are_read() -> None:
     model, given = filled(Layer('d_fine', num_points=[3, 6]), 0.2), inputs()
     swap_attention(model, dict(type=PLUG, path='attn', granularity='head_level_point'))
-    with record(model, POINTS) as recording, torch.no_grad():
+    with record(model, (*POINTS, 'gate')) as recording, torch.no_grad():
         model(*given)
     found = {name: reading.last for name, reading in recording['attn'].items()}
     assert found['num_points'].tolist() == [3, 6]

@@ -43,7 +43,11 @@ class DeformableGate(Gate):
         self.backend = backend
 
     def modulate(self, query: Tensor) -> dict[str, Any]:
-        """Return the operator's arguments ``gate``, ``residual`` and ``position`` for a query (B, Q, C): none here."""
+        """Return the operator's arguments ``gate``, ``residual`` and ``position`` for a query (B, Q, C): none here.
+
+        The gate broadcasts to the logits. These are ``(B, Q, H, L, P)``, or ``(B, Q, H, N)`` if :attr:`num_points` has
+        a number for each level.
+        """
         return {}
 
 

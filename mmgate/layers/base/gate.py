@@ -97,8 +97,9 @@ class Gate(nn.Module):
         gate_readings: Readings that figures and statistics show of the gate. The key is the reading's name, which
             :meth:`read_gate` takes; any name will do that no other reading of attention has. The value says what each
             number belongs to, and with it the shape of the reading: ``'pairs'`` of queries and keys, ``(B, H|1, N,
-            M)``; ``'levels'``, ``(B, Q, H|1, L|1, P|1)``; ``'heads'``, ``(B, H|1, N|1, d|1)``; or ``'channels'``,
-            ``(B, N, C)``. B may be 1 where the reading does not depend on the image.
+            M)``; ``'levels'``, ``(B, Q, H|1, L|1, P|1)``, or ``(B, Q, H|1, N|1)`` with N points in all where levels
+            have different numbers of them; ``'heads'``, ``(B, H|1, N|1, d|1)``; or ``'channels'``, ``(B, N, C)``. B may
+            be 1 where the reading does not depend on the image.
         identity_start: True if, by default, the gated attention starts as the vanilla one.
         in_vit: True if the host is a vision transformer, whose authors start linear layers in another way than those of
             detectors. A swap sets it.
