@@ -219,8 +219,8 @@ class MultiScaleDeformableAttention(GatedDeformableAttention, MMCVMultiScaleDefo
         **options: Options of :class:`DeformableGate`.
 
     Raises:
-        ValueError: The backend is unknown, ``embed_dims`` is no multiple of ``num_heads``, or a list of numbers of points
-            does not have a positive one for each level.
+        ValueError: The backend is unknown, ``embed_dims`` is no multiple of ``num_heads``, or a list of numbers of
+            points does not have a positive one for each level.
         TypeError: Neither mmcv's class nor the gate has an argument of that name.
 
     Attributes:
