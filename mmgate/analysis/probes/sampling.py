@@ -226,6 +226,7 @@ def compare_points(before: SamplingPoints, after: SamplingPoints) -> SamplingCha
     if identity(before) != identity(after):
         shapes = ' and '.join(
             f'{points.path}, queries {points.queries.tolist()}, (queries, heads, levels, points) {points.weights.shape}'
+            + ('' if points.num_points is None else f', on levels {[*points.num_points]}')
             for points in (before, after)
         )
         raise ConfigError(f'a difference is of the same points of two models, and these have {shapes}.')
