@@ -40,6 +40,8 @@ class DenseGate(Gate):
 
     Attributes:
         two_streams: True if the two halves of a head's channels attend separately.
+        adds_queries: True if the gate projects queries of its own, from the query input, without what a host does to
+            projected queries.
         acts_after_projection: True if :meth:`finish` changes the projected output, which then has to be as wide as the
             heads together.
         qdim: Channels of the query input.
@@ -48,6 +50,7 @@ class DenseGate(Gate):
     """
 
     two_streams = False
+    adds_queries = False
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
@@ -85,6 +88,13 @@ class DenseGate(Gate):
     def acts_after_projection(self) -> bool:
         """True if :meth:`finish` changes the projected output."""
         return False
+
+    @property
+    def attends_twice(self) -> str:
+        """The way in which the gate attends a second time, in the words of a refusal; empty if it does not."""
+        if self.adds_queries:
+            return 'adds queries of its own'
+        return 'splits heads into two streams' if self.two_streams else ''
 
 
 class WithSizes(Protocol):

@@ -80,7 +80,9 @@ class MatchedOnceLoss:
         name = getattr(loss, '__name__', type(loss).__name__)
         module = str(getattr(loss, '__module__', ''))
         if name not in LOSSES or not module.startswith('transformers.loss.'):
-            raise TypeError(f'match_once: {name} of {module} is no loss that matches once; those are {", ".join(LOSSES)}.')
+            raise TypeError(
+                f'match_once: {name} of {module} is no loss that matches once; those are {", ".join(LOSSES)}.'
+            )
         self.loss = loss
         self._matched = _with_criteria(loss)
 
