@@ -102,6 +102,7 @@ TESTED_BY = {
     ),
     'test_tools/test_mm.py': ('utils.py',),
     'test_transformers/test_from_pretrained.py': ('transformers.py',),
+    'test_transformers/test_matching.py': ('speed/matching/transformers.py',),
     'test_transformers/test_hosts_of_transformers.py': ('hosts/transformers.py',),
     'test_transformers/test_readings.py': ('analysis/figures/sampling.py',),
 }

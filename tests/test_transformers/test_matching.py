@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-transformers = pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
+pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
 
+import transformers
 from helpers.hub_models import build, feed
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode

@@ -74,6 +74,15 @@ class DenseGate(Gate):
         """Return the attention weights ``(B, H, N, M)`` for analysis; the arguments are as in :meth:`attend`."""
         raise TypeError(f'{type(self).__name__} computes no attention; use a subclass.')
 
+    def weighed_values(self, value: Tensor, inputs: Inputs) -> Tensor:
+        """Return the values ``(B, H, M, d)`` that the attention weights are of, for analysis; a gate may change them.
+
+        Args:
+            value: Projected values ``(B, H, M, d)``.
+            inputs: Query, key and value before projection.
+        """
+        return value
+
     def finish(self, output: Tensor, query: Tensor, inputs: Inputs) -> Tensor:
         """Return the output of the attention; a gate that acts after the output projection changes it here.
 

@@ -190,6 +190,39 @@ def test_an_identity_gate_leaves_the_hosts_weights(host: str) -> None:
         assert not maps[0][0][1, ..., 3:].any()  # padding
 
 
+@pytest.mark.parametrize('gate', [None, 'plug'])
+@pytest.mark.parametrize('host', EVERY_HOST)
+def test_weights_times_values_are_what_a_host_projects(host: str, gate: str | None) -> None:
+    """In any order, because a host may put windows together before it projects."""
+    if (host, gate) in UNREAD:
+        pytest.skip('nothing in it sees the weights')
+    model, given = held(host, gate)
+    model.eval()
+    projected: list[Tensor] = []
+    torchs = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    for name, module in model.named_modules():
+        if name.rpartition('.')[2] in ('out_proj', 'proj', 'out_v_proj', 'out_l_proj'):
+            module.register_forward_pre_hook(lambda module, args: projected.append(args[0]))
+    for module in torchs:
+        if gate is None:
+            module.register_forward_hook(lambda module, args, output: projected.append(output[0]))
+    with record(model, ['attention', 'values']) as recording:
+        model(**given)
+    found = [of for of in recording.values() if 'attention' in of]
+    assert found and len(projected) >= len(found)
+    for of in found:
+        heads = of['attention'].last @ of['values'].last
+        merged = heads.transpose(1, 2).flatten(2)
+        if torchs and gate is None:
+            merged = torchs[0].out_proj(merged)
+        sums = [
+            float((x.flatten().sort().values - merged.flatten().sort().values).abs().max())
+            for x in projected
+            if x.numel() == merged.numel()
+        ]
+        assert min(sums) < 1e-4 * float(merged.abs().max()), sums
+
+
 WITH_POSITIONS = ('FocusedLinearAttention', 'PolaFormerAttention', 'SAGAAttention')
 OF_LINEAR_GATES = [
     name for name, kind in vars(layers).items() if issubclass(getattr(kind, 'gate_type', nn.Module), LinearGate)
