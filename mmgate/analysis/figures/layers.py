@@ -12,7 +12,6 @@ import numpy as np
 from mmgate.analysis.figures import style
 from mmgate.analysis.probes.sinks import LOW_RANK, NO_SINK, SINK, SMALL
 
-
 Rows = list[dict[str, Any]]
 
 

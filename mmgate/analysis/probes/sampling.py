@@ -42,6 +42,39 @@ class SamplingPoints:
 
 
 @dataclass(frozen=True)
+class SamplingChange:
+    """Points of the same queries twice: ``before``, as of the vanilla model, and ``after``, as of the gated one."""
+
+    before: SamplingPoints
+    after: SamplingPoints
+
+    @property
+    def weights(self) -> np.ndarray:
+        """Return the weight that each point gained ``(q, H, L, P)``, negative where it lost some."""
+        return self.after.weights - self.before.weights
+
+    @property
+    def moved(self) -> float:
+        """Return the share of attention that went from one point to another, 0 to 1, in the mean over queries.
+
+        It is half of the sum of all changes' sizes, over the sum of weights: what some points gained, others lost.
+        """
+        total = (np.abs(self.before.weights).sum() + np.abs(self.after.weights).sum()) / 2
+        return float(np.abs(self.weights).sum() / 2 / max(total, 1e-12))
+
+    @property
+    def apart(self) -> float:
+        """Return the largest distance of a query's reference point from that before, in pixels."""
+        return float(np.linalg.norm(self.after.reference - self.before.reference, axis=-1).max())
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield a row of the CSV for each point."""
+        for before, after in zip(self.before.rows(), self.after.rows(), strict=True):
+            earlier = {f'{name}_before': before[name] for name in ('x', 'y', 'weight')}
+            yield dict(after, **earlier, change=after['weight'] - before['weight'])
+
+
+@dataclass(frozen=True)
 class ImageSample:
     """Path and sizes of an image, instead of a data sample, for models of other packages than mmdet.
 
@@ -157,6 +190,25 @@ def chosen_points(
     xy = to_image(locations[:, :, levels], sample)
     of_levels = weights[:, :, levels]
     return SamplingPoints(path, xy, of_levels, to_image(reference[:, 0, :2], sample), chosen, levels, is_encoder)
+
+
+def compare_points(before: SamplingPoints, after: SamplingPoints) -> SamplingChange:
+    """Return the change of the weights of the same queries' points.
+
+    Raises:
+        ConfigError: The two are of other layers, queries, heads, levels or points.
+    """
+
+    def identity(points: SamplingPoints) -> tuple[Any, ...]:
+        return points.path, points.queries.tolist(), points.levels, points.weights.shape
+
+    if identity(before) != identity(after):
+        shapes = ' and '.join(
+            f'{points.path}, queries {points.queries.tolist()}, (queries, heads, levels, points) {points.weights.shape}'
+            for points in (before, after)
+        )
+        raise ConfigError(f'a difference is of the same points of two models, and these have {shapes}.')
+    return SamplingChange(before, after)
 
 
 def density(xy: np.ndarray, weights: np.ndarray, size: tuple[int, int], steps: int = 96) -> np.ndarray | None:
