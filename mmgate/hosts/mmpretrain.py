@@ -58,7 +58,7 @@ class GatedWindowMSAV2(DenseHost):
 
     @classmethod
     def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Refuse two attentions: halves of unit vectors, and queries that a gate projects, are no unit vectors."""
+        """Refuse two attentions: neither halves of unit vectors nor queries that a gate projects are unit vectors."""
         if gate.attends_twice:
             return f'the gate {gate.attends_twice}, but a WindowMSAV2 attends by the cosine of whole heads'
         return None

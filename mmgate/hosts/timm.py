@@ -158,7 +158,7 @@ class TokenProjections(DenseHost):
 
     @classmethod
     def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Refuse queries of the gate's own where the host normalises its queries."""
+        """Refuse a second set of queries where the host normalises its queries."""
         if gate.adds_queries and not isinstance(host.q_norm, nn.Identity):
             return f'the gate {gate.attends_twice}, but this {type(host).__name__} normalises its queries (qk_norm)'
         return None

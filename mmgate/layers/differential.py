@@ -107,8 +107,8 @@ class DifferentialMultiheadAttention(GatedMultiheadAttention):
 class DifferentialV2Gate(DenseGate):
     """The difference of two softmax attentions over the same keys and values: ``(A1 - lambda A2) V``.
 
-    The first attention is the vanilla one. The second has queries of its own, as wide as the first, so that there are
-    twice as many queries for the same keys and values. ``lambda = sigmoid(x W + b)`` is a weight of each token and
+    The first attention is the vanilla one. The second has other queries, as wide as the first, so that there are twice
+    as many queries for the same keys and values. ``lambda = sigmoid(x W + b)`` is a weight of each token and
     head, of the query input ``x``. No norm follows.
 
     With ``init='paper'`` the second queries are ``x W2 + b2`` with weights drawn as torch's Linear, as is ``W``, and

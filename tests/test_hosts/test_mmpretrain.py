@@ -144,7 +144,7 @@ def test_the_papers_start_is_that_of_the_host() -> None:
         (
             lambda: MultiheadAttention(C, HEADS, qk_scale=0.3),
             dict(type='DifferentialV2MultiheadAttention'),
-            'which its queries carry, but the gate adds queries of its own',
+            'which its queries carry, but the gate adds a second set of queries',
         ),
         (
             lambda: WindowMSAV2(C, (4, 4), HEADS),
@@ -165,7 +165,7 @@ def test_the_papers_start_is_that_of_the_host() -> None:
         'tokens-to-token',
         'own product',
         'scale and G4',
-        'scale and queries of its own',
+        'scale and second queries',
         'cosines',
         'cosines in windows',
     ],

@@ -41,7 +41,7 @@ from mmgate.layers.base.map import MapGate
 TWICE = {
     'DifferentialMultiheadAttention': 'splits heads into two streams',
     'DifferentialGatedMultiheadAttention': 'splits heads into two streams',
-    'DifferentialV2MultiheadAttention': 'adds queries of its own',
+    'DifferentialV2MultiheadAttention': 'adds a second set of queries',
 }
 # by host and gate, with default options, why the one refuses the other; all other pairs run
 REFUSED: dict[tuple[str, str], str] = {
@@ -77,7 +77,7 @@ REFUSED: dict[tuple[str, str], str] = {
         for gate, attends in TWICE.items()
     },
     (f'{TIMM_ATTENTION}.Attention normed', 'DifferentialV2MultiheadAttention'): (
-        'attn: the gate adds queries of its own, but this Attention normalises its queries (qk_norm).'
+        'attn: the gate adds a second set of queries, but this Attention normalises its queries (qk_norm).'
     ),
     ('timm.models.visformer.Attention 0.5', 'DifferentialGatedMultiheadAttention'): (
         'attn: the gate acts after an output projection as wide as the heads, but this one goes from 16 to 32 channels.'

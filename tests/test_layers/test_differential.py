@@ -38,7 +38,7 @@ def test_differential_attention_is_its_equation(options: dict[str, Any], start: 
 @torch.no_grad()
 @pytest.mark.parametrize('init', ['paper', 'identity'])
 def test_the_second_version_is_its_equation(init: str) -> None:
-    """Queries of the gate's own over the host's keys and values, a lambda of each token and head, and no norm."""
+    """A second set of queries over the host's keys and values, a lambda of each token and head, and no norm."""
     layer = opened(DifferentialV2MultiheadAttention(C, H, batch_first=True, init=init, lambda_init=0.2))
     call, gate = Call(layer), layer.attn.gate
     if init == 'paper':

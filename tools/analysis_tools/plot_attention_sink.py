@@ -1,4 +1,4 @@
-"""Draw attention sinks by layer and head, and say which of them a gate can cure."""
+"""Draw attention sinks by layer and head, and name those that a gate can cure."""
 
 import sys
 from pathlib import Path

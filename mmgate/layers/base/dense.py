@@ -40,8 +40,8 @@ class DenseGate(Gate):
 
     Attributes:
         two_streams: True if the two halves of a head's channels attend separately.
-        adds_queries: True if the gate projects queries of its own, from the query input, without what a host does to
-            projected queries.
+        adds_queries: True if the gate projects a second set of queries from the query input, to which a host does
+            not do what it does to its projected queries.
         acts_after_projection: True if :meth:`finish` changes the projected output, which then has to be as wide as the
             heads together.
         qdim: Channels of the query input.
@@ -102,7 +102,7 @@ class DenseGate(Gate):
     def attends_twice(self) -> str:
         """The way in which the gate attends a second time, in the words of a refusal; empty if it does not."""
         if self.adds_queries:
-            return 'adds queries of its own'
+            return 'adds a second set of queries'
         return 'splits heads into two streams' if self.two_streams else ''
 
 
