@@ -104,9 +104,7 @@ def _draw_difference(drawn: list[tuple[str, SamplingPoints, Any]], classes: dict
     change = compare_points(before, after)
     height, width = sample.ori_shape[:2]
     if change.apart > FAR * max(height, width):
-        words = (
-            f'look at places up to {change.apart:.0f} pixels apart in the two models: they may be after other objects.'
-        )
+        words = f'look at places up to {change.apart:.0f} pixels apart in the two models: they may be after other objects.'
         print_log(f'{out.stem}: the same queries {words}', logger='current', level=logging.WARNING)
     of_both = (classes[other], classes[title])
     draw_difference(change, (sample_before, sample), out, titles=(other, title), classes=of_both)
