@@ -38,6 +38,7 @@ CROSSING = {
     # what runs where there is no mm package
     'test_transformers/test_from_pretrained.py',
     'test_transformers/test_hosts_of_transformers.py',
+    'test_transformers/test_matching.py',
     'test_transformers/test_pattern.py',
     'test_transformers/test_readings.py',
     'test_transformers/test_rfdetr.py',

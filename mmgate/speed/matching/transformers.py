@@ -62,7 +62,7 @@ def match_once(model: Model) -> Model:
     """
     loss = getattr(model, 'loss_function', None)
     if not isinstance(loss, MatchedOnceLoss):
-        model.loss_function = MatchedOnceLoss(loss)
+        model.loss_function = MatchedOnceLoss(loss)  # type: ignore[assignment]
     return model
 
 

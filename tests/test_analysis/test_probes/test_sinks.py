@@ -139,4 +139,4 @@ def test_the_description_counts_and_names_sinks() -> None:
         'layers.0.attn, head 0: no-op',
         'layers.0.attn, head 1: broadcast',
     ]
-    assert named[0].endswith("(share 0.73, value 0.05 of the others', rank 4.5 of 8)")
+    assert named[0].endswith("(share 0.73, value 0.05 of the others', rank 4.4 of 8)")
