@@ -125,6 +125,12 @@ def waits(name: str, once: bool, monkeypatch: pytest.MonkeyPatch) -> Counter[str
     return OnDevice.waits
 
 
+def test_in_a_process_group_the_number_of_objects_waits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is added up over the processes on the device."""
+    monkeypatch.setattr(matching, '_in_process_group', lambda: True)
+    assert waits('deformable_detr', True, monkeypatch) == {'cpu': 1, 'item': 1}
+
+
 WAITING = {'d_fine', 'deimv2', 'deimv2_dense', 'grounding_dino', 'mm_grounding_dino'}
 
 
