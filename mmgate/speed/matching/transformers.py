@@ -45,7 +45,7 @@ def match_once(model: Model) -> Model:
     for each layer to see if boxes are valid and once to match, and copies the pairs of every image separately. Here
     all costs and checks are copied in one transfer. Parts with their own waits keep them: the local losses of D-FINE
     and DEIMv2, DEIMv2's dense matching, Grounding DINO's choice of valid tokens and the matching of its encoder. In a
-    process group (torchrun) the number of objects waits as well.
+    process group (torchrun) the number of objects waits as well. Boxes of denoising queries are not checked.
 
     ``del model._loss_function`` undoes it. The state dict does not change.
 
