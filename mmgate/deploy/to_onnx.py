@@ -118,7 +118,7 @@ def export_onnx(
         batches.append(tuple(torch.cat([tensor, tensor, tensor]) for tensor in tensors))
     with torch.no_grad():
         network.outputs = tuple(network.named(network.model(**inputs)))
-        expected = [network(*batch) for batch in batches]
+        expected = [[one.cpu() for one in network(*batch)] for batch in batches]
     _by_our_sampler(network.model)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -142,7 +142,8 @@ def export_onnx(
         run = Exported(new)
         found: dict[str, float] = {}
         for batch, wanted in zip(batches, expected, strict=True):
-            for name, apart in _differences(network.outputs, run(*batch), wanted).items():
+            by_file = run(*(one.cpu() for one in batch))
+            for name, apart in _differences(network.outputs, by_file, wanted).items():
                 found[name] = max(found.get(name, 0.0), apart)
         listed = ', '.join(f'{name} to {apart:.2g}' for name, apart in found.items())
         if not all(apart <= tolerance for apart in found.values()):
