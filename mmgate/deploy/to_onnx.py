@@ -256,7 +256,8 @@ def _differences(names: Sequence[str], found: Sequence[Tensor], expected: Sequen
             of_rows.append(name)
             one = one[torch.arange(len(one))[:, None], partners]
         # Masked logits are infinite in both.
-        gap = (one.double() - other.double()).masked_fill(one == other, 0.0).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+        gap = (one.double() - other.double()).masked_fill(one == other, 0.0).abs()
+        gap = gap.nan_to_num(nan=math.inf, posinf=math.inf)
         largest = other.double().nan_to_num(posinf=0.0, neginf=0.0).abs().amax() if other.numel() else 0.0
         gap = gap / max(float(largest), 1.0)
         apart[name] = gap.flatten(2).amax(-1).flatten() if name in of_rows else gap.flatten()
