@@ -429,13 +429,8 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
         """Return the gate for a host.
 
         Raises:
-            ValueError: A host of uneven points, or one that does not sample bilinearly.
+            ValueError: A host that does not sample bilinearly.
         """
-        if isinstance(host.n_points, (list, tuple)) and len(set(host.n_points)) > 1:
-            raise ValueError(
-                f'it needs one number of points for all levels, but this {full_name(type(host))} has '
-                f'{list(host.n_points)} (decoder_n_points).'
-            )
         method = getattr(host, 'method', getattr(host, 'decoder_method', 'default'))
         if method != 'default':
             raise ValueError(f'it samples bilinearly, but this {full_name(type(host))} has decoder_method={method!r}.')
@@ -468,7 +463,8 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
             **kwargs: What layers hand to every attention; not used, as in transformers.
 
         Returns:
-            ``(B, Q, C)``, and the weights ``(B, Q, H, L, P)``, in RT-DETRv2, D-FINE and DEIMv2 ``(B, Q, H, L P)``.
+            ``(B, Q, C)``, and the weights ``(B, Q, H, L, P)``, in RT-DETRv2, D-FINE and DEIMv2 ``(B, Q, H, N)`` of all
+            N points of a head.
 
         Raises:
             ValueError: Neither ``spatial_shapes`` nor a list of them.

@@ -70,7 +70,7 @@ def test_the_model_starts_as_it_was_and_its_loss_trains_the_gates(tmp_path: Path
     assert len(space['names']) == 4 and len(gated) == 2
     listed = {one.path: one for one in mmgate.list_attention(model)}
     assert {path for path, one in listed.items() if one.gate} == set(space['names'])
-    assert {listed[name].kind for name in space['names']} == {'MSDeformAttn', 'MultiheadAttention'}
+    assert {listed[name].class_name for name in space['names']} == {'MSDeformAttn', 'MultiheadAttention'}
     assert all(any('heads' in size for size in listed[name].sizes) for name in space['names'])
     start = boxes(model)
     with mmgate.gates_disabled(model):
