@@ -106,7 +106,9 @@ def test_attention_is_listed_by_the_paths_that_rules_take(name: str) -> None:
     assert expected
     after = {one.path: one for one in mmgate.list_attention(model)}
     assert {path: one.gate for path, one in after.items() if one.gate} == expected
-    assert {path: one.class_name for path, one in after.items()} == {path: one.class_name for path, one in listed.items()}
+    assert {path: one.class_name for path, one in after.items()} == {
+        path: one.class_name for path, one in listed.items()
+    }
     assert all(any('heads' in size for size in one.sizes) for one in after.values() if one.gate)
 
 
