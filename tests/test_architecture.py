@@ -40,6 +40,7 @@ CROSSING = {
     'test_transformers/test_from_pretrained.py',
     'test_transformers/test_hosts_of_transformers.py',
     'test_transformers/test_matching.py',
+    'test_transformers/test_pages.py',
     'test_transformers/test_pattern.py',
     'test_transformers/test_peft.py',
     'test_transformers/test_readings.py',
