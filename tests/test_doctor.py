@@ -62,7 +62,7 @@ def test_calibration_and_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_a_calibration_that_is_ended_leaves_what_it_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a time limit ends it: rows are printed, and the first operator's choices kept, while the second is compared."""
+    """As a time limit ends it: rows are printed, and the first operator's choices kept while the second runs."""
 
     def ended(*args: object) -> Iterator[Row]:
         first, *others = rows()
