@@ -123,6 +123,11 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+def test_no_page_holds_both_sides_of_a_merge() -> None:
+    marks = re.compile(r'^(<{7} |={7}$|>{7} )', re.M)
+    assert not [page for page in PAGES if marks.search(page.read_text())]
+
+
 def test_headings_that_links_name_are_there() -> None:
     missing = []
     for page in PAGES:
