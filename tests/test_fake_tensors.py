@@ -15,9 +15,12 @@ import pytest
 import torch
 from conftest import ROOT, TORCH, needs_mmpretrain
 from helpers.fake_tensors import DEVICES, fake_device, moved
-from helpers.families import DENSE, FAMILIES, MAP, C, build
+from helpers.families import DENSE, FAMILIES, HEADS, MAP, C, build
 from torch import nn
 
+from mmgate import layers
+
+LAYERS = [*FAMILIES, 'softmax']
 pytestmark = pytest.mark.skipif(TORCH < (2, 6), reason='fake tensors of an older torch have other limits')
 HW = (4, 4)
 CONFIGS = {
@@ -46,9 +49,14 @@ CANNOT = {
 }
 
 
+def made(name: str) -> nn.Module:
+    """Return a layer of any family, the ungated softmax of maps among them."""
+    return layers.SoftmaxAttention(C, HEADS).eval() if name == 'softmax' else build(name)
+
+
 def called(name: str, layer: nn.Module, device: str) -> Any:
     """Return a function of tokens that calls a layer with all that a host hands it on the device."""
-    if name in MAP:
+    if name in MAP or name == 'softmax':
         return lambda x: layer(x, HW)
     if name in DENSE:
         padding = (torch.arange(16) > torch.tensor([[15], [11]])).to(device)
@@ -60,10 +68,16 @@ def called(name: str, layer: nn.Module, device: str) -> Any:
     return partial(layer, **moved(maps, device))
 
 
+def test_every_gate_is_among_the_layers() -> None:
+    gates = {type(made(name).gate).__name__ for name in LAYERS if hasattr(made(name), 'gate')}
+    without = {'CrossWindowGate'}  # of CrossWindowAttention's stripes
+    assert {name for name in layers.__all__ if name.endswith('Gate')} == gates | without
+
+
 @pytest.mark.parametrize('device', DEVICES)
-@pytest.mark.parametrize('name', FAMILIES)
+@pytest.mark.parametrize('name', LAYERS)
 def test_a_layer_stays_on_its_device(name: str, device: str) -> None:
-    layer = build(name).train()
+    layer = made(name).train()
     with fake_device(device) as transfers:
         run = called(name, layer.to(device), device)
         x = torch.randn(2, 16, C).to(device).requires_grad_(device == 'meta')
@@ -79,12 +93,12 @@ def test_a_layer_stays_on_its_device(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=['bfloat16', 'float16'])
-@pytest.mark.parametrize('name', FAMILIES)
+@pytest.mark.parametrize('name', LAYERS)
 def test_a_layer_runs_under_cudas_autocast(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch sees no GPU it leaves autocast of CUDA out, so that the two questions are answered with yes."""
     monkeypatch.setattr('torch.cuda.amp.common.amp_definitely_not_available', lambda: False)
     monkeypatch.setattr('torch.cuda.is_bf16_supported', lambda: True)
-    layer = build(name)
+    layer = made(name)
     with fake_device('cuda:0') as transfers:
         run = called(name, layer.to('cuda:0'), 'cuda:0')
         x = torch.randn(2, 16, C).to('cuda:0')
