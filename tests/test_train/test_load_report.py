@@ -163,7 +163,7 @@ def test_weights_without_a_run_are_counted_too(
 def test_mmengines_list_of_missing_keys_comes_only_where_something_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A vanilla checkpoint fills a gated model but for its gates, which is no reason to warn; a size that differs is."""
+    """Gates that a vanilla checkpoint does not have are no reason to warn; a tensor of another size is."""
     said: list[str] = []
     monkeypatch.setattr(load_report, 'print_log', lambda text, **options: said.append(text))
     model = nn.Sequential(MultiheadAttention(16, 2))
