@@ -91,7 +91,7 @@ def draw_difference(
     whole.set(title='the image, and the close-up', xlim=(0, width), ylim=(height, 0))
     largest = max(float(np.abs(change.before.weights).max()), 1e-12)
     most = float(np.abs(change.weights).max())
-    colours = np.where(change.weights.ravel() > 0, GAINED, LOST)
+    colours = np.where(change.weights > 0, GAINED, LOST)
     _draw_sizes(weights, image, change.before, np.abs(change.before.weights) / largest, WEIGHT)
     _draw_sizes(changed, image, change.after, np.abs(change.weights) / max(most, 1e-12), colours)
     for axis, title in zip((weights, changed), titles, strict=True):
@@ -128,11 +128,13 @@ def _draw_sizes(axis: Axes, image: np.ndarray, points: SamplingPoints, shares: n
     for box in () if points.boxes is None else points.boxes:
         style.add_box(axis, box, edgecolor='white', linewidth=2.2)
         style.add_box(axis, box, edgecolor=BOX, linewidth=1.2)
-    sizes = shares.ravel()
+    # A level with fewer points than another is padded.
+    there = points.there
+    sizes = shares[:, :, there].ravel()
     # Large dots are drawn first, so that they hide no small one.
     order = np.argsort(-sizes)
-    xy = points.xy.reshape(-1, 2)[order]
-    colours = np.broadcast_to(colours, sizes.shape)[order]
+    xy = points.xy[:, :, there].reshape(-1, 2)[order]
+    colours = np.broadcast_to(colours, shares.shape)[:, :, there].ravel()[order]
     look: dict[str, Any] = dict(edgecolors='white', linewidths=0.25, alpha=0.9)
     axis.scatter(xy[:, 0], xy[:, 1], s=1 + LARGEST * sizes[order], color=colours, **look)
     _draw_references(axis, points)
@@ -163,7 +165,9 @@ def _draw_references(axis: Axes, points: SamplingPoints) -> None:
 
 
 def _draw_contours(axis: Axes, points: SamplingPoints, size: tuple[int, int]) -> None:
-    each = [density(xy, weights, size) for xy, weights in zip(points.xy, points.weights, strict=True)]
+    there = points.there
+    of_queries = zip(points.xy, points.weights, strict=True)
+    each = [density(xy[:, there], weights[:, there], size) for xy, weights in of_queries]
     found = [values for values in each if values is not None]
     if found:
         # Each query's density is estimated from its points alone.
@@ -180,10 +184,11 @@ def _draw_points(
     _draw_image(axis, image)
     if contours:
         _draw_contours(axis, points, (height, width))
+    there = points.there
     # Fine levels are drawn last, on top, as their points spread less.
     for place, level in reversed([*enumerate(points.levels)]):
-        xy = points.xy[:, :, place].reshape(-1, 2)
-        weights = points.weights[:, :, place].ravel()
+        xy = points.xy[:, :, place, there[place]].reshape(-1, 2)
+        weights = points.weights[:, :, place, there[place]].ravel()
         sizes = 2 + 40 * weights.clip(min=0) / largest
         look: dict[str, Any] = dict(
             color=style.COLOURS[level % len(style.COLOURS)], edgecolors='white', linewidths=0.25, alpha=0.85

@@ -51,7 +51,7 @@ class Sizes:
         scale: Factor of the logits; ``1 / sqrt(d)`` by default.
         bias: True if the host's projections of query, key and value have a bias.
         levels: Feature levels L of deformable attention.
-        points: Sampling points P of a head and level, of deformable attention.
+        points: Sampling points P of a head and level, of deformable attention; one number for each level if they differ.
         shifted: True if the host shifts its windows over the map.
     """
 
@@ -63,7 +63,7 @@ class Sizes:
     scale: float | None = None
     bias: bool = True
     levels: int = 1
-    points: int = 1
+    points: int | tuple[int, ...] = 1
     shifted: bool = False
 
     @property
@@ -94,8 +94,10 @@ class Gate(nn.Module):
         undecayed: Names of the parameters, or of the children with parameters, that weight decay leaves alone: scalars,
             biases, positions and norms, which it would only pull to zero.
         gate_readings: Readings that figures and statistics show of the gate. The key is the reading's name, which
-            :meth:`read_gate` takes. The value says what each number belongs to: ``'pairs'`` of queries and keys,
-            ``'levels'``, ``'heads'`` or ``'channels'``.
+            :meth:`read_gate` takes; any name will do that no other reading of attention has. The value says what each
+            number belongs to, and with it the shape of the reading: ``'pairs'`` of queries and keys, ``(B, H|1, N,
+            M)``; ``'levels'``, ``(B, Q, H|1, L|1, P|1)``; ``'heads'``, ``(B, H|1, N|1, d|1)``; or ``'channels'``,
+            ``(B, N, C)``. B may be 1 where the reading does not depend on the image.
         identity_start: True if, by default, the gated attention starts as the vanilla one.
         trial_rate: Learning rate with which the gate moves in a short training of a trained model, as a multiple of the
             model's: the default of a trial.
@@ -148,6 +150,9 @@ class Gate(nn.Module):
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
         """Return the values of a gate for the given inputs.
 
+        A gate that ``attend`` or ``mix`` computes from the projected query, key or value cannot be read: this method
+        gets their inputs alone.
+
         Args:
             name: Name of the reading in :attr:`gate_readings`.
             *inputs: Tensors from which the gate is computed. Dense attention: query, key and value before their
@@ -163,7 +168,7 @@ class Gate(nn.Module):
     def prepare_count(self) -> None:
         """Remove computations that a count of multiply-accumulates does not include.
 
-        It cannot be undone: it is called on a copy of the model.
+        It cannot be undone, and it is called on the model that is counted: count a copy of one that goes on.
         """
 
     def split_heads(self, x: Tensor) -> Tensor:
@@ -185,7 +190,7 @@ class Gate(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-def gate_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+def named_gate_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the name and the parameter of all that gates add to a model.
 
     Args:

@@ -84,3 +84,22 @@ def test_what_one_point_gains_another_loses() -> None:
 def test_points_of_other_queries_have_no_difference() -> None:
     with pytest.raises(ConfigError, match=r'layer, queries \[5\], .* and layer, queries \[6\]'):
         compare_points(points([0.5, 0.5]), points([0.5, 0.5], query=6))
+
+
+def test_padding_of_a_level_with_fewer_points_counts_for_nothing() -> None:
+    """The first of two levels has one point of two; its padding has no place and no weight."""
+    before, after = (
+        SamplingPoints(
+            'layer',
+            np.array([[[[[x, 0.0], [np.nan, np.nan]], [[x, 1.0], [x, 2.0]]]]]),
+            np.array([[[[first, 0.0], [1 - first, 0.0]]]]),
+            np.zeros((1, 2)),
+            np.array([0]),
+            [0, 1],
+            False,
+            (1, 2),
+        )
+        for x, first in ((0.0, 0.5), (3.0, 0.6))
+    )
+    change = compare_points(before, after)
+    assert change.shifted == pytest.approx(3) and change.moved == pytest.approx(0.1) and len(list(change.rows())) == 3
