@@ -177,7 +177,7 @@ def benchmark_gated_layers(repetitions: int = 7) -> Iterator[Row]:
             yield from interleaved('gated_layers', providers, f'N{tokens}', [x], mode, repetitions)
 
 
-def _glue(inputs: tuple[Tensor, ...], reference: Tensor) -> tuple[Tensor, ...]:
+def _glue(inputs: tuple[Tensor, ...], reference: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the inputs of another package's sampler; gate, softmax and locations each take a pass over memory."""
     value, shapes, start, offsets, logits, gate = inputs
     return value, shapes, start, offset_locations(offsets, reference, shapes), attention_weights(logits, gate)
