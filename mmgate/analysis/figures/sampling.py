@@ -1,4 +1,4 @@
-"""Figures of sampling points on their image."""
+"""Draw the sampling points of deformable attention on their image."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONTOURS = np.array([0.1, 0.3, 0.5, 0.7, 0.9])  # shares of the highest density
 def draw_sampling(
     drawn: Sequence[tuple[str, SamplingPoints, Sample]], out: str | Path, *, classes: Sequence[Sequence[str]] = ()
 ) -> Path:
-    """Draw sampling points, sized by weight and coloured by level, with their density and boxes; return the path.
+    """Draw an image with its sampling points, sized by weight and coloured by level, their density and boxes.
 
     Args:
         drawn: For each panel its title, its points and the data sample of its image (with predictions, if any).
@@ -56,7 +56,10 @@ def draw_sampling(
 
 
 def draw_densities(models: Sequence[tuple[str, np.ndarray]], out: Path, *, images: int) -> Path:
-    """Draw each model's :func:`~mmgate.analysis.probes.sampling.mean_density` on one scale; return the path."""
+    """Draw where each model's points lie on average over images, all on one colour scale; return the file's path.
+
+    See :func:`~mmgate.analysis.probes.sampling.mean_density`.
+    """
     figure, (axes,) = style.panels(1, len(models), height=3.2, width=3.2 * len(models) + 0.6)
     high = max(float(values.max()) for _, values in models)
     for axis, (title, values) in zip(axes, models, strict=True):

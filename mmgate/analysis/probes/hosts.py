@@ -1,4 +1,4 @@
-"""Readings of hosts that compute attention without torch's or mmcv's module, and the geometry of their maps."""
+"""Read attention weights of modules other than torch's and mmcv's, such as Swin's, and the layout of their maps."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from mmgate.analysis.probes.attention import Given, Read, arguments_of, reads
 
 
 def _before_dropout(module: Any, given: Given) -> Tensor:
-    """Return the weights that a host passes to its ``attn_drop``, ``(B, H, N, M)``, in windows ``(B nW, H, N, N)``."""
+    """Return the attention weights that a module passes to its ``attn_drop``: ``(B, H, N, M)`` or ``(B nW, H, N, N)``.
+
+    The latter is the shape of attention inside windows.
+    """
     return arguments_of(module.attn_drop, 'forward', module, given)[0]
 
 
 def _unfused(module: Any, given: Given) -> Tensor:
-    """Return the weights of a host of timm's, which its fused attention does not form."""
+    """Return the attention weights of a timm module, computed without its fused attention, which returns none."""
     fused = module.fused_attn
     module.fused_attn = False
     try:

@@ -1,4 +1,4 @@
-"""Sampling points of deformable attention: places on the image, weights and levels."""
+"""Record the sampling points of deformable attention, and place them on the image."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmgate.errors import ConfigError
 
 @dataclass(frozen=True)
 class SamplingPoints:
-    """Points ``xy`` ``(q, H, L, P, 2)`` and ``weights`` ``(q, H, L, P)`` of some queries in one layer.
+    """The sampling points of some queries in one layer: their places on the image, their weights and levels.
 
     Places are pixels of the image on disk. ``reference`` ``(q, 2)`` holds the queries' reference points, or the centres
     of their boxes; level 0 is the finest; an encoder's queries are the pixels of its levels.
@@ -33,7 +33,7 @@ class SamplingPoints:
     is_encoder: bool
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield a row of the CSV for each point."""
+        """Yield a row for a CSV file for each sampling point."""
         for place in np.ndindex(*self.weights.shape):
             query, head, level, point = place
             numbers = dict(query=int(self.queries[query]), head=head, level=self.levels[level], point=point)
@@ -43,7 +43,7 @@ class SamplingPoints:
 
 @dataclass(frozen=True)
 class ImageSample:
-    """Path and sizes of an image, instead of a data sample, for models of other packages than mmdet.
+    """Path and sizes of an image, given by hand where there is no data sample of mmdet, as for transformers' models.
 
     Shapes are (height, width): of the image on disk, of the model's input without padding, and with it.
     """
@@ -54,19 +54,22 @@ class ImageSample:
     batch_input_shape: tuple[int, int]
 
     def get(self, name: str) -> Any:
-        """Return an attribute, or ``scale_factor`` as (width, height); None for another name."""
+        """Return the attribute of this name as a data sample does, with ``scale_factor`` as (x, y); None if unknown."""
         if name == 'scale_factor':
             return self.img_shape[1] / self.ori_shape[1], self.img_shape[0] / self.ori_shape[0]
         return getattr(self, name, None)
 
 
 def record_sampling(model: nn.Module) -> AbstractContextManager[Recording]:
-    """Record sampling points of every deformable attention, and the predictions of a detection head."""
+    """Return a context that records the sampling points of each deformable attention, and a head's predictions."""
     return record(model, (*POINTS, PREDICTIONS))
 
 
 def layers_of(layers: Recording, part: str) -> list[str]:
-    """Return the paths of the deformable attentions of ``'encoder'`` (one query for each pixel) or ``'decoder'``."""
+    """Return the paths of the recorded deformable attentions in ``part``, ``'encoder'`` or ``'decoder'``.
+
+    An encoder's has one query for each pixel of the maps.
+    """
     found = []
     for path, readings in layers.items():
         if 'locations' in readings:
@@ -77,7 +80,7 @@ def layers_of(layers: Recording, part: str) -> list[str]:
 
 
 def to_image(xy: np.ndarray, sample: Sample) -> np.ndarray:
-    """Convert (x, y), 0 to 1 over the padded batch, to pixels of the image on disk."""
+    """Convert places (x, y) from shares of the padded input, 0 to 1, to pixels of the image on disk."""
     height, width = padded_size(sample)
     scale = np.asarray(sample.get('scale_factor') or (1.0, 1.0), np.float64)[:2]
     return xy * np.array([width, height]) / scale
@@ -86,7 +89,9 @@ def to_image(xy: np.ndarray, sample: Sample) -> np.ndarray:
 def query_at(
     layers: Recording, path: str, sample: Sample, pixel: tuple[float, float] | None = None, level: int = 0
 ) -> int:
-    """Return the query of an encoder's layer at a pixel ``(x, y)`` of the image on disk (default: its middle).
+    """Return the number of an encoder's query that lies at a pixel ``(x, y)`` of the image on disk.
+
+    The default is the middle of the image.
 
     Raises:
         ConfigError: The pixel lies outside of the image.
@@ -113,7 +118,7 @@ def chosen_points(
     pixel: tuple[float, float] | None = None,
     level: int | None = None,
 ) -> SamplingPoints:
-    """Return the points of a decoder's best queries, or of an encoder's query at a pixel.
+    """Return the sampling points to draw: of a decoder's best queries, or of the encoder's query at a pixel.
 
     Args:
         layers: Recording of :func:`record_sampling`, of one forward pass.
@@ -160,7 +165,7 @@ def chosen_points(
 
 
 def density(xy: np.ndarray, weights: np.ndarray, size: tuple[int, int], steps: int = 96) -> np.ndarray | None:
-    """Return a Gaussian kernel density of points ``(steps, steps)`` on a grid over an image of ``(height, width)``.
+    """Estimate the density of weighted points over an image, on a grid ``(steps, steps)``, with a Gaussian kernel.
 
     It is None where there is no spread to estimate, as for points on one line.
     """
@@ -179,7 +184,9 @@ def density(xy: np.ndarray, weights: np.ndarray, size: tuple[int, int], steps: i
 
 
 def mean_density(points: Sequence[SamplingPoints], samples: Sequence[Sample], steps: int = 96) -> np.ndarray:
-    """Return the density of the points on the finest level over a set of images, a grid ``(steps, steps)``.
+    """Estimate where sampling points lie on average over images, on a grid ``(steps, steps)`` over an image's area.
+
+    Only points that sample the finest level count.
 
     Every point counts alike, no matter what its weight is; places are shares of the images' heights and widths, so that
     images of any size can be added. An even density is 1, except at the border, where the kernel's tails lie outside:
