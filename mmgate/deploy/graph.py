@@ -1,4 +1,4 @@
-"""Graphs of networks, captured by torch.export, for any batch and, if the model allows, any size."""
+"""Capture networks as graphs with torch.export, for any batch and, if the model allows, any image size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ OPSET = 18
 
 
 def write(net: Network, inputs: Sequence[Tensor], path: Path, *, format: str, msda: str, divisor: int) -> str:
-    """Write a network to ``path`` and describe the images that it takes; arguments as :func:`capture`."""
+    """Export a network to the file ``path``, and return a text on the images that the file takes.
+
+    The other arguments are those of :func:`capture`.
+    """
     program, taken = capture(net, inputs, divisor, msda)
     notes = dict(model=describe_model(net.host), inputs=net.inputs, outputs=net.outputs, msda=msda, **taken)
     if format == 'onnx':
@@ -41,7 +44,7 @@ def write(net: Network, inputs: Sequence[Tensor], path: Path, *, format: str, ms
 def capture(
     network: Network, inputs: Sequence[Tensor], divisor: int, msda: str = 'gather'
 ) -> tuple[ExportedProgram, dict[str, Any]]:
-    """Capture a network as a program of torch.export; torch may raise any error.
+    """Capture a network as a graph with torch.export and return the program; torch may raise any error.
 
     Args:
         network: Network to capture.
@@ -78,7 +81,7 @@ def capture(
 
 
 def write_onnx(program: ExportedProgram, network: Network, path: Path, notes: Mapping[str, Any]) -> None:
-    """Write the program of :func:`capture` to ``path``, with ``notes`` in the file's metadata."""
+    """Write a captured program as an ONNX file, with ``notes`` in its metadata."""
     # The exporter and its optimizer log their progress.
     silenced = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -104,7 +107,7 @@ def write_onnx(program: ExportedProgram, network: Network, path: Path, notes: Ma
 
 
 def _keep_constants(graph: Any) -> None:
-    """Make initializers of the constants for which the optimizer leaves no node."""
+    """Turn constants of an ONNX graph into initializers if the optimizer has removed the nodes that made them."""
     inputs = set(graph.inputs)
     for node in graph.all_nodes():
         for value in node.inputs:

@@ -1,4 +1,4 @@
-"""Two forms of deformable attention in a graph: gathered rows, or GridSample.
+"""Two ways to write deformable attention into an exported graph: gathered rows, or GridSample nodes.
 
 TensorRT compiles deformable attention of GridSample nodes wrongly and says nothing (NVIDIA/TensorRT issue 4813), so
 gathering is the default.
@@ -28,7 +28,9 @@ package = importlib.import_module('mmgate.ops.ms_deform_attn')
 def gather(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
 ) -> Tensor:
-    """Sum weighted rows; arguments as :func:`mmgate.ops.ms_deform_attn.reference.sample`.
+    """Sample multi-scale deformable attention by one gather and one matrix product, for export.
+
+    The arguments are those of :func:`mmgate.ops.ms_deform_attn.reference.sample`.
 
     The rows of all corners are gathered by one index, which runtimes do at memory speed, and summed by one matrix
     product.
@@ -54,7 +56,10 @@ def gather(
 def grid(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
 ) -> Tensor:
-    """Sample each level by ``grid_sample``; arguments as :func:`gather`. Tokens of the levels follow one another."""
+    """Sample multi-scale deformable attention with ``grid_sample``, level by level, for export; see :func:`gather`.
+
+    Tokens of the levels follow one another.
+    """
     areas = [height * width for height, width in spatial_shapes.tolist()]
     starts: Any = SymbolicSizes([sum(areas[:level]) for level in range(len(areas))])
     return grid_sample.sample(value, spatial_shapes, starts, sampling_locations, weights)
@@ -64,5 +69,8 @@ SAMPLERS: dict[str, Callable[..., Tensor]] = {'gather': gather, 'grid': grid}
 
 
 def sampled_by(name: str) -> Replacement:
-    """Return the replacement for :func:`.tracing.traceable` that samples by one of :data:`SAMPLERS`."""
+    """Return the replacement that makes a captured graph sample by one of :data:`SAMPLERS`.
+
+    :func:`.tracing.traceable` takes it.
+    """
     return package, 'BACKENDS', (Backend(name, attend_by(SAMPLERS[name]), exportable=True),)
