@@ -1,4 +1,4 @@
-"""Sampling points of transformers' multi-scale deformable attentions, gated or not, without importing transformers."""
+"""Compute the sampling points of transformers' deformable attentions, gated or not; transformers is not imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class DeformableAttention(Protocol):
-    """Attributes that transformers' multi-scale deformable attentions have in common."""
+    """Protocol of transformers' multi-scale deformable attentions: the attributes that all of them have."""
 
     n_heads: int
     n_levels: int
@@ -19,13 +19,13 @@ class DeformableAttention(Protocol):
 
 
 def points_of(module: DeformableAttention) -> int:
-    """Return the number of points of a head and level."""
+    """Return the number of sampling points for each head and level of a deformable attention."""
     points = module.n_points
     return points if isinstance(points, int) else points[0]
 
 
 def sampled(module: DeformableAttention, query: Tensor, reference_points: Tensor) -> tuple[Tensor, Tensor]:
-    """Return offsets ``(B, Q, H, L, P, 2)`` and logits ``(B, Q, H, L, P)`` of a module.
+    """Return the sampling offsets ``(B, Q, H, L, P, 2)`` and logits ``(B, Q, H, L, P)`` of a query.
 
     ``query (B, Q, C)`` has its position; ``reference_points`` are ``(B, Q, L|1, 2 or 4)``.
     """
