@@ -1,4 +1,4 @@
-"""Differential attention, that of the differential transformer."""
+"""The attention of the differential transformer: one softmax attention minus another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAMBDAS = ('lambda_q1', 'lambda_k1', 'lambda_q2', 'lambda_k2')
 
 
 class DifferentialGate(DenseGate):
-    """The difference of two softmax attentions over the same values: ``(A1 - lambda A2) V``.
+    """Differential attention as a gate: the difference of two softmax attentions ``(A1 - lambda A2) V``.
 
     ``lambda`` is one number for the layer: ``exp(lq1 lk1) - exp(lq2 lk2) + lambda_init`` with four learnt vectors, or
     ``lambda_init`` itself. The heads are as wide as those of the vanilla attention, so that the projections keep their
@@ -65,7 +65,7 @@ class DifferentialGate(DenseGate):
         self.head_norm = RMSNorm(self.head_dim, eps=1e-5)
 
     def reset_gate(self) -> None:
-        """Draw the vectors anew and start the norm at 1."""
+        """Initialise the vectors of lambda from a normal distribution, and the norm to 1."""
         for name in LAMBDAS:
             vector = getattr(self, name)
             if vector is not None:
@@ -73,7 +73,7 @@ class DifferentialGate(DenseGate):
         nn.init.ones_(self.head_norm.get_parameter('weight'))
 
     def compute_lambda(self) -> Tensor | float:
-        """Return lambda, the weight of the second attention."""
+        """Compute lambda, the weight of the attention that is subtracted."""
         if self.lambda_q1 is None:
             return self.lambda_init
         first = (self.lambda_q1 * self.lambda_k1).sum()
@@ -81,18 +81,21 @@ class DifferentialGate(DenseGate):
         return first.exp() - second.exp() + self.lambda_init
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the normalised heads."""
+        """Attend and return the normalised, scaled heads ``(B, H, N, d)``."""
         first, second = differential_streams(query, key, value, bias, dropout=self.drop_rate)
         return self.head_norm(first - self.compute_lambda() * second) * (1 - self.lambda_init)
 
     def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the signed map ``A1 - lambda A2``."""
+        """Return the attention weights ``A1 - lambda A2``, which may be negative, ``(B, H, N, M)``."""
         first, second = stream_maps(query, key, bias)
         return first - self.compute_lambda() * second
 
 
 @MODELS.register_module()
 class DifferentialMultiheadAttention(GatedMultiheadAttention):
-    """Differential attention in mmcv's ``MultiheadAttention``; it takes the options of :class:`DifferentialGate`."""
+    """mmcv's ``MultiheadAttention`` with differential attention; rules name this class as their ``type``.
+
+    It takes the options of :class:`DifferentialGate`.
+    """
 
     gate_type = DifferentialGate
