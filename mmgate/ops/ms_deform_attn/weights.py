@@ -1,4 +1,4 @@
-"""Sampling locations from offsets, and attention weights from gated logits."""
+"""Compute sampling locations from offsets, and attention weights from gated logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Sampler = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def offset_locations(offsets: Tensor, reference_points: Tensor, spatial_shapes: Tensor) -> Tensor:
-    """Return sampling locations from offsets ``(B, Q, H, L, P, 2)``.
+    """Convert sampling offsets ``(B, Q, H, L, P, 2)`` around reference points to locations from 0 to 1.
 
     From points ``(B, Q, L, 2)`` an offset is counted in pixels of its level; from boxes ``(B, Q, L, 4)`` in half sizes
     of the box, divided by P. 16-bit offsets give float32 locations: bfloat16 has 8 bits for the whole side of a map.
@@ -32,7 +32,9 @@ def offset_locations(offsets: Tensor, reference_points: Tensor, spatial_shapes: 
 def attention_weights(
     logits: Tensor, gate: Tensor | None = None, *, residual: bool = True, position: str = 'pre_softmax'
 ) -> Tensor:
-    """Return the weights ``(B, Q, H, L, P)`` of :func:`ms_deform_attn`; they sum to 1 over (L, P) unless gated after.
+    """Apply gate and softmax to logits; return the attention weights ``(B, Q, H, L, P)``.
+
+    They sum to 1 over (L, P), unless the gate acts after the softmax.
 
     Source: PLuG attention, Eq. 12 and (after the softmax) Eq. 17.
     """
@@ -49,7 +51,7 @@ def attention_weights(
 
 
 def attend_by(sample: Sampler) -> Callable[..., Tensor]:
-    """Return the function of a backend that samples with finished locations and weights.
+    """Make a backend's function of logits from a function that samples with given locations and weights.
 
     Args:
         sample: ``(value, spatial_shapes, level_start_index, sampling_locations, weights) -> (B, Q, H * D)``.
