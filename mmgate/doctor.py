@@ -1,4 +1,4 @@
-"""Check the backends on this machine and time them: ``python -m mmgate.doctor``.
+"""Check which backends run on this machine, and time them: ``python -m mmgate.doctor``.
 
 It prints one page for a bug report: packages, the backends of every operator with the reason why one cannot run, and a
 comparison of each with the float64 reference, of output and gradients. ``--calibrate`` compares at the sizes of
@@ -26,7 +26,7 @@ PACKAGES = ('torch', 'triton', 'mmgate', 'mmengine', 'mmcv', 'mmdet', 'mmseg', '
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
+    """Run the command line of ``python -m mmgate.doctor`` and return its exit status."""
     parser = argparse.ArgumentParser(prog='python -m mmgate.doctor', description=__doc__.split('\n')[0])
     parser.add_argument('--calibrate', action='store_true', help="time all backends and keep the fastest for 'auto'")
     parser.add_argument('--device', help='default: cuda, if torch sees it, else cpu')
@@ -62,7 +62,7 @@ def build_native() -> int:
 
 
 def _packages() -> str:
-    """Return the versions of packages, with the distribution if its name differs from the package's."""
+    """Return a text with the versions of the installed packages, and their distribution if it has another name."""
     found = [f'python {platform.python_version()}']
     distributions = importlib.metadata.packages_distributions()
     for name in PACKAGES:
@@ -76,7 +76,7 @@ def _packages() -> str:
 
 
 def page(rows: Sequence[Row], device: torch.device, timed: bool) -> str:
-    """Return the results as text; ``timed`` adds the times."""
+    """Return the page that the doctor prints: versions, and a table of backends; ``timed`` adds times."""
     lines = [_packages(), choice.machine(device), '', 'Backends']
     for op, backends in choice.OPERATORS.items():
         for backend in backends:

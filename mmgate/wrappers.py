@@ -1,4 +1,4 @@
-"""Access to the model inside of its wrappers."""
+"""Find the model inside wrappers such as DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ INSIDE = ('module', '_orig_mod', SHARDED)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the model inside of wrappers, which are modules with one child of a name in :data:`INSIDE`."""
+    """Return the model inside wrappers such as DistributedDataParallel, torch.compile or EMA; else the model itself.
+
+    A wrapper is a module with one child of a name in :data:`INSIDE`.
+    """
     while True:
         children = {name: child for name, child in model.named_children() if name != 'data_preprocessor'}
         if len(children) != 1 or not children.keys() <= set(INSIDE):
