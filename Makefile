@@ -28,8 +28,10 @@ demo-pretrain: setup
 	@$(PY) tools/dev/demo_pretrain.py
 
 # A page of pictures of the demos' models, which are trained if they are not there yet: work_dirs/report/index.html.
+# DATA=real: of the models of configs/real, where their images are; work_dirs/report_real/index.html.
+DATA ?= shapes
 report: setup
-	@$(PY) tools/analysis_tools/report.py
+	@$(PY) tools/analysis_tools/report.py --data $(DATA)
 
 test: setup lint
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow"

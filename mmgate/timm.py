@@ -129,6 +129,8 @@ def _differs(gate: Any) -> str | None:
             return f'{name}={getattr(gate, name)!r}'
     if gate.gate_shape != (gate.num_heads, gate.head_dim):
         return "granularity='headwise'"
+    if gate.gate_channels != gate.qdim:
+        return f'gate_channels={gate.gate_channels}'
     return None
 
 

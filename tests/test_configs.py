@@ -23,7 +23,7 @@ from torch import nn
 from mmgate import restore_attention
 from mmgate._environment import available
 from mmgate.analysis.structure import build_structure
-from mmgate.layers.base.gate import gate_parameters, undecayed_parameters
+from mmgate.layers.base.gate import named_gate_parameters, undecayed_parameters
 
 NAMES = [str(path.relative_to(ROOT / 'configs')) for path in CONFIGS]
 PARAMETERS = {model['Config'].removeprefix('configs/'): model['Metadata']['Parameters'] for model in MODELS}
@@ -47,7 +47,7 @@ def test_every_config_builds(name: str) -> None:
     cfg = Config.fromfile(ROOT / 'configs' / name)
     model = build_structure(cfg)
     registry.MODELS.build(cfg.model.data_preprocessor)  # which a structure goes without
-    gated = any(True for _ in gate_parameters(model))
+    gated = any(True for _ in named_gate_parameters(model))
     named = Path(name).name.startswith(GATED) and 'no-bias-no-dwc' not in name
     assert gated == named, f'{"gate" if gated else "no gate"} parameters; does GATED above have the method of {name}?'
     if gated:

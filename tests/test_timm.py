@@ -72,6 +72,7 @@ def test_a_checkpoint_of_timms_gates_loads_into_ours() -> None:
     (dict(type='SDPAGatedMultiheadAttention', position='G2'), "position='G2'"),
     (dict(type='SDPAGatedMultiheadAttention', granularity='headwise'), "granularity='headwise'"),
     (dict(type='SDPAGatedMultiheadAttention', init='identity', scale=2.0), 'scale=2.0'),
+    (dict(type='SDPAGatedMultiheadAttention', gate_channels=5), 'gate_channels=5'),
 ])  # fmt: skip
 def test_other_gates_are_not_timms(options: dict[str, Any], words: str) -> None:
     model, _ = build('vit')

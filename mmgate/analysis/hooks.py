@@ -16,7 +16,7 @@ from mmgate.analysis.probes.attention import GATES, gate_at
 from mmgate.analysis.probes.gates import LayerGate
 from mmgate.analysis.probes.recording import Recording, readable, record
 from mmgate.errors import ConfigError
-from mmgate.layers.base.gate import gate_parameters
+from mmgate.layers.base.gate import named_gate_parameters
 from mmgate.registry import HOOKS
 from mmgate.wrappers import unwrap_model
 
@@ -79,7 +79,7 @@ class GateStatisticsHook(Hook):
         model = unwrap_model(runner.model)
         has = readable(model)
         for path in dict.fromkeys(path for name in GATES for path in has.get(name, ())):
-            for _, parameter in gate_parameters(model.get_submodule(path)):
+            for _, parameter in named_gate_parameters(model.get_submodule(path)):
                 # The optimizer wrapper clears gradients before ``after_train_iter``, so that a hook has to take them.
                 if parameter.requires_grad:
                     self._open.callback(parameter.register_hook(partial(self._add_square, path)).remove)

@@ -10,7 +10,7 @@ from mmengine.logging import print_log
 from torch import Tensor, nn
 
 from mmgate.checkpoints.tensors import State, read_checkpoint, tensors
-from mmgate.layers.base.gate import gate_parameters, is_gate_key
+from mmgate.layers.base.gate import is_gate_key, named_gate_parameters
 from mmgate.layers.parts.resizing import resize_grid
 from mmgate.starts import gates_in_place
 
@@ -89,7 +89,7 @@ def load_pretrained(backbone: Any, init_cfg: Mapping[str, Any]) -> None:
     state = backbone.rename(tensors(read_checkpoint(source), init_cfg.get('prefix')))
     # Norms of outputs that this backbone does not give are left out.
     state = {key: value for key, value in state.items() if key in own or not OUTPUT_NORM.fullmatch(key)}
-    gates = tuple(name for name, _ in gate_parameters(backbone, remove_duplicate=False))
+    gates = tuple(name for name, _ in named_gate_parameters(backbone, remove_duplicate=False))
     vanilla = not any(is_gate_key(key) for key in state)
     may_miss = (*DERIVED, *gates) if vanilla else DERIVED
     try:

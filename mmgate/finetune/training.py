@@ -13,8 +13,7 @@ from torch import nn
 from mmgate._environment import log
 from mmgate.errors import ConfigError
 from mmgate.layers.base.dense import GatedMultiheadAttention
-from mmgate.layers.base.gate import Gate
-from mmgate.layers.base.gate import gate_parameters as named_gate_parameters
+from mmgate.layers.base.gate import Gate, named_gate_parameters
 from mmgate.layers.base.gated import GatedModule, gated_modules
 from mmgate.wrappers import unwrap_model
 

@@ -40,7 +40,8 @@ _INPUT = {'G1': 0, 'G2': 2, 'G3': 1, 'G4': 0, 'G5': 0}
 class SDPAGate(DenseGate):
     """Gate ``s = scale * act(x W + b)`` on the heads, values, keys, queries or output of softmax attention.
 
-    ``x`` is the query input for G1, G4 and G5, the value input for G2 and the key input for G3.
+    ``x`` is the query input for G1, G4 and G5, the value input for G2 and the key input for G3, or the first channels
+    of it.
 
     Args:
         sizes: Sizes of the host's attention.
@@ -58,13 +59,17 @@ class SDPAGate(DenseGate):
         init: ``'paper'`` (default): W as torch's Linear, b = 0, so that a sigmoid starts around 0.5. ``'identity'``:
             exactly the vanilla attention, which is possible with silu in both forms (multiplicative with ``scale=1``),
             with a multiplicative sigmoid of ``scale=2``, and with a multiplicative ns_sigmoid of ``scale=4/3``.
+        gate_channels: Number k of channels of ``x`` that the gate reads, the first ones, so that W has k inputs. None
+            (default), the paper's, reads all. modded-nanogpt reads 12 of 768, headwise.
 
     Raises:
         ConfigError: An option is unknown. Also on loading, a checkpoint with ``head_shared='projection'`` for a gate
-            with ``'average'``.
-        ValueError: ``granularity`` or ``head_shared`` need heads at G5, or the options rule out an identity start.
+            with ``'average'``, or of a gate with other ``gate_channels``.
+        ValueError: ``granularity`` or ``head_shared`` need heads at G5, or the options rule out an identity start, or
+            ``gate_channels`` is below 1 or above the channels of ``x``.
 
-    Source: Gated attention, section 2: positions G1 to G5 and the gating variants.
+    Source: Gated attention, section 2: positions G1 to G5 and the gating variants. ``gate_channels``: the sparse
+    attention gate of modded-nanogpt (github.com/KellerJordan/modded-nanogpt).
     """
 
     gate_readings = {'gate': 'heads'}
@@ -80,6 +85,7 @@ class SDPAGate(DenseGate):
         act: str = 'sigmoid',
         scale: float = 1.0,
         init: str = 'paper',
+        gate_channels: int | None = None,
     ) -> None:
         check_option('position', position, POSITIONS)
         check_option('granularity', granularity, ('elementwise', 'headwise'))
@@ -109,8 +115,14 @@ class SDPAGate(DenseGate):
         heads = 1 if head_shared == 'projection' else self.num_heads
         self.gate_shape = (heads, self.head_dim if granularity == 'elementwise' else 1)
         outputs = self.gate_shape[0] * self.gate_shape[1]
-        inputs = (self.qdim, self.kdim, self.vdim)[_INPUT[position]]
-        self.gate_weight = nn.Parameter(torch.empty(outputs, inputs))
+        inputs = self._input_width
+        if gate_channels is not None and not 1 <= gate_channels <= inputs:
+            raise ValueError(
+                f'gate_channels={gate_channels} must be from 1 to {inputs}, the channels of the input that a gate at '
+                f'{position} reads here.'
+            )
+        self.gate_channels = inputs if gate_channels is None else gate_channels
+        self.gate_weight = nn.Parameter(torch.empty(outputs, self.gate_channels))
         self.gate_bias = nn.Parameter(torch.empty(outputs))
 
     @torch.no_grad()
@@ -136,7 +148,22 @@ class SDPAGate(DenseGate):
                 f"head_shared='average' has {tuple(self.gate_weight.shape)}. Set head_shared='projection' for this "
                 'checkpoint.'
             )
+        elif weight is not None and self._reads_others(weight):
+            raise ConfigError(
+                f'{prefix}gate_weight {tuple(weight.shape)} reads {weight.shape[1]} channels, but this gate reads '
+                f'{self.gate_channels}. Set gate_channels={weight.shape[1]} for this checkpoint.'
+            )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    @property
+    def _input_width(self) -> int:
+        """Number of channels of the input from which the gate is computed, which depends on its position."""
+        return (self.qdim, self.kdim, self.vdim)[_INPUT[self.position]]
+
+    def _reads_others(self, weight: Tensor) -> bool:
+        """Return True if a checkpoint's weight fits this gate except for another number of ``gate_channels``."""
+        same_outputs = weight.dim() == 2 and weight.shape[0] == self.gate_weight.shape[0]
+        return same_outputs and self.gate_channels != weight.shape[1] <= self._input_width
 
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
         """Return the gate's values for each token, ``(B, H|1, N|M, d|1)``."""
@@ -150,7 +177,7 @@ class SDPAGate(DenseGate):
 
     def _gated(self, heads: Tensor, inputs: Inputs) -> Tensor:
         """Apply the gate to queries, keys, values or heads ``(B, H, N, d)``; it is computed from the matching input."""
-        x = inputs[_INPUT[self.position]]
+        x = inputs[_INPUT[self.position]][..., : self.gate_channels]  # (B, N, k)
         score = F.linear(x, self.gate_weight, self.gate_bias)  # (B, N, H|1 * d|1)
         score = self.scale * ACTIVATIONS[self.act](score.unflatten(-1, self.gate_shape)).transpose(1, 2)
         if self.head_shared == 'average':

@@ -12,6 +12,8 @@ from mmgate.registry import MODELS
 class SoftmaxGate(MapGate):
     """Plain softmax attention over all tokens of an H x W map, and its class token if there is one, as a baseline.
 
+    ``softmax(Q K^T / sqrt(d)) V``
+
     The formula is ``softmax(Q K^T / sqrt(d)) V``.
 
     PVT reduces the keys' map and Swin divides the map into windows; agent and linear attention do neither. Compared

@@ -73,6 +73,9 @@ class CompileHook(_PathsHook):
     iterations wait for the compiler, minutes on a CPU; evaluation between epochs is compiled separately. Probes and
     :class:`GateStatisticsHook` do not see into compiled modules.
 
+    On a CPU dropout draws its numbers by torch's own generator, as without the hook: it is faster there than the one
+    that inductor compiles, and the same seed trains the same model.
+
     Args:
         paths: Patterns like those of ``mmgate.Gated``; by default ``'backbone'`` and ``'**encoder.layers.*'``, of which
             at least one has to match.
@@ -101,8 +104,16 @@ class CompileHook(_PathsHook):
         """Let torch.compile compile each of the modules in place, at its first call."""
         modules = self.modules(runner)
         for module in dict.fromkeys(modules.values()):
-            module.compile(**self.options)
+            module.compile(**self.options, options=self._random_numbers(module))
         runner.logger.info(f'CompileHook: {", ".join(modules)} are compiled as they are first called.')
+
+    def _random_numbers(self, module: nn.Module) -> dict[str, Any] | None:
+        """Return, for a module on a CPU, the option of inductor that leaves random numbers to torch; else None."""
+        # torch.compile takes a mode or options, and other backends know no such option.
+        if self.options['backend'] != 'inductor' or self.options['mode'] is not None:
+            return None
+        on_cpu = all(tensor.device.type == 'cpu' for tensor in module.parameters())
+        return {'fallback_random': True} if on_cpu else None
 
 
 @HOOKS.register_module()

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mmgate._environment import log
 from mmgate.checkpoints.loading import guarded_loaders
 from mmgate.errors import ConfigError
-from mmgate.layers.base.gate import gate_parameters, is_gate_key
+from mmgate.layers.base.gate import is_gate_key, named_gate_parameters
 from mmgate.layers.base.gated import current_key
 from mmgate.wrappers import unwrap_model
 
@@ -89,7 +89,7 @@ class LoadReportHook(Hook):
         self.log_report(runner, found, share == 1)
         own = unwrap_model(runner.model)
         given = {current_key(own, key) for key in self._given}  # those of mmgate 0.1 among them
-        if self.gates and not given.isdisjoint(dict(gate_parameters(own))):
+        if self.gates and not given.isdisjoint(dict(named_gate_parameters(own))):
             log(
                 f'{self.checkpoint} has gates, which replaced those of --gates {self.gates}: the test is of the '
                 "checkpoint's. Give the vanilla checkpoint to test the file's.",
@@ -110,7 +110,7 @@ class LoadReportHook(Hook):
             f'{len(keys) - len(missing)} of {len(keys)} keys of {type(own).__name__} were loaded from '
             f'{self.checkpoint}, which has {len(self._given)}'
         )
-        gates = dict(gate_parameters(own, remove_duplicate=False)).keys() & missing
+        gates = dict(named_gate_parameters(own, remove_duplicate=False)).keys() & missing
         share = (len(keys) - len(missing)) / max(len(keys) - len(gates), 1)
         if gates and (file := vars(own).get('gates_file')):
             found += f'; {len(gates)} of gates are from {file}'

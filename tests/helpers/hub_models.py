@@ -66,11 +66,12 @@ def _real_time(name: str, **options: Any) -> nn.Module:
     return _build(name, **{**sizes, **_heads('encoder', 'decoder'), **options})
 
 
-def _grounding(name: str) -> nn.Module:
+def _grounding(name: str, **options: Any) -> nn.Module:
     sizes = {key: value for key, value in DETECTOR.items() if key != 'num_labels'}
     text = transformers.BertConfig(**VIT | dict(num_hidden_layers=1), vocab_size=2048)
     parts = dict(backbone_config=_swin(2), text_config=text, max_text_len=16)
-    return _build(name, **sizes, **parts, **_heads('encoder', 'decoder'), encoder_layers=1, encoder_ffn_dim=32)
+    sizes.update(encoder_layers=1, encoder_ffn_dim=32)
+    return _build(name, **sizes, **parts, **_heads('encoder', 'decoder'), **options)
 
 
 def _masks(name: str, **options: Any) -> nn.Module:
@@ -79,7 +80,8 @@ def _masks(name: str, **options: Any) -> nn.Module:
 
 
 def _windowed(name: str, backbone: Any, **options: Any) -> nn.Module:
-    heads = dict(_heads('decoder_self', 'decoder_cross'), group_detr=1)
+    heads = _heads('decoder_self', 'decoder_cross')
+    options = dict(group_detr=1) | options
     vit = {key: value for key, value in VIT.items() if key != 'intermediate_size'}
     return _build(name, **DETECTOR, **heads, backbone_config=backbone(**vit, out_indices=[1, 2]), **options)
 

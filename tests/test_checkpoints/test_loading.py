@@ -217,16 +217,6 @@ def test_a_history_does_not_change_mmengines(tmp_path: Path) -> None:
     assert type(loaded) is HistoryBuffer and loaded.statistics('mean') == HistoryBuffer([2.0], [1]).mean()
 
 
-def test_safetensors(tmp_path: Path) -> None:
-    save_file = pytest.importorskip('safetensors.torch', reason='no safetensors').save_file
-    save_file(dict(weight=torch.ones(1)), tmp_path / 'a.safetensors')
-    loaded = CheckpointLoader.load_checkpoint(str(tmp_path / 'a.safetensors'))
-    assert loaded == dict(state_dict=dict(weight=torch.ones(1)), meta={})
-    (tmp_path / 'a.safetensors').write_bytes(b'nonsense')
-    with pytest.raises(ConfigError, match='cannot be read'):
-        CheckpointLoader.load_checkpoint(str(tmp_path / 'a.safetensors'))
-
-
 @pytest.mark.parametrize('share', [0.2, 0.9])
 def test_a_file_cut_short_is_named(share: float, tmp_path: Path) -> None:
     torch.save(dict(state_dict=dict(weight=torch.ones(1000))), tmp_path / 'whole.pth')

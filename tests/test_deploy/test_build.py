@@ -14,7 +14,7 @@ from mmengine.registry import MODELS
 from mmgate import gates_disabled
 from mmgate.deploy.build import build_network
 from mmgate.deploy.compare import compare
-from mmgate.layers.base.gate import gate_parameters
+from mmgate.layers.base.gate import named_gate_parameters
 
 QUICK = ('plug-deformable-detr', 'plug-mask2former', 'agent-retinanet', 'agent-mask-rcnn')
 SIZES = ((96, 128), (160, 96))
@@ -51,7 +51,7 @@ def test_gates_that_are_off_are_left_out(folder: Path) -> None:
     with gates_disabled(model):
         net = build_network(model)
         found = compare(model, build_network(model), lambda *inputs: tuple(net(*inputs)), batch)
-    assert not list(gate_parameters(net)) and list(gate_parameters(model))
+    assert not list(named_gate_parameters(net)) and list(named_gate_parameters(model))
     assert found.detections and found.tolerated(), str(found)
 
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.finetuned import HOSTS, PLUG, config, gated, layers, outputs, snapshot, train, vanilla
-from mmengine.model import BaseTTAModel, ExponentialMovingAverage
 from mmengine.registry import MODELS
 from safetensors.torch import load_file
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 import mmgate
 from mmgate.errors import ConfigError
-from mmgate.wrappers import unwrap_model
 
 ROUNDING = dict(rtol=1e-5, atol=1e-5)  # products round by where in memory their factors lie
 
@@ -120,33 +116,6 @@ def test_what_trains_is_saved_wherever_it_was_said(wrap: Any, tmp_path: Path) ->
     model[0].requires_grad_(False)
     mmgate.save_gates(model, file)
     assert set(load_file(file)) == {name for name, p in model.named_parameters() if p.requires_grad}
-
-
-class Augmented(BaseTTAModel):
-    merge_preds = test_step = None
-
-
-WRAPS = {
-    'data parallel': nn.DataParallel,
-    'average': AveragedModel,
-    "mmengine's average": ExponentialMovingAverage,
-    'compiled': torch.compile,
-    'augmented': Augmented,
-    'several': lambda model: nn.DataParallel(Augmented(torch.compile(model))),
-    'sharded': lambda model: nn.ModuleDict(dict(_fsdp_wrapped_module=model)),
-}
-
-
-@pytest.mark.parametrize('wrap', WRAPS)
-def test_the_model_in_its_wrappers(wrap: str, tmp_path: Path) -> None:
-    model, file = layers(), tmp_path / 'g.safetensors'
-    model.test_step = None
-    wrapped = WRAPS[wrap](model)
-    own = unwrap_model(wrapped)  # averages copy it
-    assert type(own) is type(model) and own.state_dict().keys() == model.state_dict().keys()
-    with pytest.raises(ConfigError, match='a sharded model') if wrap == 'sharded' else nullcontext():
-        mmgate.save_gates(wrapped, file)
-        assert set(mmgate.load_gates(layers(()), file)) == mmgate.gate_parameters(model).keys()
 
 
 @pytest.mark.parametrize('norm', [nn.utils.weight_norm, nn.utils.parametrizations.orthogonal])

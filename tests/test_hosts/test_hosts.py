@@ -25,7 +25,7 @@ from mmgate.analysis.figures.maps import draw_maps
 from mmgate.analysis.probes.gates import gate_statistics
 from mmgate.analysis.probes.recording import record
 from mmgate.analysis.probes.relevance import head_maps
-from mmgate.layers.base.gate import gate_parameters
+from mmgate.layers.base.gate import named_gate_parameters
 
 SIDE = 64
 HOSTS = [  # one of each family of hosts, with both attentions and backbones
@@ -97,7 +97,7 @@ def test_the_guide_for_contributors_works_when_followed(monkeypatch: pytest.Monk
     assert len(swap_attention(encoder, dense)) == 2
     torch.testing.assert_close(encoder['encoder'](x), expected)
     assert macs(encoder['encoder'], x) == counted + 2 * (6 * 2) * 16 * 4  # layers, tokens, channels, heads
-    gates = dict(gate_parameters(encoder))
+    gates = dict(named_gate_parameters(encoder))
     assert {name.split('self_attn.')[1] for name in gates} == {'gate.gate_proj.weight', 'gate.gate_proj.bias'}
     encoder['encoder'](x).square().sum().backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in gates.values())

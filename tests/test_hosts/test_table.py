@@ -34,7 +34,7 @@ from mmgate._environment import available
 from mmgate.errors import ConfigError
 from mmgate.hosts import gates_for
 from mmgate.hosts.table import _ADAPTERS, full_name, gate_of_type, options_of
-from mmgate.layers.base.gate import gate_parameters
+from mmgate.layers.base.gate import named_gate_parameters
 from mmgate.layers.base.gated import gated_modules
 from mmgate.layers.base.map import MapGate
 
@@ -154,7 +154,7 @@ def test_every_gate_runs_in_its_hosts_block(case: str) -> None:
             assert called(model, block).isfinite().all(), gate
         model.train()
         called(model, block).square().sum().backward()
-        added = dict(gate_parameters(model))
+        added = dict(named_gate_parameters(model))
         assert not added or any(p.grad is not None and p.grad.abs().sum() > 0 for p in added.values()), gate
         model.eval()  # TinyViT's returns nothing
         restore_attention(model)

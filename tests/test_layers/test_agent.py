@@ -48,19 +48,6 @@ def test_agent_layer_is_the_published_one(agent_num: int, hw_shape: tuple[int, i
     assert_same(actual, expected, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize(
-    'options, shape', [({}, 'a map of (8, 8)'), (dict(window=4), 'windows of (4, 4)')], ids=['map', 'windows']
-)
-def test_the_log_of_a_resized_bias_names_map_or_windows(
-    options: dict, shape: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logged: list[str] = []
-    monkeypatch.setattr('mmgate.layers.base.map.log', logged.append)
-    pretrained = AgentAttention(H * D, H, map_size=(3, 3), agent_num=4)
-    AgentAttention(H * D, H, map_size=(8, 8), agent_num=4, **options).load_state_dict(pretrained.state_dict())
-    assert logged == [f'gate: ah_bias, aw_bias, ha_bias, wa_bias resized to {shape}']
-
-
 def test_agent_attention_refuses_maps_and_heads_that_do_not_fit() -> None:
     layer, x = AgentAttention(8, 2, map_size=(3, 4), agent_num=4), torch.randn(1, 12, 8)
     for wrong in ((3, 5), (3, 3)):

@@ -81,6 +81,27 @@ def test_a_compiled_run_is_the_same_run(tmp_path: Path) -> None:
     torch.testing.assert_close(resumed.state_dict(), expected)
 
 
+class DropoutLayer(nn.Module):
+    """A layer of a class outside of torch, because torch.compile passes over torch's at the top."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.linear(x), 0.5)
+
+
+def test_compiled_dropout_draws_what_the_plain_one_draws() -> None:
+    layer = DropoutLayer()
+    x = torch.randn(64, 64)
+    torch.manual_seed(1)
+    expected = layer(x)
+    run(CompileHook(), nn.ModuleDict(dict(backbone=layer)))
+    torch.manual_seed(1)
+    torch.testing.assert_close(layer(x), expected)
+
+
 def run(hook: CompileHook, model: nn.Module) -> list[str]:
     lines: list[str] = []
     hook.before_train(SimpleNamespace(model=model, logger=SimpleNamespace(info=lines.append)))

@@ -34,6 +34,7 @@ CONFIGS = dict(
     agent='agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py',
     saga='saga/mask_rcnn/saga-mask-rcnn_swin-demo_1xb8-8e_shapes.py',
 )
+VANILLA_DETR = 'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py'
 
 CLASSIFIERS = ('sdpa_gate/classification/sdpa-gate-vit', 'dgsa/classification/dgvit')
 
@@ -255,6 +256,61 @@ def test_one_level_of_a_decoder_and_the_density(configs: dict[str, str], tmp_pat
     assert '--layer 5: the decoder has 2 layers' in said and 'the model has levels 0 to 3' in said
 
 
+def test_the_difference_that_gates_make(
+    configs: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Gates at their identity change nothing; drawn ones move weight between the points of a head, and no more."""
+    arguments = ('plot_sampling_points', configs['detr'])
+    rows = draw(*arguments, tmp_path / 'identity', '--difference', '--top-k', '2')
+    assert len(rows) == 2 * 8 * 4 * 4 and {float(row['change']) for row in rows} == {0}
+    assert '0.00% of the attention moved' in capsys.readouterr().out
+
+    module = tool('plot_sampling_points')
+    built = module.load_models
+
+    def drawn(*args: Any, **options: Any) -> Any:
+        found = built(*args, **options)
+        for loaded in found:
+            # Logits start at 0, where a factor changes nothing.
+            torch.manual_seed(0)
+            for name, parameter in loaded.model.named_parameters():
+                if 'attention_weights' in name:
+                    nn.init.normal_(parameter, std=0.5)
+        for parameter in mmgate.gate_parameters(found[0].model).values():
+            nn.init.normal_(parameter, std=0.5)
+        return found
+
+    monkeypatch.setattr(module, 'load_models', drawn)
+    options = ['--max-images', '1', '--difference', '--queries', '3']
+    tables = []
+    for name, against in (('alone', []), ('pair', ['--against', configs['detr'], UNTRAINED])):
+        module.main([configs['detr'], UNTRAINED, *options, *against, '--out', str(tmp_path / name)])
+        (table,) = (tmp_path / name).glob('*.csv')
+        rows = list(csv.DictReader(table.open()))
+        changes = np.array([float(row['change']) for row in rows]).reshape(8, 16)
+        assert np.abs(changes).max() > 0.01 and {row['query'] for row in rows} == {'3'}
+        np.testing.assert_allclose(changes.sum(-1), 0, atol=1e-4)
+        tables.append([[float(row[key]) for key in ('weight', 'weight_before', 'x_before')] for row in rows])
+    # Gates that are switched off leave the model that has them at their identity.
+    np.testing.assert_allclose(*tables, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (['--difference'], 'has no gates to switch off; give --against CONFIG CHECKPOINT'),
+        (['--difference', *['--against', 'detr', UNTRAINED] * 2], '--difference is of two models on each image'),
+    ],
+)
+def test_a_difference_is_of_gates_or_of_two_models(
+    options: list[str], message: str, configs: dict[str, str], tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / 'vanilla.py').write_text(over_shapes(VANILLA_DETR, Path(configs['detr']).parent / 'shapes'))
+    given = [configs.get(option, option) for option in options]
+    assert look('plot_sampling_points', str(tmp_path / 'vanilla.py'), tmp_path / 'out', *given) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_window_that_slides_is_not_taken_for_the_image(configs: dict[str, str], tmp_path: Path) -> None:
     """With windows the reading would be of the last of them alone."""
     slide = ['model.test_cfg.mode=slide', 'model.test_cfg.crop_size=(32,32)', 'model.test_cfg.stride=(32,32)']
@@ -290,6 +346,7 @@ def test_images_are_not_flipped_and_true_boxes_lie_on_them(configs: dict[str, st
         ('plot_rollout', ['--part', 'image'], 'no self-attention over the image'),
         ('plot_rollout', ['--part', 'queries'], 'no decoder attends densely'),
         ('plot_sampling_points', ['--against', 'pvt', UNTRAINED], 'pvt: A picture of sampling points needs'),
+        ('plot_sampling_points', ['--difference', '--density'], '--difference is of two models on each image'),
         ('plot_sampling_points', ['--pixel', '3', '3', '--part', 'decoder'], 'chooses a query of the encoder'),
         ('plot_sampling_points', ['--pixel', '64', '3'], 'the pixel (64, 3) lies outside of the image of 64 x 64'),
     ],

@@ -9,7 +9,7 @@ import mmseg
 import pytest
 import torch
 from conftest import ROOT, run_python
-from mmengine.hub import get_config, get_model
+from mmengine.hub import get_config
 from mmengine.registry import MODELS, init_default_scope
 from shapes import write_shapes
 
@@ -106,18 +106,3 @@ def test_the_inferencers_take_the_path_of_a_config(tmp_path: Path, path: str) ->
     assert len(model.dataset_meta['classes']) == 6
     for key, value in weights.items():
         torch.testing.assert_close(model.state_dict()[key], value, equal_nan=True, msg=key)  # some are not drawn
-
-
-@pytest.mark.parametrize(
-    'path, kind, gate',
-    [
-        (DETECTOR, 'DeformableDETR', 'PLuGDeformableGate'),
-        (SEGMENTOR, 'EncoderDecoder', 'PLuGGate'),
-        ('mmgate::agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py', 'MaskRCNN', 'AgentGate'),
-    ],
-    ids=['detector', 'segmentor', 'backbone'],
-)
-def test_the_hub_takes_our_configs(path: str, kind: str, gate: str) -> None:
-    model = get_model(path)
-    assert type(model).__name__ == kind
-    assert any(type(module).__name__ == gate for module in model.modules())

@@ -28,7 +28,7 @@ from torch.nn.utils import parametrize
 import mmgate
 from mmgate.analysis.loading import load_model, write_csv
 from mmgate.errors import ConfigError
-from mmgate.layers.base.gate import gate_parameters
+from mmgate.layers.base.gate import named_gate_parameters
 from mmgate.train import cli
 from mmgate.train.config_file import read_config
 
@@ -151,7 +151,7 @@ def add_low_rank(model: nn.Module, pattern: str, rank: int) -> None:
 
 def trained_names(model: nn.Module, trains: Sequence[str]) -> Iterator[str]:
     """Yield the names of the parameters that ``trains`` of a part names."""
-    gates = set(dict(gate_parameters(model)))
+    gates = set(dict(named_gate_parameters(model)))
     norms = {name for name, module in model.named_modules() if 'Norm' in type(module).__name__}
     for name, _ in model.named_parameters():
         owner, _, own = name.rpartition('.')

@@ -1,26 +1,46 @@
-"""Draw sampling points of deformable attention on each image, or their density over all images."""
+"""Draw sampling points of deformable attention on each image, their density over all images, or a difference.
 
+With --difference a picture shows which points gain weight and which lose some: by the gates of one model, which runs
+with them and without, or between CONFIG and the model of --against. Queries of two models are the same only where both
+went on from one start.
+"""
+
+import argparse
+import logging
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mmengine.logging import print_log
 
-import mmgate  # noqa: F401
-from mmgate.analysis.figures.sampling import draw_densities, draw_sampling
-from mmgate.analysis.loading import class_names, load_models, parser, picture_names, positive, write_csv
+import mmgate
+from mmgate.analysis.figures.sampling import draw_densities, draw_difference, draw_sampling
+from mmgate.analysis.loading import LoadedModel, class_names, load_models, parser, picture_names, positive, write_csv
 from mmgate.analysis.probes.recording import predict
-from mmgate.analysis.probes.sampling import SamplingPoints, chosen_points, mean_density, record_sampling
+from mmgate.analysis.probes.sampling import (
+    SamplingPoints,
+    chosen_points,
+    compare_points,
+    mean_density,
+    record_sampling,
+)
 from mmgate.errors import ConfigError
+from mmgate.layers.base.gated import gated_modules
 from mmgate.train import cli
 
+FAR = 0.1  # of the image's longer side: reference points of one query that are further apart are of two objects
 Shown = dict[str, list[tuple[str, SamplingPoints, Any]]]  # by image: model, its points, the data sample
 
 
 def main(argv: list[str]) -> None:
     """Parse arguments, run the models, draw a picture and a table for each image, or for all together."""
     options = parser(__doc__)
+    options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument('--part', choices=['decoder', 'encoder'], help='default: the decoder, if there is one')
     options.add_argument('--layer', type=int, default=-1, help='of that part (default: the last)')
     options.add_argument('--top-k', type=positive, default=3, help='queries with the best scores (decoder)')
@@ -31,28 +51,66 @@ def main(argv: list[str]) -> None:
     options.add_argument('--level', type=int, help=level)
     over_images = "one picture of the finest level's points over all images, instead of one each"
     options.add_argument('--density', action='store_true', help=over_images)
+    gain = 'weights that points gain and lose against the model of --against, or without it against the same model '
+    options.add_argument('--difference', action='store_true', help=gain + 'with its gates switched off')
     args = options.parse_args(argv)
     if args.density and args.level is not None:
         raise ConfigError('--density is of the finest level; leave --level away.')
+    if args.difference and (args.density or len(args.against) > 1):
+        raise ConfigError('--difference is of two models on each image; leave --density and a third model away.')
     shown: Shown = {}
     classes = {}
     chosen = {name: getattr(args, name) for name in ('part', 'layer', 'top_k', 'queries', 'pixel', 'level')}
-    for loaded in load_models(args, ['locations'], 'A picture of sampling points'):
-        classes[loaded.name] = class_names(loaded.cfg)
+    models = load_models(args, ['locations'], 'A picture of sampling points')
+    for title, loaded, setting in _runs(models, args.difference):
+        classes[title] = class_names(loaded.cfg)
         for batch in loaded.inputs(args):
-            with record_sampling(loaded.model) as recording:
+            with setting(), record_sampling(loaded.model) as recording:
                 sample = predict(loaded.model, batch)
-            points = chosen_points(recording, sample, **chosen)
-            shown.setdefault(os.path.realpath(sample.img_path), []).append((loaded.name, points, sample))
+            drawn = shown.setdefault(os.path.realpath(sample.img_path), [])
+            # A difference is of the queries that the first model chose.
+            first = drawn[0][1] if args.difference and drawn else None
+            same = {} if first is None or first.is_encoder else dict(queries=first.queries.tolist())
+            drawn.append((title, chosen_points(recording, sample, **{**chosen, **same}), sample))
     if args.density:
         _draw_density(shown, Path(args.out))
         return
     names = picture_names(shown)
     for image, drawn in shown.items():
+        if args.difference:
+            _draw_difference(drawn, classes, Path(args.out) / f'sampling_difference_{names[image]}.png')
+            continue
         out = Path(args.out) / f'sampling_points_{names[image]}.png'
         draw_sampling(drawn, out, classes=[classes[title] for title, *_ in drawn])
         rows = [dict(model=title, **row) for title, points, _ in drawn for row in points.rows()]
         print(out, write_csv(out.with_suffix('.csv'), rows))
+
+
+def _runs(
+    models: list[LoadedModel], difference: bool
+) -> Iterator[tuple[str, LoadedModel, Callable[[], AbstractContextManager[None]]]]:
+    """Yield the title of each run over the images, its model, and a context to run it in."""
+    for loaded in models:
+        yield loaded.name, loaded, nullcontext
+    if difference and len(models) == 1:
+        (loaded,) = models
+        if not any(True for _ in gated_modules(loaded.model)):
+            raise ConfigError(f'{loaded.name} has no gates to switch off; give --against CONFIG CHECKPOINT.')
+        yield f'{loaded.name}, gates off', loaded, partial(mmgate.gates_disabled, loaded.model)
+
+
+def _draw_difference(drawn: list[tuple[str, SamplingPoints, Any]], classes: dict[str, Any], out: Path) -> None:
+    (title, after, sample), (other, before, sample_before) = drawn
+    change = compare_points(before, after)
+    height, width = sample.ori_shape[:2]
+    if change.apart > FAR * max(height, width):
+        words = f'look at places up to {change.apart:.0f} pixels apart in the two models: they may be after other objects.'
+        print_log(f'{out.stem}: the same queries {words}', logger='current', level=logging.WARNING)
+    of_both = (classes[other], classes[title])
+    draw_difference(change, (sample_before, sample), out, titles=(other, title), classes=of_both)
+    print(out, write_csv(out.with_suffix('.csv'), change.rows()))
+    most = f'a point gained {change.weights.max():.3g} at most and lost {max(0, -change.weights.min()):.3g}'
+    print(f'{change.moved:.2%} of the attention moved; {most}.')
 
 
 def _draw_density(shown: Shown, out: Path) -> None:

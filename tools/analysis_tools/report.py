@@ -1,15 +1,17 @@
 """Write a page on the attention of the demos' models, vanilla and gated: index.html, which needs no network.
 
-A model without a checkpoint below the work dirs is trained first, by tools/train.py; ``make report`` calls this.
+A model without a checkpoint below the work dirs is trained first, by tools/train.py; ``make report`` calls this, and
+``make report DATA=real`` for the models of configs/real, whose data have to be there.
 """
 
 import argparse
 import base64
 import html
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +24,81 @@ from mmgate.errors import ConfigError
 from mmgate.train import cli
 
 TOOLS = Path(__file__).resolve().parent
-VANILLA_DETR = 'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py'
-DETR = 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
-VANILLA_MASK2FORMER = 'configs/_base_/mask2former_r18_1xb8-1k_shapes-128x128.py'
-MASK2FORMER = 'configs/plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py'
-PVT = 'configs/vanilla/mask_rcnn/mask-rcnn_pvt-demo_1xb8-8e_shapes.py'
-AGENT = 'configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py'
-SAGA = 'configs/saga/mask_rcnn/saga-mask-rcnn_pvt-demo_1xb8-8e_shapes.py'
-FAMILIES = {'Deformable DETR': (VANILLA_DETR, DETR), 'Mask2Former': (VANILLA_MASK2FORMER, MASK2FORMER)} | {
-    'Mask R-CNN with PVT': (PVT, AGENT, SAGA)
+SHAPES = 'shapes'
+REAL = 'real'
+TITLES = {
+    SHAPES: 'Attention in the demos, vanilla and gated',
+    REAL: 'Attention on real images, vanilla and gated',
 }
-PICTURES = (  # tool, model, second model, text
-    ('sampling_points', DETR, VANILLA_DETR, 'Sampling points of the best queries: size by attention, colour by level.'),
-    ('gates', DETR, None, "PLuG's gates of deformable attention by head and level."),
-    ('gates', MASK2FORMER, None, "PLuG's gates between Mask2Former's queries."),
-    ('attention_sink', MASK2FORMER, VANILLA_MASK2FORMER, 'Share of the attention that the most attended query draws.'),
-    ('cka', MASK2FORMER, VANILLA_MASK2FORMER, 'Similarity of the attention patterns of every two layers.'),
-    ('rollout', AGENT, PVT, 'Attention of the backbone, rolled out through its layers.'),
-    ('agents', AGENT, None, 'Attention of each agent token.'),
-    ('gates', SAGA, None, "SAGA's gates of keys, values and outputs."),
-    ('kv_rank', SAGA, None, 'Rank of the map K^T V.'),
-)
+# The first config of a family is vanilla.
+FAMILIES = {
+    SHAPES: {
+        'Deformable DETR': (
+            'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py',
+            'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py',
+        ),
+        'Mask2Former': (
+            'configs/_base_/mask2former_r18_1xb8-1k_shapes-128x128.py',
+            'configs/plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py',
+        ),
+        'Mask R-CNN with PVT': (
+            'configs/vanilla/mask_rcnn/mask-rcnn_pvt-demo_1xb8-8e_shapes.py',
+            'configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py',
+            'configs/saga/mask_rcnn/saga-mask-rcnn_pvt-demo_1xb8-8e_shapes.py',
+        ),
+    },
+    REAL: {
+        'Deformable DETR': (
+            'configs/real/facemask/deformable-detr-refine_lite0_1xb4-12e_facemask.py',
+            'configs/real/facemask/plug-deformable-detr-refine_lite0_1xb4-12e_facemask.py',
+        ),
+        'Mask2Former': (
+            'configs/real/camvid/mask2former_lite0_1xb4-1k_camvid-160x128.py',
+            'configs/real/camvid/plug-mask2former_lite0_1xb4-1k_camvid-160x128.py',
+        ),
+        'RetinaNet with PVT': (
+            'configs/real/bccd/retinanet_pvt-demo_1xb4-12e_bccd.py',
+            'configs/real/bccd/agent-retinanet_pvt-demo_1xb4-12e_bccd.py',
+            'configs/real/bccd/saga-retinanet_pvt-demo_1xb4-12e_bccd.py',
+        ),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of a model, or of two: a tool's name, configs, a text, and further options of the tool."""
+
+    figure: str
+    config: str
+    against: str | None
+    text: str
+    options: Sequence[str] = ()
+
+
+def pictures_of(families: Mapping[str, Sequence[str]]) -> list[Picture]:
+    """Return the pictures of a Deformable DETR, a Mask2Former and a detector with PVT, each vanilla and gated."""
+    (vanilla_detr, detr), (vanilla_mask2former, mask2former), (pvt, agent, saga) = families.values()
+    points = 'Sampling points of the best queries: size by attention, colour by level.'
+    gained = 'Weights that sampling points gain and lose by the gates: the same model with its gates and without.'
+    return [
+        Picture('sampling_points', detr, vanilla_detr, points),
+        Picture('sampling_points', detr, None, gained, ('--difference', '--top-k', '1')),
+        Picture('gates', detr, None, "PLuG's gates of deformable attention by head and level."),
+        Picture('gates', mask2former, None, "PLuG's gates between Mask2Former's queries."),
+        Picture(
+            'attention_sink',
+            mask2former,
+            vanilla_mask2former,
+            'Share of the attention that the most attended query draws.',
+        ),
+        Picture('cka', mask2former, vanilla_mask2former, 'Similarity of the attention patterns of every two layers.'),
+        Picture('rollout', agent, pvt, 'Attention of the backbone, rolled out through its layers.'),
+        Picture('agents', agent, None, 'Attention of each agent token.'),
+        Picture('gates', saga, None, "SAGA's gates of keys, values and outputs."),
+        Picture('kv_rank', saga, None, 'Rank of the map K^T V.'),
+    ]
+
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -57,41 +113,74 @@ img { background: #fff; height: auto; max-width: 100%; }
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page: heading, text, commands, PNG files, and the rows of a table, which have the same keys."""
+    """A part of the page.
+
+    Attributes:
+        title: Heading.
+        text: Paragraphs, with empty lines between them.
+        command: Command line that made it; empty if there is none.
+        pictures: PNG files.
+        table: Rows with the same keys.
+        captions: Captions of pictures, by the stem of the file; by default that stem.
+        notes: Paragraphs below the table.
+    """
 
     title: str
     text: str
     command: str
     pictures: Sequence[Path]
     table: Sequence[Mapping[str, Any]] = ()
+    captions: Mapping[str, str] = field(default_factory=dict)
+    notes: str = ''
 
 
 def main(argv: list[str]) -> None:
     """Parse arguments, train what is missing, draw, write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--work-dirs', type=Path, default=Path('work_dirs'), help="the demos' (default %(default)s)")
-    parser.add_argument('--out', type=Path, default=Path('work_dirs/report'), help='folder (default %(default)s)')
+    on_what = 'images of the models: generated ones (default), or those of configs/real/README.md'
+    parser.add_argument('--data', choices=list(FAMILIES), default=SHAPES, help=on_what)
+    parser.add_argument('--out', type=Path, help='folder (default work_dirs/report, or work_dirs/report_real)')
     parser.add_argument('--max-images', type=int, default=2, help='of the validation images (default %(default)s)')
     sides = 'sides of images to time backbones at'
     parser.add_argument('--sizes', nargs='+', default=['128', '256', '512'], help=sides)
     parser.add_argument('--train-options', nargs='*', default=[], help='--cfg-options of a training that is missing')
     args = parser.parse_args(argv)
-    if not Path(DETR).is_file():
-        raise ConfigError(f'{DETR} is not here: run this from the root of a checkout of mmgate.')
-    run([str(TOOLS.parent / 'dataset_converters/make_shapes.py'), 'data/shapes', '--num-objects', '0'])
-    configs = [config for family in FAMILIES.values() for config in family]
+    families = FAMILIES[args.data]
+    configs = [config for family in families.values() for config in family]
+    if not Path(configs[0]).is_file():
+        raise ConfigError(f'{configs[0]} is not here: run this from the root of a checkout of mmgate.')
+    args.out = args.out or Path('work_dirs/report' if args.data == SHAPES else f'work_dirs/report_{args.data}')
+    make_data(args.data, configs)
     checkpoints = {config: checkpoint_of(config, args.work_dirs, args.train_options) for config in configs}
-    sections = [runs_of(family, of, args) for family, of in FAMILIES.items()]
-    for number, (figure, config, against, text) in enumerate(PICTURES):
-        images = max(args.max_images, LEAST_IMAGES) if figure == 'cka' else args.max_images
-        command = [f'plot_{figure}', config, checkpoints[config], '--max-images', str(images)]
-        command += ['--against', against, checkpoints[against]] if against else []
-        title = f'{figure.replace("_", " ")}, {Path(config).stem}'
-        sections.append(drawn(title, text, command, args.out / f'{number}'))
-    command = ['plot_efficiency', PVT, AGENT, SAGA, '--sizes', *args.sizes]
+    sections = [runs_of(family, of, args) for family, of in families.items()]
+    for number, picture in enumerate(pictures_of(families)):
+        config = picture.config
+        images = max(args.max_images, LEAST_IMAGES) if picture.figure == 'cka' else args.max_images
+        command = [f'plot_{picture.figure}', config, checkpoints[config], '--max-images', str(images)]
+        command += ['--against', picture.against, checkpoints[picture.against]] if picture.against else []
+        title = f'{picture.figure.replace("_", " ")}, {Path(config).stem}'
+        sections.append(drawn(title, picture.text, [*command, *picture.options], args.out / f'{number}'))
+    backbones = list(families.values())[-1]
+    command = ['plot_efficiency', *backbones, '--sizes', *args.sizes]
     text = 'Throughput and peak memory here.'
     sections.append(drawn('efficiency of the backbones', text, command, args.out / 'efficiency'))
-    print(write_page(args.out, 'Attention in the demos, vanilla and gated', sections))
+    print(write_page(args.out, TITLES[args.data], sections))
+
+
+def make_data(data: str, configs: Sequence[str]) -> None:
+    """Write the generated images, or make sure that real ones are there.
+
+    Raises:
+        ConfigError: A folder of real images is missing.
+    """
+    if data == SHAPES:
+        run([str(TOOLS.parent / 'dataset_converters/make_shapes.py'), 'data/shapes', '--num-objects', '0'])
+        return
+    roots = [str(Config.fromfile(config, import_custom_modules=False).data_root) for config in configs]
+    missing = [root for root in dict.fromkeys(roots) if not Path(root).is_dir()]
+    if missing:
+        raise ConfigError(f'{", ".join(missing)} is missing: configs/real/README.md says where the images are from.')
 
 
 def checkpoint_of(config: str, work_dirs: Path, options: list[str]) -> str:
@@ -120,7 +209,7 @@ def drawn(title: str, text: str, command: list[str], out: Path) -> Section:
     for old in (*out.glob('*.png'), *out.glob('*.csv')):
         old.unlink()
     run([str(TOOLS / f'{command[0]}.py'), *command[1:], '--out', str(out)])
-    shown = f'python tools/analysis_tools/{command[0]}.py {" ".join(command[1:])} --out DIR'
+    shown = f'python tools/analysis_tools/{command[0]}.py {shlex.join(command[1:])} --out DIR'
     return Section(title, text, shown, sorted(out.glob('*.png')))
 
 
@@ -161,10 +250,10 @@ def write_page(out: Path, title: str, sections: Sequence[Section]) -> Path:
 
 
 def _section(anchor: str, section: Section) -> str:
-    parts = [f'<section id="{anchor}"><h2>{html.escape(section.title)}</h2>', f'<p>{html.escape(section.text)}</p>']
+    parts = [f'<section id="{anchor}"><h2>{html.escape(section.title)}</h2>', *_paragraphs(section.text)]
     for path in section.pictures:
         data = base64.b64encode(path.read_bytes()).decode()
-        caption = html.escape(path.stem)
+        caption = html.escape(section.captions.get(path.stem, path.stem))
         picture = f'<img alt="{caption}" src="data:image/png;base64,{data}">'
         parts.append(f'<figure>{picture}<figcaption>{caption}</figcaption></figure>')
     if section.table:
@@ -173,7 +262,14 @@ def _section(anchor: str, section: Section) -> str:
             shown = (f'{x:.4g}' if isinstance(x, float) else html.escape(str(x)) for x in row.values())
             lines.append(''.join(f'<td>{cell}</td>' for cell in shown))
         parts.append(f'<div class="wide"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>')
-    return '\n'.join([*parts, f'<p><code>{html.escape(section.command)}</code></p></section>'])
+    parts += _paragraphs(section.notes)
+    if section.command:
+        parts.append(f'<p><code>{html.escape(section.command)}</code></p>')
+    return '\n'.join([*parts, '</section>'])
+
+
+def _paragraphs(text: str) -> list[str]:
+    return [f'<p>{html.escape(part)}</p>' for part in text.split('\n\n') if part]
 
 
 if __name__ == '__main__':

@@ -46,9 +46,22 @@ UNITS = {'h': 3600, 'm': 60, 's': 1}
 SHORTENED = ('MultiScaleDeformableAttention', 'MultiheadAttention', 'Attention')
 # Pictures of a pair of models, the first that both can be drawn by.
 PICTURES = (
-    ('plot_sampling_points', 'Points that the best queries sample, of the gated model and the vanilla one.'),
-    ('plot_rollout', 'Attention on the image, of the gated model and the vanilla one.'),
-    ('plot_attention_sink', 'Share of attention on the most attended key, of the gated model and the vanilla one.'),
+    (
+        ['plot_sampling_points', '--difference', '--top-k', '1'],
+        'Points that the best query of the gated model looks at, and the weight that each has gained or lost against the '
+        'vanilla model, which was trained on the same images.',
+    ),
+    (['plot_rollout'], 'Attention on the image, of the gated model and the vanilla one.'),
+    (['plot_attention_sink'], 'Share of attention on the most attended key, of the gated model and the vanilla one.'),
+)
+CAPTIONS = dict(
+    differences='Differences between runs of the same seed',
+    curves='Validations in the course of the training; thin lines are runs, thick ones their means',
+)
+COSTS = 'On the first batch, all models in one process. The rows of gates have what these add to the first row.'
+OPERATOR = (
+    "A gate of deformable attention also replaces the host's operator by mmgate's, so that a part of its time and memory "
+    'is that of the operator. The type MultiScaleDeformableAttention, which has no gate, shows this part.'
 )
 
 
@@ -85,7 +98,7 @@ def main(argv: list[str]) -> None:
         processes=processes,
     )
     write_study(study, study.path)
-    print(f'\n{costs_table(plan["costs"])}\n')
+    print('\n'.join(['', costs_table(plan['costs']), '', *filter(None, [_on_operator(study)]), '']))
     print(f'{_said(args, plan, names, processes)}\n', flush=True)
     if args.plan_only:
         return
@@ -244,12 +257,12 @@ def page(study: Study, out: Path, table: str, costs: list[dict[str, Any]], args:
     """Write ``index.html``: the table, the figures, and every gate beside the vanilla model on the same images."""
     command = shlex.join(['python', 'tools/analysis_tools/try_gates.py', *sys.argv[1:]])
     figures = [path for path in (out / 'differences.png', out / 'curves.png') if path.is_file()]
-    shown = ('name', 'parameters', 'trained', 'macs', 'step_ms', 'memory_mib')
-    before = [{key: row[key] for key in shown} for row in costs]
+    sentences = re.findall(r'^- (.*)$', table, re.M)
+    beside = [line for line in table.splitlines() if line and not line.startswith(('|', '- '))]
+    text = '\n\n'.join([*sentences, f'{beside[0]}.'])
     sections = [
-        Section('result', table.partition('\n\n|')[0], command, figures, _rows(table)),
-        Section('conclusions', ' '.join(re.findall(r'^- (.*)$', table, re.M)), command, ()),
-        Section('costs before the training', 'On the first batch, all models in one process.', command, (), before),
+        Section('result', text, command, figures, _rows(table), CAPTIONS, '\n\n'.join(beside[1:])),
+        Section('costs before the training', COSTS, '', (), _rows(costs_table(costs)), notes=_on_operator(study)),
     ]
     seed = next(s for s in study.seeds if all((out / name / f'seed{s}/result.json').is_file() for name in study.runs))
     checkpoints = {name: (out / name / f'seed{seed}/last_checkpoint').read_text().strip() for name in study.runs}
@@ -257,14 +270,21 @@ def page(study: Study, out: Path, table: str, costs: list[dict[str, Any]], args:
         config = study.runs[name]
         shared = [config, checkpoints[name], *gated, '--max-images', str(args.max_images)]
         against = ['--against', study.runs[VANILLA], checkpoints[VANILLA]]
-        for tool, text in PICTURES:
-            section = _drawn(f'{name}, seed {seed}: {tool[5:].replace("_", " ")}', text, [tool, *shared, *against], out)
+        for (tool, *options), text in PICTURES:
+            title = f'{name}, seed {seed}: {tool[5:].replace("_", " ")}'
+            section = _drawn(title, text, [tool, *shared, *against, *options], out)
             if section is not None:
                 sections.append(section)
                 break
         gates = _drawn(f'{name}, seed {seed}: gates', 'The gates after the training.', ['plot_gates', *shared], out)
         sections += [gates] if gates is not None else []
     return write_page(out, f'{", ".join(study.gated)} in {Path(args.config).stem}', sections)
+
+
+def _on_operator(study: Study) -> str:
+    """Return the sentences on the operator of deformable attention, if a gate of the trial is of that."""
+    types = [rule['type'] for arguments in study.gated.values() for rule in read_rules(arguments[1])]
+    return OPERATOR if any(str(kind).endswith('MultiScaleDeformableAttention') for kind in types) else ''
 
 
 def _drawn(title: str, text: str, command: list[str], out: Path) -> Section | None:

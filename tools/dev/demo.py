@@ -13,6 +13,7 @@ from predictions import draw_predictions, draw_segmentation
 
 import mmgate  # noqa: F401
 
+REAL_IMAGES = 'demo: the same on real images, of face masks, blood cells and streets: configs/real/README.md'
 MAKE_SHAPES = 'tools/dataset_converters/make_shapes.py'
 # by the config's scope: the metrics to show, if they are there, and the picture
 TASKS = {
@@ -66,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('configs', nargs='+')
     lines = [demo(config) for config in parser.parse_args().configs]
-    print('\n'.join(lines), flush=True)
+    print('\n'.join([*lines, REAL_IMAGES]), flush=True)
 
 
 if __name__ == '__main__':

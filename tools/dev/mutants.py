@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -98,7 +99,7 @@ def main() -> None:
     known = {row['key']: row for row in map(json.loads, log.read_text().splitlines())} if log.exists() else {}
     rows: list[dict] = []
     with tempfile.TemporaryDirectory(prefix='mutants-') as folder, suppress(KeyboardInterrupt):
-        copy_tree(Path(folder))
+        copy_checkout(Path(folder))
         for number, (place, change) in enumerate(chosen, 1):
             row = known.get(key_of(place, change)) or attempt(Path(folder), place, change, args.timeout)
             if row['key'] not in known and row['outcome'] != 'timeout':
@@ -110,6 +111,13 @@ def main() -> None:
     report = summary(rows, len(chosen), args.seed)
     (args.out / f'seed{args.seed}.md').write_text(report)
     print(report)
+
+
+def copy_checkout(target: Path) -> None:
+    """Copy the tree and the compiled library, which git ignores; without it the tests of the kernels are skipped."""
+    copy_tree(target)
+    for library in (ROOT / 'mmgate/ops/native/cpp').glob('*.so'):
+        shutil.copy2(library, target / library.relative_to(ROOT))
 
 
 def preload() -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The CPU kernel's tests beside sanitizers. The kernel alone is compiled for them, into a folder that goes afterwards.
+# The CPU kernels' tests beside sanitizers. The kernels alone are compiled for them, into a folder that goes afterwards.
 #   sanitize.sh PYTHON
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -13,15 +13,20 @@ compile() { # FILE FLAGS
     'import sys; from mmgate.ops.native import build; build.build(sys.argv[1])' "$2 -g -O1 -fno-omit-frame-pointer"
 }
 preloaded() { printf '%s ' "$("$CXX" -print-file-name="$1")"; }
+took() { echo "sanitize: $1 took $SECONDS s"; SECONDS=0; }
+SECONDS=0
 
 echo 'sanitize: addresses and undefined behaviour'
 compile "$folder/address.so" '-fsanitize=address,undefined -fno-sanitize-recover=undefined'
 # libstdc++ is named as well, or the sanitizer does not find what throws exceptions
 MMGATE_NATIVE=$folder/address.so ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
   LD_PRELOAD="$(preloaded libasan.so)$(preloaded libubsan.so)$(preloaded libstdc++.so)" \
-  "$PY" -m pytest -q -p no:cacheprovider tests/test_ops/test_ms_deform_attn/test_native.py -k 'not auto_takes'
+  "$PY" -m pytest -q -p no:cacheprovider -k 'not auto_takes' tests/test_ops/test_ms_deform_attn/test_native.py \
+  tests/test_ops/test_plug_attention/test_softmax.py tests/test_ops/test_plug_attention/test_chunked.py
+took 'addresses and undefined behaviour'
 
 echo 'sanitize: threads'
 compile "$folder/thread.so" '-fsanitize=thread'
 MMGATE_NATIVE=$folder/thread.so TSAN_OPTIONS='exitcode=66 ignore_noninstrumented_modules=1' \
   LD_PRELOAD="$(preloaded libtsan.so)" "$PY" -W ignore tools/dev/kernels/threads.py
+took threads

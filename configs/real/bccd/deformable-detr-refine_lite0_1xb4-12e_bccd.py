@@ -1,5 +1,8 @@
 # A small Deformable DETR on micrographs of blood, from a backbone that ImageNet trained: ../README.md has both.
-_base_ = '../../vanilla/deformable_detr/deformable-detr-refine_r50_8xb4-50e_coco.py'
+_base_ = [
+    '../../vanilla/deformable_detr/deformable-detr-refine_r50_8xb4-50e_coco.py',
+    '../../_base_/datasets/bccd.py'
+]
 custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 
 model = dict(
@@ -28,46 +31,18 @@ model = dict(
     bbox_head=dict(num_classes=3, embed_dims=128),
     test_cfg=dict(max_per_img=40))
 
-data_root = 'data/bccd/'
-metainfo = dict(classes=('Platelets', 'RBC', 'WBC'))
-train_pipeline = [
-    dict(type='LoadImageFromFile'),
-    dict(type='LoadAnnotations', with_bbox=True),
-    dict(type='Resize', scale=(192, 144), keep_ratio=True),
-    dict(type='RandomFlip', prob=[0.25, 0.25, 0.25], direction=['horizontal', 'vertical', 'diagonal']),
-    dict(type='PackDetInputs')
-]
-test_pipeline = [
-    dict(type='LoadImageFromFile'),
-    dict(type='Resize', scale=(192, 144), keep_ratio=True),
-    dict(type='LoadAnnotations', with_bbox=True),
-    dict(
-        type='PackDetInputs',
-        meta_keys=('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor'))
-]
-train_dataloader = dict(
-    batch_size=4,
-    num_workers=0,
-    persistent_workers=False,
-    dataset=dict(
-        data_root=data_root,
-        metainfo=metainfo,
-        ann_file='annotations/train.json',
-        data_prefix=dict(img='images/'),
-        pipeline=train_pipeline))
-val_dataloader = dict(
-    batch_size=4,
-    num_workers=0,
-    persistent_workers=False,
-    dataset=dict(
-        data_root=data_root,
-        metainfo=metainfo,
-        ann_file='annotations/val.json',
-        data_prefix=dict(img='images/'),
-        pipeline=test_pipeline))
+# the data's settings, out of the dict that the second base has them in
+bccd = _base_.pop('bccd')
+data_root = bccd.data_root
+metainfo = bccd.metainfo
+train_pipeline = bccd.train_pipeline
+test_pipeline = bccd.test_pipeline
+train_dataloader = bccd.train_dataloader
+val_dataloader = bccd.val_dataloader
 test_dataloader = val_dataloader
-val_evaluator = dict(ann_file=data_root + 'annotations/val.json')
+val_evaluator = bccd.evaluator
 test_evaluator = val_evaluator
+del bccd
 
 optim_wrapper = dict(
     constructor='mmgate.GateOptimWrapperConstructor',

@@ -12,7 +12,7 @@ import numpy as np
 from mmgate.analysis.figures import style
 from mmgate.analysis.figures.boxes import PREDICTED, draw_boxes, label_boxes
 from mmgate.analysis.probes.recording import Sample
-from mmgate.analysis.probes.sampling import SamplingPoints, density
+from mmgate.analysis.probes.sampling import SamplingChange, SamplingPoints, density
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
 CONTOURS = np.array([0.1, 0.3, 0.5, 0.7, 0.9])  # shares of the highest density
+GAINED = style.COLOURS[5]
+LOST = style.COLOURS[0]
+SEEN = 0.05  # points of a smaller share of the largest weight may lie outside of a close-up
 
 
 def draw_sampling(
@@ -55,6 +58,87 @@ def draw_sampling(
     return style.save(figure, out)
 
 
+def draw_difference(
+    change: SamplingChange,
+    samples: tuple[Sample, Sample],
+    out: str | Path,
+    *,
+    titles: tuple[str, str],
+    classes: Sequence[Sequence[str]] = ((), ()),
+) -> Path:
+    """Draw sampling points of queries on a close-up, without gates, and the weight that gates gave or took from each.
+
+    Return the file's path.
+
+    Args:
+        change: The points.
+        samples: The data samples of the image, before and after (with predictions, if any).
+        out: PNG to write.
+        titles: The two models.
+        classes: The names of their classes, as far as they are known.
+    """
+    image = style.read_image(samples[0].img_path)
+    height, width = image.shape[:2]
+    window = _window(change, width, height)
+    of_rest = 1.35  # titles, legend
+    across = (style.WIDTH - 0.3) / 3
+    figure, (axes,) = style.panels(1, 3, height=across * height / width + of_rest)
+    whole, weights, changed = axes
+    whole.imshow(image, extent=(0, width, height, 0))
+    style.add_box(whole, (window[0], window[2], window[1], window[3]), edgecolor='black', linewidth=1.8)
+    style.add_box(whole, (window[0], window[2], window[1], window[3]), edgecolor='yellow', linewidth=1.0)
+    whole.set(title='image, and the close-up', xlim=(0, width), ylim=(height, 0))
+    largest = max(float(np.abs(change.before.weights).max()), 1e-12)
+    _draw_points(weights, image, change.before, largest, contours=False)
+    weights.set_title(f'weights\n{fill(titles[0], style.LINE // 3)}')
+    most = float(np.abs(change.weights).max())
+    _draw_changes(changed, image, change, max(most, 1e-12))
+    changed.set_title(f'{change.moved:.1%} of the attention moved\n{fill(titles[1], style.LINE // 3)}')
+    boxes = [draw_boxes(axis, sample) for axis, sample in ((weights, samples[0]), (changed, samples[1]))]
+    for axis in axes:
+        axis.set(xticks=[], yticks=[])
+    for axis in (weights, changed):
+        axis.set(xlim=window[:2], ylim=(window[3], window[2]))
+    _legend_of_changes(figure, change, largest, most, boxes)
+    figure.draw_without_rendering()
+    figure.set_layout_engine('none')
+    for axis, (_, found), names in zip((weights, changed), boxes, classes, strict=True):
+        label_boxes(axis, found, names)
+    return style.save(figure, out)
+
+
+def _window(change: SamplingChange, width: int, height: int) -> tuple[float, float, float, float]:
+    """Choose the part of an image for a close-up around the points of most weight: left, right, top, bottom."""
+    xy = []
+    for points in (change.before, change.after):
+        weights = np.abs(points.weights)
+        xy += [points.xy[weights >= SEEN * weights.max()], points.reference]
+    shown = np.concatenate(xy).clip((0, 0), (width, height))
+    middle = (shown.min(0) + shown.max(0)) / 2
+    sides = (shown.max(0) - shown.min(0)) * 1.2
+    # The close-up has the image's shape, is no narrower than a sixteenth of it, and lies inside.
+    part = min(max(sides[0] / width, sides[1] / height, 1 / 16), 1)
+    half = np.array([width, height]) * part / 2
+    middle = middle.clip(half, np.array([width, height]) - half)
+    (left, top), (right, bottom) = middle - half, middle + half
+    return float(left), float(right), float(top), float(bottom)
+
+
+def _draw_changes(axis: Axes, image: np.ndarray, change: SamplingChange, largest: float) -> None:
+    _draw_image(axis, image)
+    before = change.before.xy.reshape(-1, 2)
+    after = change.after.xy.reshape(-1, 2)
+    gained = change.weights.ravel()
+    for start, end in zip(before, after, strict=True):
+        axis.plot(*np.stack([start, end], -1), color='black', linewidth=0.5, alpha=0.5)
+    # The largest changes are drawn first, so that they hide no smaller one.
+    for place in np.argsort(-np.abs(gained)):
+        look: dict[str, Any] = dict(edgecolors='white', linewidths=0.25, alpha=0.85)
+        colour = GAINED if gained[place] > 0 else LOST
+        axis.scatter(*after[place], s=1 + 60 * abs(gained[place]) / largest, color=colour, **look)
+    _draw_references(axis, change.after)
+
+
 def draw_densities(models: Sequence[tuple[str, np.ndarray]], out: Path, *, images: int) -> Path:
     """Draw where each model's points lie on average over images, all on one colour scale; return the file's path.
 
@@ -69,20 +153,37 @@ def draw_densities(models: Sequence[tuple[str, np.ndarray]], out: Path, *, image
     return style.save(figure, out)
 
 
-def _draw_points(axis: Axes, image: np.ndarray, points: SamplingPoints, largest: float) -> None:
+def _draw_image(axis: Axes, image: np.ndarray) -> None:
+    """Draw an image dim and grey on an axis, so that coloured points on it can be seen."""
     height, width = image.shape[:2]
-    # A dim, grey image lets the colours of the levels be seen.
     grey = image.mean(-1, keepdims=True)
     pale = 255 - (255 - (0.6 * grey + 0.4 * image)) * 0.6
     axis.imshow(pale.clip(0, 255).astype(np.uint8), extent=(0, width, height, 0))
-    each = [density(xy, weights, (height, width)) for xy, weights in zip(points.xy, points.weights, strict=True)]
+
+
+def _draw_references(axis: Axes, points: SamplingPoints) -> None:
+    look: dict[str, Any] = dict(color='white', edgecolors='black', linewidths=0.9)
+    axis.scatter(points.reference[:, 0], points.reference[:, 1], s=60, marker='P', zorder=5, **look)
+
+
+def _draw_contours(axis: Axes, points: SamplingPoints, size: tuple[int, int]) -> None:
+    each = [density(xy, weights, size) for xy, weights in zip(points.xy, points.weights, strict=True)]
     found = [values for values in each if values is not None]
     if found:
         # Each query's density is estimated from its points alone.
         heights = np.sum(found, axis=0)
-        x = np.linspace(0, width, heights.shape[1])
-        y = np.linspace(0, height, heights.shape[0])
+        x = np.linspace(0, size[1], heights.shape[1])
+        y = np.linspace(0, size[0], heights.shape[0])
         axis.contour(x, y, heights, levels=heights.max() * CONTOURS, colors='black', linewidths=0.6, alpha=0.55)
+
+
+def _draw_points(
+    axis: Axes, image: np.ndarray, points: SamplingPoints, largest: float, *, contours: bool = True
+) -> None:
+    height, width = image.shape[:2]
+    _draw_image(axis, image)
+    if contours:
+        _draw_contours(axis, points, (height, width))
     # Fine levels are drawn last, on top, as their points spread less.
     for place, level in reversed([*enumerate(points.levels)]):
         xy = points.xy[:, :, place].reshape(-1, 2)
@@ -92,16 +193,7 @@ def _draw_points(axis: Axes, image: np.ndarray, points: SamplingPoints, largest:
             color=style.COLOURS[level % len(style.COLOURS)], edgecolors='white', linewidths=0.25, alpha=0.85
         )
         axis.scatter(xy[:, 0], xy[:, 1], s=sizes, **look)
-    axis.scatter(
-        points.reference[:, 0],
-        points.reference[:, 1],
-        s=60,
-        marker='P',
-        color='white',
-        edgecolors='black',
-        linewidths=0.9,
-        zorder=5,
-    )
+    _draw_references(axis, points)
 
 
 def _legend(
@@ -110,22 +202,53 @@ def _legend(
     largest: float,
     boxes: Sequence[tuple[int, Sized]],
 ) -> None:
-    from matplotlib.lines import Line2D
-
-    def dot(label: str, colour: str, size: float, marker: str = 'o', edge: str = 'white') -> Line2D:
-        look: dict[str, Any] = dict(marker=marker, color=colour, markeredgecolor=edge, markersize=size)
-        return Line2D([], [], linestyle='', label=label, **look)
-
-    levels = sorted({level for _, points, _ in drawn for level in points.levels})
-    colours = style.COLOURS
-    entries = [dot(f'on level {n}{"" if n else ", the finest"}', colours[n % len(colours)], 6) for n in levels]
-    entries.append(dot(f'size: weight, largest here {largest:.2f}', 'grey', 42**0.5))
-    entries.append(dot("query's reference point", 'white', 7, 'P', 'black'))
-    entries.append(Line2D([], [], color='black', linewidth=0.6, label='density of the weights'))
-    if any(len(found) for _, found in boxes):
-        entries.append(Line2D([], [], color=PREDICTED, label='predicted box'))
-    if any(known for known, _ in boxes):
-        entries.append(Line2D([], [], color='black', linestyle='--', label='true box'))
+    entries = _dots_of_levels({level for _, points, _ in drawn for level in points.levels})
+    entries.append(_dot(f'size: weight, largest here {largest:.2f}', 'grey', 42**0.5))
+    entries.append(_reference())
+    entries.append(_line('density of the weights', color='black', linewidth=0.6))
+    entries += _lines_of_boxes(boxes)
     ends = f'{CONTOURS.min():.0%} to {CONTOURS.max():.0%}'
     note = f'Each dot is a point that a query looks at. Lines: {ends} of the highest density of the weights.'
     style.legend(figure, entries, note=note, columns=3)
+
+
+def _legend_of_changes(
+    figure: Figure, change: SamplingChange, largest: float, most: float, boxes: Sequence[tuple[int, Sized]]
+) -> None:
+    entries = _dots_of_levels(set(change.before.levels))
+    entries.append(_dot(f'size: weight, largest here {largest:.2f}', 'grey', 42**0.5))
+    entries.append(_dot('right: gained weight', GAINED, 6))
+    entries.append(_dot('right: lost weight', LOST, 6))
+    entries.append(_dot(f'size: change, largest here {most:.2g}', 'grey', 61**0.5))
+    entries.append(_reference())
+    entries.append(_line('from the place before', color='black', linewidth=0.5))
+    entries += _lines_of_boxes(boxes)
+    style.legend(figure, entries, note='Each dot is a point that a query looks at.', columns=4)
+
+
+def _dot(label: str, colour: str, size: float, marker: str = 'o', edge: str = 'white') -> Line2D:
+    return _line(label, linestyle='', marker=marker, color=colour, markeredgecolor=edge, markersize=size)
+
+
+def _line(label: str, **look: Any) -> Line2D:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], label=label, **look)
+
+
+def _dots_of_levels(levels: set[int]) -> list[Line2D]:
+    colours = style.COLOURS
+    return [_dot(f'on level {n}{"" if n else ", the finest"}', colours[n % len(colours)], 6) for n in sorted(levels)]
+
+
+def _reference() -> Line2D:
+    return _dot("query's reference point", 'white', 7, 'P', 'black')
+
+
+def _lines_of_boxes(boxes: Sequence[tuple[int, Sized]]) -> list[Line2D]:
+    entries = []
+    if any(len(found) for _, found in boxes):
+        entries.append(_line('predicted box', color=PREDICTED))
+    if any(known for known, _ in boxes):
+        entries.append(_line('true box', color='black', linestyle='--'))
+    return entries

@@ -42,6 +42,39 @@ class SamplingPoints:
 
 
 @dataclass(frozen=True)
+class SamplingChange:
+    """Sampling points of the same queries in two models: ``before`` in the vanilla one, ``after`` in the gated one."""
+
+    before: SamplingPoints
+    after: SamplingPoints
+
+    @property
+    def weights(self) -> np.ndarray:
+        """The weight that each point gained by the gates, ``(q, H, L, P)``, negative where it lost some."""
+        return self.after.weights - self.before.weights
+
+    @property
+    def moved(self) -> float:
+        """The share of attention, 0 to 1, that the gates moved from some points to others, averaged over queries.
+
+        It is half of the sum of all changes' sizes, over the sum of weights: what some points gained, others lost.
+        """
+        total = (np.abs(self.before.weights).sum() + np.abs(self.after.weights).sum()) / 2
+        return float(np.abs(self.weights).sum() / 2 / max(total, 1e-12))
+
+    @property
+    def apart(self) -> float:
+        """The largest distance, in pixels, between a query's reference points in the two models."""
+        return float(np.linalg.norm(self.after.reference - self.before.reference, axis=-1).max())
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield a row for a CSV file for each sampling point."""
+        for before, after in zip(self.before.rows(), self.after.rows(), strict=True):
+            earlier = {f'{name}_before': before[name] for name in ('x', 'y', 'weight')}
+            yield dict(after, **earlier, change=after['weight'] - before['weight'])
+
+
+@dataclass(frozen=True)
 class ImageSample:
     """Path and sizes of an image, given by hand where there is no data sample of mmdet, as for transformers' models.
 
@@ -162,6 +195,25 @@ def chosen_points(
     xy = to_image(locations[:, :, levels], sample)
     of_levels = weights[:, :, levels]
     return SamplingPoints(path, xy, of_levels, to_image(reference[:, 0, :2], sample), chosen, levels, is_encoder)
+
+
+def compare_points(before: SamplingPoints, after: SamplingPoints) -> SamplingChange:
+    """Compare the sampling points of the same queries in a vanilla and in a gated model.
+
+    Raises:
+        ConfigError: The two are of other layers, queries, heads, levels or points.
+    """
+
+    def identity(points: SamplingPoints) -> tuple[Any, ...]:
+        return points.path, points.queries.tolist(), points.levels, points.weights.shape
+
+    if identity(before) != identity(after):
+        shapes = ' and '.join(
+            f'{points.path}, queries {points.queries.tolist()}, (queries, heads, levels, points) {points.weights.shape}'
+            for points in (before, after)
+        )
+        raise ConfigError(f'a difference is of the same points of two models, and these have {shapes}.')
+    return SamplingChange(before, after)
 
 
 def density(xy: np.ndarray, weights: np.ndarray, size: tuple[int, int], steps: int = 96) -> np.ndarray | None:

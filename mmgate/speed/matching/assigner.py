@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from mmdet.models.task_modules.assigners import AssignResult
 from mmdet.models.task_modules.assigners import HungarianAssigner as MMDetHungarianAssigner
 from mmengine.structures import InstanceData
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mmgate.registry import TASK_UTILS
+
+from .pairs import BroadcastDistances, match_pairs, to_device
 
 
 @TASK_UTILS.register_module()
@@ -51,24 +51,11 @@ def cost_of(
     assigner: MMDetHungarianAssigner, predictions: InstanceData, objects: InstanceData, meta: dict[str, Any] | None
 ) -> Tensor:
     """Compute the matching cost of each pair of prediction and object, ``(Q, G)``, on the predictions' device."""
-    costs = [cost(pred_instances=predictions, gt_instances=objects, img_meta=meta) for cost in assigner.match_costs]
+    with BroadcastDistances():
+        costs = [cost(pred_instances=predictions, gt_instances=objects, img_meta=meta) for cost in assigner.match_costs]
     total = torch.stack(costs).sum(dim=0)
     # numpy has no bfloat16.
     return total.float() if total.dtype == torch.bfloat16 else total
-
-
-def match_pairs(cost: Tensor) -> np.ndarray:
-    """Solve the assignment problem: return pairs of prediction and object with the least total cost, ``(2, N)``.
-
-    Predictions are in ascending order.
-
-    Args:
-        cost: Costs ``(Q, G)`` of predictions and objects, on the CPU.
-
-    Raises:
-        ValueError: A cost is NaN or minus infinity.
-    """
-    return np.stack(linear_sum_assignment(cost.numpy()))
 
 
 def as_result(matched: Tensor, queries: int, labels: Tensor) -> AssignResult:
@@ -103,8 +90,3 @@ class AsynchronousConstants(TorchFunctionMode):
         device = kwargs.get('device') or like.device
         copy = numbers.detach().clone() if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=dtype)
         return to_device(copy.to(dtype), device)
-
-
-def to_device(numbers: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a CPU tensor to a device without waiting for the GPU; CUDA keeps a copy of pageable memory."""
-    return numbers.to(device, non_blocking=True)

@@ -18,7 +18,8 @@ from mmdet.utils import reduce_mean
 from mmengine.structures import InstanceData
 from torch import Tensor
 
-from .assigner import AsynchronousConstants, HungarianAssigner, as_result, cost_of, match_pairs, to_device
+from .assigner import AsynchronousConstants, HungarianAssigner, as_result, cost_of
+from .pairs import match_pairs, to_device
 
 
 class Layer(NamedTuple):

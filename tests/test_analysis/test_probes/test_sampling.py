@@ -10,7 +10,15 @@ import pytest
 import torch
 
 import mmgate  # noqa: F401
-from mmgate.analysis.probes.sampling import SamplingPoints, density, layers_of, mean_density, query_at
+from mmgate.analysis.probes.sampling import (
+    SamplingPoints,
+    compare_points,
+    density,
+    layers_of,
+    mean_density,
+    query_at,
+)
+from mmgate.errors import ConfigError
 
 SHAPES = torch.tensor([[4, 6], [2, 3]])
 
@@ -54,3 +62,25 @@ def test_density_is_that_of_the_finest_level() -> None:
                      np.concatenate([p.weights for p in points]), (1, 1))  # fmt: skip
     assert of_all is not None and of_all[24, 71] > of_all[71, 24]  # the heavier points
     assert density(np.ones((4, 2)), np.ones(4), (50, 100)) is None
+
+
+def points(weights: list[float], *, x: float = 0.0, query: int = 5) -> SamplingPoints:
+    """Return two points of one query, head and level."""
+    xy = np.array([[x, 1.0], [x, 2.0]]).reshape(1, 1, 1, 2, 2)
+    of_points = np.array(weights).reshape(1, 1, 1, 2)
+    return SamplingPoints('layer', xy, of_points, np.array([[x, 0.0]]), np.array([query]), [0], False)
+
+
+def test_what_one_point_gains_another_loses() -> None:
+    change = compare_points(points([0.5, 0.5]), points([0.7, 0.3], x=3.0))
+    np.testing.assert_allclose(change.weights.ravel(), [0.2, -0.2])
+    assert change.moved == pytest.approx(0.2) and change.apart == 3
+    rows = list(change.rows())
+    assert [round(row['change'], 6) for row in rows] == [0.2, -0.2]
+    assert (rows[1]['x'], rows[1]['x_before'], rows[1]['weight_before'], rows[1]['query']) == (3, 0, 0.5, 5)
+    assert compare_points(points([0.5, 0.5]), points([0.5, 0.5])).moved == 0
+
+
+def test_points_of_other_queries_have_no_difference() -> None:
+    with pytest.raises(ConfigError, match=r'layer, queries \[5\], .* and layer, queries \[6\]'):
+        compare_points(points([0.5, 0.5]), points([0.5, 0.5], query=6))

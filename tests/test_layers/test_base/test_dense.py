@@ -52,6 +52,9 @@ SDPA = {
     'additive': dict(form='additive', act='silu'),
     'silu': dict(act='silu'),
     'ns_sigmoid': dict(act='NS-sigmoid'),
+    'narrow': dict(gate_channels=3),
+    'narrow_G2_headwise': dict(gate_channels=1, position='G2', granularity='headwise'),
+    'narrow_G5': dict(gate_channels=C, position='G5'),
 }
 DGSA = {'query': {}, 'input': dict(residual='input'), 'none': dict(residual='none')}
 ALL = {
@@ -64,6 +67,7 @@ PADDING = torch.arange(M) >= torch.tensor([[M], [4]])  # of the second image's k
 IDENTITIES = {
     **{f'plug_{k}': (PLuGGate, v) for k, v in PLUG.items()},
     'sdpa': (SDPAGate, dict(act='silu')),
+    'sdpa_narrow': (SDPAGate, dict(act='silu', gate_channels=3)),
 }
 MASKS: dict[str, dict[str, Tensor]] = {
     'none': {},
@@ -257,6 +261,9 @@ def test_compiles_without_graph_break(name: str) -> None:
         (PLuGGate, dict(add_bias_kv=True), 'no input belongs to the key that add_bias_kv'),
         (SDPAGatedMultiheadAttention, dict(add_zero_attn=True), 'add_zero_attn appends'),
         (SDPAGate, dict(granularity='head'), 'elementwise, headwise'),
+        (SDPAGate, dict(gate_channels=0), 'gate_channels=0 must be from 1 to 16'),
+        (SDPAGate, dict(gate_channels=17), 'gate_channels=17 must be from 1 to 16'),
+        (SDPAGate, dict(position='G2', vdim=6, gate_channels=7), 'from 1 to 6, the channels .* at G2'),
         (DGSAGate, dict(residual='q'), 'query, input, none'),
         (DGSAGate, dict(gate_depth=0), 'gate_depth=0'),
         (DifferentialGate, dict(depth=0), 'depth=0'),

@@ -22,11 +22,11 @@ def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
-def chunk(dtype: torch.dtype, gate_heads: int, columns: int = 37) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits, factor and a gradient of the weights of two images, three heads and five rows."""
+def chunk(dtype: torch.dtype, gate_heads: int, columns: int = 37, rows: int = 5) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits, factor and a gradient of the weights of two images and three heads."""
     torch.manual_seed(0)
-    logits = 3 * torch.randn(2, 3, 5, columns, dtype=dtype)
-    factor = 1 + torch.randn(2, gate_heads, 5, columns, dtype=dtype)
+    logits = 3 * torch.randn(2, 3, rows, columns, dtype=dtype)
+    factor = 1 + torch.randn(2, gate_heads, rows, columns, dtype=dtype)
     return logits, factor, torch.randn_like(logits)
 
 
@@ -68,22 +68,39 @@ def test_weights_and_gradients_equal_autograds(
 @needs_native
 @pytest.mark.parametrize('widest', [0, 1, 2])
 @pytest.mark.parametrize('columns', [1, 31, 32, 33, 200])
-def test_every_set_of_instructions_and_number_of_threads_gives_it(
-    widest: int, columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_set_of_instructions_gives_it(widest: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, 'WIDEST', widest)
     logits, factor, grad = chunk(torch.float32, 1, columns)
-    weights, *_ = expected(logits, factor, None, grad)
-    threads = torch.get_num_threads()
+    weights, of_logits, of_factor = expected(logits, factor, None, grad)
+    found = gated_softmax(logits, factor, None, torch.empty_like(logits))
+    assert (found - weights).abs().max() < 2e-6
+    delta = (grad * found).sum(-1, keepdim=True)
+    gradients = gated_softmax_backward(logits, factor, found, grad.clone(), delta)
+    assert (gradients[0] - of_logits).abs().max() < 4e-5
+    assert (gradients[1] - of_factor).abs().max() < 4e-5
+
+
+@needs_native
+@pytest.mark.parametrize('own', [False, True], ids=['torchs', 'started'])
+@pytest.mark.parametrize('rows', [2, 90], ids=['fewer_rows', 'more_rows'])
+@pytest.mark.parametrize('gate_heads', [1, 3])
+def test_any_number_of_threads_gives_the_same_bits(
+    gate_heads: int, rows: int, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, 'OWN_THREADS', own)
+    logits, factor, grad = chunk(torch.float32, gate_heads, 20_000 // rows, rows)
+    delta = torch.randn(2, 3, rows, 1)
+    before = torch.get_num_threads()
     results = []
     try:
-        for number in (1, 3):
+        for number in (1, 7):
             torch.set_num_threads(number)
-            results.append(gated_softmax(logits, factor, None, torch.empty_like(logits)))
+            found = gated_softmax(logits, factor, None, torch.empty_like(logits))
+            results.append((found, *gated_softmax_backward(logits, factor, found, grad.clone(), delta)))
     finally:
-        torch.set_num_threads(threads)
-    assert (results[0] - weights).abs().max() < 2e-6
-    assert torch.equal(*results)
+        torch.set_num_threads(before)
+    for one, seven in zip(*results, strict=True):
+        assert torch.equal(one, seven)
 
 
 @pytest.mark.parametrize('value', [torch.nan, torch.inf, -torch.inf])

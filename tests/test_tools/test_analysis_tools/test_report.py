@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT, tool
@@ -38,16 +39,36 @@ def test_report_draws_every_pair_and_trains_only_what_is_missing(
     assert len(trained) == 7 == len({call[2] for call in trained}) and len(calls) == 8 + len(drawn)
     assert all(Path(call[0]).is_file() for call in calls if call not in trained)
     against = next(call for call in drawn if 'sampling_points' in call[0])
-    assert against[against.index('--against') + 1] == report.VANILLA_DETR
+    vanilla, gated = report.FAMILIES['shapes']['Deformable DETR']
+    assert against[against.index('--against') + 1] == vanilla and against[1] == gated
     counts = {Path(call[0]).stem: call[call.index('--max-images') + 1] for call in drawn if '--max-images' in call}
     assert counts['plot_cka'] == '4' and counts['plot_gates'] == '2'
     page = (tmp_path / 'a/index.html').read_text()
     assert page.count('<img') == len(drawn) and page.count('<table') == 3 and '<td>9</td>' in page
     assert not re.search(r'(src|href)="(?!data:|#)', page) and 'alt="&lt;plot_gates&gt;"' in page
     calls.clear()
-    stopped = tmp_path / 'runs' / Path(report.DETR).stem
-    (stopped / Path(report.DETR).name).write_text('train_cfg = dict(max_epochs=2)')
+    stopped = tmp_path / 'runs' / Path(gated).stem
+    (stopped / Path(gated).name).write_text('train_cfg = dict(max_epochs=2)')
     shutil.rmtree(stopped / '20260101_000000')
     assert cli.main(report.main, [*arguments, str(tmp_path / 'b')]) == 0
     (again,) = (call for call in calls if call[0] == '-m')
-    assert again[2] == report.DETR and '--resume' in again
+    assert again[2] == gated and '--resume' in again
+
+
+def test_report_of_real_images_needs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """It ends before a training where a set is missing, and draws the pictures of its configs where all are there."""
+    report = tool('report')
+    calls: list[list[str]] = []
+    monkeypatch.setattr(report, 'run', calls.append)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'configs').symlink_to(ROOT / 'configs')
+    (tmp_path / 'data/facemask').mkdir(parents=True)
+    assert cli.main(report.main, ['--data', 'real']) == 2
+    said = capsys.readouterr().err
+    assert 'data/camvid, data/bccd/ is missing: configs/real/README.md says where' in said and not calls
+    for config in (config for family in report.FAMILIES['real'].values() for config in family):
+        assert Path(config).is_file(), config
+    pictures = report.pictures_of(report.FAMILIES['real'])
+    assert [(one.figure, one.config) for one in pictures if one.options] == [
+        ('sampling_points', report.FAMILIES['real']['Deformable DETR'][1])
+    ]

@@ -30,13 +30,24 @@ def test_every_module_has_tests(mutants: ModuleType) -> None:
 
     first, *others = mutants.tests_of('layers/plug.py')
     assert first == 'tests/test_layers/test_plug.py' and sorted([first, *others]) == files('test_layers')
-    of_linear = ['tests/test_layers/test_linear/test_linear.py']
-    for module in ('layers/linear/__init__.py', 'layers/linear/hydra.py'):
-        assert mutants.tests_of(module) == of_linear + files('test_layers')
+    of_linear = files('test_layers/test_linear')
+    assert mutants.tests_of('layers/linear/hydra.py') == of_linear + files('test_layers')
+    of_all = mutants.tests_of('layers/linear/__init__.py')
+    assert of_all[0] == 'tests/test_layers/test_linear/test_linear.py'
+    assert sorted(of_all[: len(of_linear)]) == of_linear and of_all[len(of_linear) :] == files('test_layers')
     folder = 'tests/test_ops/test_plug_attention'
     assert mutants.tests_of('ops/plug_attention/chunked.py')[0] == f'{folder}/test_chunked.py'
     assert mutants.tests_of('ops/plug_attention/__init__.py')[0] == f'{folder}/test_plug_attention.py'
     assert mutants.tests_of('swap.py') == ['tests/test_swap.py']
+
+
+def test_the_copy_has_the_compiled_library(mutants: ModuleType, tmp_path: Path) -> None:
+    libraries = [path.relative_to(ROOT) for path in (ROOT / 'mmgate/ops/native/cpp').glob('*.so')]
+    if not libraries:
+        pytest.skip('needs the compiled CPU kernels: python -m mmgate.doctor --build')
+    mutants.copy_checkout(tmp_path)
+    for path in libraries:
+        assert (tmp_path / path).read_bytes() == (ROOT / path).read_bytes()
 
 
 CODE = '''

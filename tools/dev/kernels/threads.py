@@ -1,4 +1,4 @@
-"""Calls of the CPU kernel that start its threads, forward and backward, for a thread sanitizer; see ../sanitize.sh."""
+"""Calls of the CPU kernels that start their threads, forward and backward, for a thread sanitizer; see ../sanitize.sh."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import torch
 
 from mmgate.ops import native as library
 from mmgate.ops.ms_deform_attn import ms_deform_attn, native
+from mmgate.ops.plug_attention.softmax import gated_softmax, gated_softmax_backward
 
 
-def main() -> None:
-    """Run calls with fewer and more threads than heads, of few and of many queries."""
-    library.OWN_THREADS = True
-    assert native.why_not(torch.empty(0)) is None, native.why_not(torch.empty(0))
+def sample() -> None:
+    """Run the sampler with fewer and more threads than heads, on few and on many queries."""
     shapes = torch.tensor([(12, 16), (6, 8)])
     starts = torch.tensor([0, 192])
     for threads in (2, 5):
@@ -23,6 +22,28 @@ def main() -> None:
             torch.set_num_threads(threads)
             output = ms_deform_attn(value, shapes, starts, points, logits, gate, backend='native')
             output.sum().backward()
+
+
+def attend() -> None:
+    """Run the gated softmax with fewer and more threads than rows, for a shared gate and one of each head."""
+    for threads in (2, 5):
+        for rows in (4, 40):
+            for gate_heads in (1, 3):
+                logits = torch.randn(1, 3, rows, 2000)
+                factor = torch.randn(1, gate_heads, rows, 2000)
+                torch.set_num_threads(threads)
+                weights = gated_softmax(logits, factor, torch.randn(1, 3, 1, 2000), torch.empty_like(logits))
+                grad = torch.randn_like(logits)
+                delta = (grad * weights).sum(-1, keepdim=True)
+                gated_softmax_backward(logits, factor, weights, grad, delta)
+
+
+def main() -> None:
+    """Run both kernels on threads that they start."""
+    library.OWN_THREADS = True
+    assert native.why_not(torch.empty(0)) is None, native.why_not(torch.empty(0))
+    sample()
+    attend()
     print('no two threads met')
 
 

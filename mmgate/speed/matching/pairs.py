@@ -1,0 +1,75 @@
+"""Solve assignment problems and compute L1 distances of boxes, with torch and scipy alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+# The width of a box, for which the order of the sum is known.
+SIDES = 4
+NARROW = (torch.float16, torch.bfloat16)
+
+
+def match_pairs(cost: Tensor) -> np.ndarray:
+    """Solve the assignment problem: return pairs of prediction and object with the least total cost, ``(2, N)``.
+
+    Predictions are in ascending order.
+
+    Args:
+        cost: Costs ``(Q, G)`` of predictions and objects, on the CPU.
+
+    Raises:
+        ValueError: A cost is NaN or minus infinity.
+    """
+    return np.stack(linear_sum_assignment(cost.numpy()))
+
+
+def to_device(numbers: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a CPU tensor to a device without waiting for the GPU; CUDA keeps a copy of pageable memory."""
+    return numbers.to(device, non_blocking=True)
+
+
+def l1_distances(first: Tensor, second: Tensor) -> Tensor:
+    """Compute the L1 distance of each two boxes, ``(..., Q, G)``, bit for bit as ``torch.cdist`` with ``p=1``.
+
+    Args:
+        first: Boxes ``(..., Q, 4)``. float16 and bfloat16 are widened to float32, as autocast does for torch.cdist.
+        second: Boxes ``(..., G, 4)``.
+    """
+    first, second = (boxes.float() if boxes.dtype in NARROW else boxes for boxes in (first, second))
+    apart = (first[..., :, None, :] - second[..., None, :, :]).abs()  # (..., Q, G, 4)
+    x, y, width, height = apart.unbind(-1)
+    # torch.cdist's kernel for CUDA adds halves of a warp to each other, the one for the CPU number after number.
+    if apart.is_cuda:
+        return (x + width) + (y + height)
+    return ((x + y) + width) + height
+
+
+class BroadcastDistances(TorchFunctionMode):
+    """Torch function mode in which ``torch.cdist`` computes L1 distances of boxes by :func:`l1_distances`, faster.
+
+    For every pair torch.cdist starts a block of 256 threads on a GPU, of which 4 have a number to add.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call a torch function; ``torch.cdist`` of boxes with ``p=1`` is replaced by :func:`l1_distances`."""
+        kwargs = kwargs or {}
+        if func is torch.cdist and _are_boxes(*args, **kwargs):
+            return l1_distances(*args[:2])
+        return func(*args, **kwargs)
+
+
+def _are_boxes(*args: Any, p: float = 2.0, **_: object) -> bool:
+    """Return True if a call of ``torch.cdist`` asks for L1 distances of boxes, that is, of four numbers each."""
+    if len(args) < 2:
+        return False
+    p = args[2] if len(args) > 2 else p
+    return p == 1 and args[0].shape[-1] == args[1].shape[-1] == SIDES

@@ -1,0 +1,54 @@
+"""Sampling points drawn on their image: the points that gain weight, and those that lose some, on a close-up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from mmengine.structures import BaseDataElement
+
+from mmgate.analysis.figures import sampling
+from mmgate.analysis.figures.sampling import draw_difference
+from mmgate.analysis.probes.sampling import SamplingPoints, compare_points
+
+
+def points(weights: list[float], *, wide: float = 10.0) -> SamplingPoints:
+    """Return a point left and a point right of the middle of an image of 200 x 100."""
+    xy = np.array([[100 - wide, 50.0], [100 + wide, 50.0]]).reshape(1, 1, 1, 2, 2)
+    of_points = np.array(weights).reshape(1, 1, 1, 2)
+    return SamplingPoints('layer', xy, of_points, np.array([[100.0, 50.0]]), np.array([0]), [0], False)
+
+
+@pytest.fixture
+def sample(tmp_path: Path) -> BaseDataElement:
+    """The data sample of a grey image."""
+    cv2.imwrite(str(tmp_path / 'image.png'), np.full((100, 200, 3), 128, np.uint8))
+    return BaseDataElement(metainfo=dict(img_path=str(tmp_path / 'image.png'), img_shape=(100, 200)))
+
+
+def test_a_gain_is_red_and_a_loss_is_blue(sample: BaseDataElement, tmp_path: Path) -> None:
+    """In the third panel: the left point gains, the right one loses; with the change turned, colours are, too."""
+    before = points([0.5, 0.5])
+    for weights, sign in (([0.9, 0.1], 1), ([0.1, 0.9], -1)):
+        change = compare_points(before, points(weights))
+        out = draw_difference(change, (sample, sample), tmp_path / 'out.png', titles=('a', 'b'))
+        picture = cv2.imread(str(out)).astype(int)
+        redness = sign * (picture[..., 2] - picture[..., 0])
+        panel = redness[: picture.shape[0] * 3 // 5, picture.shape[1] * 2 // 3 :]
+        half = panel.shape[1] // 2
+        assert panel[:, :half].max() > 100 and panel[:, half:].min() < -100
+        assert panel[:, :half].min() > -40 and panel[:, half:].max() < 40
+
+
+def test_a_close_up_holds_the_points_and_has_the_shape_of_the_image() -> None:
+    change = compare_points(points([0.5, 0.5]), points([0.6, 0.4]))
+    left, right, top, bottom = sampling._window(change, 200, 100)
+    assert (left + right, top + bottom) == (200, 100) and right - left == 2 * (bottom - top) == pytest.approx(24)
+    # Points outside of the image leave the whole of it.
+    wide = compare_points(points([0.5, 0.5], wide=150), points([0.5, 0.5], wide=150))
+    assert sampling._window(wide, 200, 100) == (0, 200, 0, 100)
+    # A point of hardly any weight does not count.
+    light = compare_points(points([1.0, 0.01], wide=50), points([1.0, 0.01], wide=50))
+    assert sampling._window(light, 200, 100)[1] < 150

@@ -1,0 +1,68 @@
+"""L1 costs by broadcasting: bit for bit torch.cdist's, and mmdet's."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from helpers.matching import COSTS, META, objects, predictions
+from mmdet.models.task_modules.assigners import HungarianAssigner
+from mmengine.registry import init_default_scope
+from torch import Tensor
+
+from mmgate.speed.matching import pairs
+from mmgate.speed.matching.assigner import cost_of
+from mmgate.speed.matching.pairs import BroadcastDistances, l1_distances
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=str)
+def test_distances_are_cdists_bit_for_bit(dtype: torch.dtype) -> None:
+    """Also of no boxes, of a batch, and of numbers that are none; gradients, too."""
+    for shape, count in (((7,), 3), ((300,), 40), ((1,), 1), ((5,), 0), ((0,), 4), ((2, 9), 6)):
+        for scale in (1.0, 1e-6, 800.0):
+            first = scale * torch.rand(*shape, 4, dtype=dtype)
+            second = scale * torch.rand(*shape[:-1], count, 4, dtype=dtype)
+            assert torch.equal(l1_distances(first, second), torch.cdist(first, second, p=1))
+    first[0, 0, 1], first[0, 1, 2], second[0, 0, 2] = torch.nan, torch.inf, torch.inf
+    torch.testing.assert_close(l1_distances(first, second), torch.cdist(first, second, p=1), rtol=0, atol=0, equal_nan=True)
+    leaves = [torch.rand(count, 4, dtype=dtype, requires_grad=True) for count in (5, 3)]
+    grads = [torch.autograd.grad((f(*leaves) ** 2).sum(), leaves) for f in (l1_distances, manhattan)]
+    torch.testing.assert_close(*grads)
+
+
+def manhattan(first: Tensor, second: Tensor) -> Tensor:
+    return torch.cdist(first, second, p=1)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_distances_are_cdists_under_autocast(dtype: torch.dtype) -> None:
+    first, second = (torch.rand(count, 4).to(dtype) for count in (9, 4))
+    with torch.autocast('cpu', torch.bfloat16):
+        expected = torch.cdist(first, second, p=1)
+        with BroadcastDistances():
+            actual = torch.cdist(first, second, p=1)
+    assert actual.dtype == expected.dtype == torch.float32 and torch.equal(actual, expected)
+
+
+def test_the_mode_leaves_all_other_distances_alone() -> None:
+    first, second = torch.rand(5, 4), torch.rand(3, 4)
+    wide = torch.rand(5, 6), torch.rand(3, 6)
+    expected = [torch.cdist(first, second), torch.cdist(first, second, 3.0), torch.cdist(*wide, p=1)]
+    with BroadcastDistances(), patch.object(pairs, 'l1_distances', side_effect=AssertionError):
+        actual = [torch.cdist(first, second), torch.cdist(first, second, 3.0), torch.cdist(*wide, p=1)]
+        with pytest.raises(AssertionError):
+            torch.cdist(first, second, 1)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize('name', ['focal', 'one', 'corners_and_iou'])
+def test_costs_are_mmdets_bit_for_bit_without_cdist(name: str) -> None:
+    init_default_scope('mmdet')
+    assigner = HungarianAssigner(COSTS[name])
+    generator = torch.Generator().manual_seed(0)
+    for count in (0, 1, 9):
+        given = predictions(generator, 30), objects(generator, count)
+        costs = [cost(*given, img_meta=META) for cost in assigner.match_costs]
+        with patch.object(torch._VF, 'cdist', side_effect=AssertionError('torch.cdist was called')):
+            assert torch.equal(cost_of(assigner, *given, META), torch.stack(costs).sum(0))
