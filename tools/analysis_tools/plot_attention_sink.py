@@ -1,4 +1,4 @@
-"""Draw attention sinks by layer: share on the most attended token, maximum activation, share of closed gates."""
+"""Draw attention sinks by layer: attention to the most attended token, maximum activation, share of closed gates."""
 
 import sys
 from pathlib import Path
