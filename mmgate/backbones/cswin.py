@@ -61,7 +61,7 @@ class _Embedding(nn.Module):
 
 @MODELS.register_module()
 class AgentCSwin(PublishedWeights, BaseModule):
-    """Backbone CSwin with agent attention in stages 1 and 2; stage 3 keeps cross-shaped windows, stage 4 sees the map.
+    """Backbone CSwin with agent attention in stages 1 and 2, cross-shaped windows in stage 3, the whole map in stage 4.
 
     The last stage sees its whole map. ``agent_nums=(None,) * 4`` makes it vanilla; both start with the same numbers in
     what they share.

@@ -215,7 +215,7 @@ def class_tokens(model: nn.Module, keys: Mapping[str, int]) -> dict[str, int]:
 
 
 def _readable(model: nn.Module) -> Iterator[tuple[str, str, dict[str, Read]]]:
-    """Yield, for each attention, the path of its readings, the module to hook, and the reading functions by name."""
+    """Yield for each attention its path, the path of the module to hook, and the functions that compute readings."""
     for path, module in model.named_modules():
         if isinstance(module, GatedModule):
             for name, found in gated_reads(module).items():
