@@ -23,7 +23,7 @@ def initialise_gates_last(model: nn.Module) -> None:
     """Change ``model.init_weights`` in place: it initialises the vanilla model first, and then the gates.
 
     Under one seed every parameter that the two models share gets the same numbers bit for bit, and the global random
-    numbers go on as they do in the vanilla model.
+    generators continue as they do in the vanilla model.
 
     Hosts draw in passes over all of their parameters, in ``init_weights`` and, for the ``init_cfg`` of a model around
     this one, in ``apply``. The two methods become attributes of this model, which copies and pickles take along. A

@@ -83,7 +83,7 @@ class DGSAGate(DenseGate):
         return self.gate_proj(query_input).sigmoid().transpose(1, 2)[..., None]  # (B, H, N, 1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Attend and return the normalised, scaled heads ``(B, H, N, d)``."""
+        """Compute the gated difference of both attentions; return the normalised, scaled heads ``(B, H, N, d)``."""
         heads = differential_attention(query, key, value, self._gate(inputs[0]), bias, dropout=self.drop_rate)
         return self.head_norm(heads) * (1 - self.lambda_init)
 

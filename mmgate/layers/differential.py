@@ -81,7 +81,7 @@ class DifferentialGate(DenseGate):
         return first.exp() - second.exp() + self.lambda_init
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Attend and return the normalised, scaled heads ``(B, H, N, d)``."""
+        """Compute the difference of both attentions; return the normalised, scaled heads ``(B, H, N, d)``."""
         first, second = differential_streams(query, key, value, bias, dropout=self.drop_rate)
         return self.head_norm(first - self.compute_lambda() * second) * (1 - self.lambda_init)
 

@@ -14,7 +14,8 @@ class CosineLR(CosineAnnealingLR):
     """Cosine learning-rate schedule that counts from the start of the training, warm-up included, as timm's does.
 
     From ``begin`` on, the rate at step t of the training is ``eta_min + (lr - eta_min) (1 + cos(pi t / end)) / 2``.
-    mmengine's ``CosineAnnealingLR`` counts t from ``begin``, so that it starts at the full rate after a warm-up.
+    mmengine's ``CosineAnnealingLR`` counts t from ``begin``, so that after a warm-up it starts at the full learning
+    rate.
 
     Arguments are those of ``CosineAnnealingLR``; ``convert_to_iter_based=True`` in a config counts iterations.
 

@@ -49,7 +49,7 @@ def make_trial(
         steps_in_epoch: Batches of the training data.
         iters: Length in iterations.
         epochs: Length in epochs, instead.
-        checkpoint: Vanilla checkpoint to go on from; without one the training begins as the config says.
+        checkpoint: Vanilla checkpoint from which the training starts; without one it starts as the config says.
         gate_rate: Learning rate of gates, as a multiple of the model's.
         validations: Number of validations, evenly spaced.
 

@@ -1,6 +1,7 @@
 """Adapt a trained model to other data by training gates or other small parts, and compare the results.
 
-Every row trains another part of the same model for equal steps, at the rate that was best on held-out training images.
+Each row of the table trains another part of the model for equally many steps, at the learning rate that was best on
+held-out training images.
 """
 
 import argparse
@@ -72,7 +73,8 @@ class Comparison:
         checkpoint: The trained model that every row starts from.
         parts: Rows by name: ``trains`` has ``'gates'``, ``'norms'`` (norms and all biases), ``'low_rank'``, or regular
             expressions for names of parameters; ``attention`` has rules for gates; ``low_rank`` has ``pattern`` (a
-            regular expression for names of weights) and ``rank``; ``statistics=True`` lets batch norms go on counting.
+            regular expression for names of weights) and ``rank``; ``statistics=True`` lets batch norms update
+            their running statistics.
         rates: Learning rates of the sweep, by the name of a part or ``'default'``.
         steps: Number of training steps.
         sweep: ``train`` and ``test``, changes of the config's ``train_dataloader.dataset``, for choosing rates.
@@ -174,7 +176,7 @@ def train(model: nn.Module, cfg: Config, samples: Any, rate: float, steps: int, 
         rate: Learning rate, before the factors in the config's ``paramwise_cfg``.
         steps: Number of steps.
         seed: Seed of the order and of what is drawn in a step.
-        statistics: Let batch norms go on counting.
+        statistics: True lets batch norms update their running statistics.
     """
     random.seed(seed)
     np.random.seed(seed)

@@ -49,7 +49,7 @@ def reads(*classes: str, **how: Read) -> None:
 
 
 def reads_of(module: nn.Module) -> dict[str, Read]:
-    """Return the functions that compute the readings of a vanilla module, by the reading's name.
+    """Return the functions that compute a vanilla module's readings (attention weights, ...), by the reading's name.
 
     They are those registered for its class, or for the nearest of its base classes.
     """
@@ -62,7 +62,7 @@ def reads_of(module: nn.Module) -> dict[str, Read]:
 
 
 def gated_reads(module: GatedModule) -> dict[str, dict[str, Read]]:
-    """Return the functions that compute the readings of a gated module, by the name of each gate in it.
+    """Return the functions that compute a gated module's readings (gate, attention weights, ...), for each gate.
 
     A module's only gate has the name ``''``.
     """

@@ -246,7 +246,7 @@ def start_linear(*layers: nn.Linear | nn.Conv2d | None) -> None:
 def random_stream(name: str, device: torch.device | None = None) -> Iterator[None]:
     """Draw random numbers in a ``with`` block from a stream that depends on torch's seed and a name alone.
 
-    Afterwards the global generators go on as if nothing had been drawn.
+    Afterwards the global generators continue as if nothing had been drawn.
     """
     seed = (torch.initial_seed() + crc32(name.encode())) % 2**63
     generators = [torch.default_generator]

@@ -101,7 +101,7 @@ class GatedModule(nn.Module):
         """Prepare the module for its gate; called each time right after the module has got the gated class."""
 
     def before_switch_off(self) -> None:
-        """Undo :meth:`after_switch_on`; called right before the module gets its former class back."""
+        """Undo what :meth:`after_switch_on` has prepared; called right before the module gets its former class back."""
 
     def gates(self) -> list[Gate]:
         """Return the module's gates: its child ``gate``, or the two in it if the attention goes both ways."""

@@ -47,7 +47,7 @@ def _too_old(index: int | None) -> bool:
 
 @torch.compiler.assume_constant_result
 def _missing() -> str | None:
-    """Return what :func:`missing` returns; torch.compile calls it once, while it traces."""
+    """Return why deformops cannot be imported, or None; torch.compile calls this once, while it traces."""
     return missing()
 
 

@@ -34,7 +34,7 @@ def missing() -> str | None:
 
 @torch.compiler.assume_constant_result
 def _missing() -> str | None:
-    """Return what :func:`missing` returns; torch.compile calls it once, while it traces."""
+    """Return why torch-ms-deform-attn cannot be imported, or None; torch.compile calls this once, while it traces."""
     return missing()
 
 
