@@ -36,9 +36,11 @@ CROSSING = {
     'test_tools/test_malicious.py',
     'test_tools/test_mistakes.py',
     # what runs where there is no mm package
+    'test_transformers/test_exported.py',
     'test_transformers/test_from_pretrained.py',
     'test_transformers/test_hosts_of_transformers.py',
     'test_transformers/test_pattern.py',
+    'test_transformers/test_peft.py',
     'test_transformers/test_readings.py',
     'test_transformers/test_rfdetr.py',
     'test_transformers/test_torch_alone.py',

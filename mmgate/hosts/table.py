@@ -186,7 +186,7 @@ def hosts_of(kind: type) -> list[type]:
 
 
 def host_names(kind: type) -> list[str]:
-    """Return the names of all attention classes into which a gate fits; empty if ``kind`` has no gate."""
+    """Return the names of all attention classes into which a gate fits; empty for a type without a gate."""
     return [host if isinstance(host, str) else full_name(host) for host in _hosts(kind)]
 
 

@@ -87,6 +87,27 @@ def test_a_deformable_layer_starts_as_the_vanilla_one(name: str, options: dict[s
     check_layers(build(name, **options), PLUG, feed(name))
 
 
+@pytest.mark.parametrize('name', {**DENSE, **DEFORMABLE})
+def test_attention_is_listed_by_the_paths_that_rules_take(name: str) -> None:
+    """With sizes, before and after it is gated; and what the list has no gate for is refused."""
+    model = build(name)
+    listed = {one.path: one for one in mmgate.list_attention(model)}
+    assert all(any('heads' in size for size in one.sizes) for one in listed.values() if one.gates)
+    expected: dict[str, str] = {}
+    for kind, gate in ((PLUG['type'], 'PLuGDeformableGate'), ('PLuGMultiheadAttention', 'PLuGGate')):
+        fits = [path for path, one in listed.items() if kind in one.gates]
+        for path in listed.keys() - expected.keys() - set(fits):
+            with pytest.raises(ValueError, match='does not replace'):
+                mmgate.swap_attention(model, dict(path=path, type=kind))
+        if fits:
+            assert set(mmgate.swap_attention(model, dict(path=fits, type=kind))) == set(fits)
+        expected.update(dict.fromkeys(fits, gate))
+    assert expected
+    after = {one.path: one for one in mmgate.list_attention(model)}
+    assert {path: one.gate for path, one in after.items() if one.gate} == expected
+    assert {path: one.kind for path, one in after.items()} == {path: one.kind for path, one in listed.items()}
+
+
 CLASSES = [  # of models that are too large for a test, by themselves
     ('omdet_turbo', 'OmDetTurbo'),
     *((f'pp_doclayout_v{number}', f'PPDocLayoutV{number}') for number in (2, 3, 4)),

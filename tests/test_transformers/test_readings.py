@@ -67,7 +67,7 @@ def test_statistics_of_gates_are_recorded() -> None:
     model.test_step = lambda batch: [model(**batch)]
     found = gate_statistics(model, [feed('deformable_detr')])
     assert [gate.path for gate in found] == readable(model)['gate']
-    assert all(gate.kind == 'levels' and gate.unchanged == 0 and gate.statistics.mean == 0 for gate in found)
+    assert all(gate.axes == 'levels' and gate.unchanged == 0 and gate.statistics.mean == 0 for gate in found)
 
 
 def test_a_picture_of_sampling_points_is_drawn(tmp_path: Path) -> None:

@@ -68,6 +68,10 @@ def test_the_model_starts_as_it_was_and_its_loss_trains_the_gates(tmp_path: Path
     model, space = build()
     gated = [part for part in model.modules() if isinstance(part, GatedMSDeformAttn)]
     assert len(space['names']) == 4 and len(gated) == 2
+    listed = {one.path: one for one in mmgate.list_attention(model)}
+    assert {path for path, one in listed.items() if one.gate} == set(space['names'])
+    assert {listed[name].kind for name in space['names']} == {'MSDeformAttn', 'MultiheadAttention'}
+    assert all(any('heads' in size for size in listed[name].sizes) for name in space['names'])
     start = boxes(model)
     with mmgate.gates_disabled(model):
         torch.testing.assert_close(boxes(model), start, rtol=1e-4, atol=1e-5)
@@ -131,7 +135,7 @@ def test_its_trainer_trains_the_gates(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_an_export_holds_the_gates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     onnxruntime = pytest.importorskip('onnxruntime', reason='needs onnxruntime')
-    pytest.importorskip('onnx', reason='needs onnx')
+    onnx = pytest.importorskip('onnx', reason='needs onnx')
     model, space = build()
     for parameter in mmgate.gate_parameters(model).values():
         nn.init.normal_(parameter, std=0.5)
@@ -145,8 +149,14 @@ def test_an_export_holds_the_gates(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     with torch.no_grad():
         expected = model(nested_tensor_from_tensor_list([image[0]]))
+        with mmgate.gates_disabled(model):
+            vanilla = model(nested_tensor_from_tensor_list([image[0]]))
     by_size = {value.shape[-1]: value for value in found}
-    np.testing.assert_allclose(by_size[4], expected['pred_boxes'].numpy(), rtol=1e-3, atol=1e-4)
+    for name in ('pred_boxes', 'pred_logits'):
+        exported = by_size[expected[name].shape[-1]]
+        np.testing.assert_allclose(exported, expected[name].numpy(), rtol=1e-4, atol=1e-4)
+        assert np.abs(exported - vanilla[name].numpy()).max() > 1e-3
+    assert 'GridSample' not in {node.op_type for node in onnx.load(file).graph.node}
     assert isinstance(space['detector'].model.model.transformer.decoder.layers[0].cross_attn, GatedMSDeformAttn)
 
 

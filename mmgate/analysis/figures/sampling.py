@@ -126,9 +126,11 @@ def _window(change: SamplingChange, width: int, height: int) -> tuple[float, flo
 
 def _draw_changes(axis: Axes, image: np.ndarray, change: SamplingChange, largest: float) -> None:
     _draw_image(axis, image)
-    before = change.before.xy.reshape(-1, 2)
-    after = change.after.xy.reshape(-1, 2)
-    gained = change.weights.ravel()
+    # A level with fewer points than another is padded.
+    there = change.after.there
+    before = change.before.xy[:, :, there].reshape(-1, 2)
+    after = change.after.xy[:, :, there].reshape(-1, 2)
+    gained = change.weights[:, :, there].ravel()
     for start, end in zip(before, after, strict=True):
         axis.plot(*np.stack([start, end], -1), color='black', linewidth=0.5, alpha=0.5)
     # The largest changes are drawn first, so that they hide no smaller one.
@@ -167,7 +169,9 @@ def _draw_references(axis: Axes, points: SamplingPoints) -> None:
 
 
 def _draw_contours(axis: Axes, points: SamplingPoints, size: tuple[int, int]) -> None:
-    each = [density(xy, weights, size) for xy, weights in zip(points.xy, points.weights, strict=True)]
+    there = points.there
+    of_queries = zip(points.xy, points.weights, strict=True)
+    each = [density(xy[:, there], weights[:, there], size) for xy, weights in of_queries]
     found = [values for values in each if values is not None]
     if found:
         # Each query's density is estimated from its points alone.
@@ -184,10 +188,11 @@ def _draw_points(
     _draw_image(axis, image)
     if contours:
         _draw_contours(axis, points, (height, width))
+    there = points.there
     # Fine levels are drawn last, on top, as their points spread less.
     for place, level in reversed([*enumerate(points.levels)]):
-        xy = points.xy[:, :, place].reshape(-1, 2)
-        weights = points.weights[:, :, place].ravel()
+        xy = points.xy[:, :, place, there[place]].reshape(-1, 2)
+        weights = points.weights[:, :, place, there[place]].ravel()
         sizes = 2 + 40 * weights.clip(min=0) / largest
         look: dict[str, Any] = dict(
             color=style.COLOURS[level % len(style.COLOURS)], edgecolors='white', linewidths=0.25, alpha=0.85

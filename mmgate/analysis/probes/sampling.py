@@ -14,6 +14,7 @@ from mmgate.analysis.probes.attention import POINTS
 from mmgate.analysis.probes.recording import PREDICTIONS, Recording, Sample, best_queries, record
 from mmgate.analysis.probes.relevance import padded_size
 from mmgate.errors import ConfigError
+from mmgate.ops.ms_deform_attn.uneven import padded
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class SamplingPoints:
     """The sampling points of some queries in one layer: their places on the image, their weights and levels.
 
     Places are pixels of the image on disk. ``reference`` ``(q, 2)`` holds the queries' reference points, or the centres
-    of their boxes; level 0 is the finest; an encoder's queries are the pixels of its levels.
+    of their boxes; level 0 is the finest; an encoder's queries are the pixels of its levels. If levels have different
+    numbers of points, ``num_points`` has that of each level, P is the largest, and :attr:`there` says which ones exist.
     """
 
     path: str
@@ -31,11 +33,22 @@ class SamplingPoints:
     queries: np.ndarray
     levels: list[int]
     is_encoder: bool
+    num_points: tuple[int, ...] | None = None
+
+    @property
+    def there(self) -> np.ndarray:
+        """Mask ``(L, P)`` of the points that exist, where levels have different numbers of points."""
+        levels, points = self.weights.shape[2:]
+        counts = np.full(levels, points) if self.num_points is None else np.array(self.num_points)
+        return np.arange(points) < counts[:, None]
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield a row for a CSV file for each sampling point."""
+        there = self.there
         for place in np.ndindex(*self.weights.shape):
             query, head, level, point = place
+            if not there[level, point]:
+                continue
             numbers = dict(query=int(self.queries[query]), head=head, level=self.levels[level], point=point)
             x, y, weight = (float(value) for value in (*self.xy[place], self.weights[place]))
             yield dict(layer=self.path, **numbers, x=x, y=y, weight=weight)
@@ -95,7 +108,7 @@ class ImageSample:
 
 def record_sampling(model: nn.Module) -> AbstractContextManager[Recording]:
     """Return a context that records the sampling points of each deformable attention, and a head's predictions."""
-    return record(model, (*POINTS, PREDICTIONS))
+    return record(model, (*POINTS, 'gate', PREDICTIONS))
 
 
 def layers_of(layers: Recording, part: str) -> list[str]:
@@ -179,7 +192,8 @@ def chosen_points(
     if pixel and not is_encoder:
         raise ConfigError('--pixel chooses a query of the encoder; give --part encoder.')
     readings = {name: found.last for name, found in layers[path].items()}
-    _, count, _, level_count, *_ = readings['locations'].shape
+    count = readings['locations'].shape[1]
+    level_count = len(readings['spatial_shapes'])
     if level is not None and not 0 <= level < level_count:
         raise ConfigError(f'level {level} does not exist; the model has levels 0 to {level_count - 1}.')
     levels = list(range(level_count)) if level is None or is_encoder else [level]
@@ -190,11 +204,18 @@ def chosen_points(
     if chosen.max() >= count:
         raise ConfigError(f'query {chosen.max()} does not exist in {path}, which has {count}.')
     locations, weights, reference = (
-        readings[name][image, chosen].double().numpy() for name in ('locations', 'weights', 'reference_points')
+        readings[name][image, chosen].double() for name in ('locations', 'weights', 'reference_points')
     )
-    xy = to_image(locations[:, :, levels], sample)
-    of_levels = weights[:, :, levels]
-    return SamplingPoints(path, xy, of_levels, to_image(reference[:, 0, :2], sample), chosen, levels, is_encoder)
+    num_points = None
+    if weights.dim() == 3:  # of levels with different numbers of points
+        counts = readings['num_points'].tolist()
+        locations = padded(locations, counts, np.nan, axis=2)
+        weights = padded(weights, counts, 0.0, axis=2)
+        num_points = tuple(counts[number] for number in levels)
+    xy = to_image(locations.numpy()[:, :, levels], sample)
+    of_levels = weights.numpy()[:, :, levels]
+    centres = to_image(reference.numpy()[:, 0, :2], sample)
+    return SamplingPoints(path, xy, of_levels, centres, chosen, levels, is_encoder, num_points)
 
 
 def compare_points(before: SamplingPoints, after: SamplingPoints) -> SamplingChange:
@@ -249,7 +270,10 @@ def mean_density(points: Sequence[SamplingPoints], samples: Sequence[Sample], st
 
     Source: PLuG, appendix G and Fig. 9, there of one image.
     """
-    finest = [found.xy[:, :, found.levels.index(0)].reshape(-1, 2) for found in points]
+    finest = []
+    for found in points:
+        place = found.levels.index(0)
+        finest.append(found.xy[:, :, place, found.there[place]].reshape(-1, 2))
     shares = np.concatenate([xy / sample.ori_shape[1::-1] for xy, sample in zip(finest, samples, strict=True)])
     estimated = density(shares, np.ones(len(shares)), (1, 1), steps)
     if estimated is None:

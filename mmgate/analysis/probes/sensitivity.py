@@ -51,7 +51,7 @@ class ScaledPointLogits(DeformableGate):
 
     def modulate(self, query: Tensor) -> dict[str, Any]:
         """Return the arguments that make :func:`.ms_deform_attn` multiply all logits by ``scale``."""
-        gate = query.new_full((*query.shape[:2], 1, 1, 1), self.scale - 1)
+        gate = query.new_full((1,), self.scale - 1)
         return dict(gate=gate, residual=True, position='pre_softmax')
 
 
@@ -122,7 +122,10 @@ def _spread(weights: Tensor) -> Tensor:
 
 
 def _spread_of_points(weights: Tensor) -> Tensor:
-    """Return entropy and shares as :func:`_spread` does, of deformable attention's weights ``(B, Q, H, L, P)``."""
+    """Return entropy and shares as :func:`_spread` does, of deformable attention's weights.
+
+    They are ``(B, Q, H, L, P)`` or, with different numbers of points on the levels, ``(B, Q, H, N)``.
+    """
     return _spread(weights.flatten(3).transpose(1, 2))
 
 

@@ -51,7 +51,7 @@ class Sizes:
         scale: Factor of the logits; ``1 / sqrt(d)`` by default.
         bias: True if the host's projections of query, key and value have a bias.
         levels: Feature levels L of deformable attention.
-        points: Sampling points P of a head and level, of deformable attention.
+        points: Sampling points P of a head and level, of deformable attention; one number for each level if they differ.
         shifted: True if the host shifts its windows over the map.
     """
 
@@ -63,7 +63,7 @@ class Sizes:
     scale: float | None = None
     bias: bool = True
     levels: int = 1
-    points: int = 1
+    points: int | tuple[int, ...] = 1
     shifted: bool = False
 
     @property
@@ -94,8 +94,10 @@ class Gate(nn.Module):
         undecayed: Names of the parameters, or of the children with parameters, that weight decay leaves alone: scalars,
             biases, positions and norms, which it would only pull to zero.
         gate_readings: Readings that figures and statistics show of the gate. The key is the reading's name, which
-            :meth:`read_gate` takes. The value says what each number belongs to: ``'pairs'`` of queries and keys,
-            ``'levels'``, ``'heads'`` or ``'channels'``.
+            :meth:`read_gate` takes; any name will do that no other reading of attention has. The value says what each
+            number belongs to, and with it the shape of the reading: ``'pairs'`` of queries and keys, ``(B, H|1, N,
+            M)``; ``'levels'``, ``(B, Q, H|1, L|1, P|1)``; ``'heads'``, ``(B, H|1, N|1, d|1)``; or ``'channels'``,
+            ``(B, N, C)``. B may be 1 where the reading does not depend on the image.
         identity_start: True if, by default, the gated attention starts as the vanilla one.
         in_vit: True if the host is a vision transformer, whose authors start linear layers in another way than those of
             detectors. A swap sets it.
@@ -145,6 +147,9 @@ class Gate(nn.Module):
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
         """Return the gate's values for given inputs, for figures and statistics.
 
+        A gate that ``attend`` or ``mix`` computes from the projected query, key or value cannot be read: this method
+        gets their inputs alone.
+
         Args:
             name: Name of the reading in :attr:`gate_readings`.
             *inputs: Tensors from which the gate is computed. Dense attention: query, key and value before their
@@ -163,7 +168,7 @@ class Gate(nn.Module):
     def prepare_count(self) -> None:
         """Prepare the gate for counting multiply-accumulates: leave out computations that do not count.
 
-        It cannot be undone: it is called on a copy of the model.
+        It cannot be undone, and it is called on the model that is counted: count a copy of one that goes on.
         """
 
     def split_heads(self, x: Tensor) -> Tensor:

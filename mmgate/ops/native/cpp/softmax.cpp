@@ -1,4 +1,4 @@
-// Gated softmax of PLuG attention on the CPU, a row of the map at a time, and its gradients.
+// Gated softmax of PLuG's dense attention on the CPU, a row of the map at a time, and its gradients.
 //
 //     P = softmax(f S + bias)
 //     dL = P (dP - delta),   dS = f dL,   df = sum of dL S over the heads that share f
