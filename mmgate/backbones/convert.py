@@ -12,7 +12,7 @@ def convert(checkpoint: Any) -> State:
     """Return a published checkpoint's tensors under the names that mmgate's backbone, or mmpretrain's ViT, gives them.
 
     The backbones read published layouts themselves, so that only those who want a file need this. Tensors are renamed
-    and nothing else. A model that loads them checks whether they fill it, a backbone of ours by its ``init_cfg``. A
+    and nothing else. A model that loads them checks whether they fill it, a backbone of mmgate by its ``init_cfg``. A
     vanilla PVT or Swin gets mmdet's names; names that are ours stay.
 
     Args:

@@ -166,8 +166,8 @@ def note_map(gated: Any, embedding: nn.Module, args: Any, output: Any) -> None:
 class MixedTokenAttention(MapHost):
     """Adapter that lets attention over a map (Agent, SAGA, linear) replace mmpretrain's ``MultiheadAttention``.
 
-    Its host is not told the map. The gate's ``map_size`` is that of pre-training; in a backbone with a ``patch_embed``
-    that returns tokens and their map, the map of each image is noted.
+    The call of its host does not give the size of the map. The gate's ``map_size`` is that of pre-training; in a
+    backbone with a ``patch_embed`` that returns tokens and their map, the map of each image is noted.
 
     Attributes:
         noted_map: Height and width of the map that the backbone has embedded last.
@@ -264,7 +264,8 @@ class GatedXCA(DenseHost):
 
     There the d channels of a head attend to each other, so that logits and gate are d x d maps. The gate is formed as
     the host forms its logits: from ``Wq x`` and ``Wk x``, d channels each, normalised over the tokens. The paper says
-    that PLuG acts within this layer, but not how its products are scaled; normalised, they do not grow with the image.
+    that PLuG acts within this layer, but not how its products are scaled; normalised, they do not grow with the number
+    of tokens.
     """
 
     over_channels = True  # there is no map of tokens to look at

@@ -294,7 +294,7 @@ class MixedAttention(MapHost):
 
     Class and register tokens come before the map's.
 
-    The host is not told the map. That of each image is noted where the model embeds it.
+    The host's call does not give the size of the map. A hook on the patch embedding keeps it for each image.
 
     Attributes:
         noted_map: Height and width of the map that the model has embedded last.

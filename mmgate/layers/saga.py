@@ -23,9 +23,9 @@ class SAGAGate(LinearGate):
     ``A = sigmoid(x Wa)`` and ``B = sigmoid(x Wb)`` gate keys and values, ``G = x Wg`` gates the output.
 
     The paper leaves the scale open. Here K^T V is scaled by 1 / N, as 1 / sqrt(N) on each factor, and Q by 1 / sqrt(d),
-    so that the output does not grow with the image. Two more points follow from the paper's parameter counts. A learnt
-    position encoding is added to K; it is resized bilinearly for a map of another size than in pre-training. The 5 x 5
-    depthwise convolution has d channels, which the heads share.
+    so that the output does not grow with the number of tokens. Two more points follow from the paper's parameter
+    counts. A learnt position encoding is added to K; it is resized bilinearly for a map of another size than in
+    pre-training. The 5 x 5 depthwise convolution has d channels, which the heads share.
 
     Args:
         sizes: Sizes of the host's attention.

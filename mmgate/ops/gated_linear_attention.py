@@ -2,7 +2,7 @@
 
 Eq. 8: O = Q ((K * A)^T (V * B)), with A and B in (0, 1); q, k, v, gate_k, gate_v are (B, H, N, d).
 The paper leaves the scale open. Here the map K^T V is scaled by 1 / N, as 1 / sqrt(N) on K and on V, and Q by
-1 / sqrt(d); unscaled, the output would grow with the image.
+1 / sqrt(d); unscaled, the output would grow with the number of tokens.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def gated_linear_attention(
         gate_k: Gates of the keys in (0, 1), of the shape of ``k``, or None for no gate.
         gate_v: Gates of the values in (0, 1), of the shape of ``v``, or None for no gate.
         scale: Factor of Q; ``1 / sqrt(d)`` by default.
-        scale_by_tokens: True divides ``K^T V`` by the number of keys. Without that it grows with the image, and soon
-            leaves half precision.
+        scale_by_tokens: True divides ``K^T V`` by the number of keys. Without that it grows with the number of keys,
+            and soon leaves half precision.
 
     Returns:
         ``(B, H, N, d)``.
