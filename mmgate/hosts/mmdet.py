@@ -44,12 +44,12 @@ class GatedConditionalAttention(DenseHost):
     def refuses(cls, host: ConditionalAttention, gate: DenseGate) -> str | None:
         """Return the reason why a differential gate does not fit cross-attention, or None for any other gate.
 
-        It would split each head into two streams, but the halves of a head are content and position.
+        It attends twice, but the halves of a head are content and position.
         """
-        if host.cross_attn and gate.two_streams:
+        if host.cross_attn and gate.attends_twice:
             return (
-                'the gate splits heads into two streams, but those of a conditional cross-attention are content and '
-                'position already'
+                f'the gate {gate.attends_twice}, but those of a conditional cross-attention are content and position '
+                'already'
             )
         return None
 

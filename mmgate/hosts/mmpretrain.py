@@ -58,12 +58,12 @@ class GatedWindowMSAV2(DenseHost):
 
     @classmethod
     def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Return the reason why a gate that splits heads into two streams does not fit cosines; None for other gates.
+        """Return the reason why a gate that attends twice does not fit cosines; None for other gates.
 
-        Halves of unit vectors are no unit vectors.
+        Neither halves of unit vectors nor queries that a gate projects are unit vectors.
         """
-        if gate.two_streams:
-            return 'the gate splits heads into two streams, but a WindowMSAV2 attends by the cosine of whole heads'
+        if gate.attends_twice:
+            return f'the gate {gate.attends_twice}, but a WindowMSAV2 attends by the cosine of whole heads'
         return None
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -140,6 +140,8 @@ class GatedTokenAttention(DenseHost):
         """
         refuse_extras(host)
         gate: Any = super().make_gate(host, gate_type, **options)
+        if logit_factor(host) != 1 and isinstance(gate, DenseGate) and gate.adds_queries:
+            raise ValueError(f'it has a qk_scale, which its queries carry, but the gate {gate.attends_twice}.')
         added = isinstance(gate, SDPAGate) and (gate.position, gate.form) == ('G4', 'additive')
         if logit_factor(host) != 1 and added:
             raise ValueError(

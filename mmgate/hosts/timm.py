@@ -161,6 +161,13 @@ class TokenProjections(DenseHost):
         """Read channels, heads and dropout off an attention module of timm (the host), for its gate."""
         return sizes_of(host)
 
+    @classmethod
+    def refuses(cls, host: Any, gate: Any) -> str | None:
+        """Return the reason why a gate that adds queries does not fit a host that normalises queries, or None."""
+        if gate.adds_queries and not isinstance(host.q_norm, nn.Identity):
+            return f'the gate {gate.attends_twice}, but this {type(host).__name__} normalises its queries (qk_norm)'
+        return None
+
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project tokens to queries, keys (normalised where timm does so) and values, ``(B, H|h, N, d)`` each.
 
@@ -222,15 +229,10 @@ class GatedRotaryAttention(TokenProjections):
 
     @classmethod
     def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Return the reason why a gate that splits heads does not fit rotary positions, or None for other gates.
-
-        The rotation pairs channels of both halves of a head.
-        """
-        if gate.two_streams:
-            return (
-                f'the gate splits heads into two streams, but {type(host).__name__} rotates channels of both together'
-            )
-        return None
+        """Return the reason why a gate that attends twice does not fit rotary positions, or None for other gates."""
+        if gate.attends_twice:
+            return f'the gate {gate.attends_twice}, but {type(host).__name__} rotates channels of both together'
+        return super().refuses(host, gate)
 
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False

@@ -217,16 +217,16 @@ class GatedInterfaceAttention(DenseHost):
 
     @classmethod
     def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Return the reason why a gate that splits heads does not fit, if the host rotates its heads; else None.
+        """Return the reason why a gate that attends twice does not fit, if the host rotates its heads; else None.
 
         Any other change of queries or keys is a reason, too.
         """
         changes = read(type(host), host).changes
-        if gate.two_streams and changes:
+        if gate.attends_twice and changes:
             name = type(host).__name__
             return (
-                f'the gate splits heads into two streams, but {name} rotates their halves together or changes them '
-                f'otherwise, by {", ".join(changes)}'
+                f'the gate {gate.attends_twice}, but {name} rotates their halves together or changes them otherwise, '
+                f'by {", ".join(changes)}'
             )
         return None
 

@@ -16,6 +16,8 @@ class SoftmaxGate(MapGate):
 
     ``softmax(Q K^T / sqrt(d)) V``
 
+    ``softmax(Q K^T / sqrt(d)) V``
+
     The formula is ``softmax(Q K^T / sqrt(d)) V``.
 
     PVT reduces the keys' map and Swin divides the map into windows; agent and linear attention do neither. Compared

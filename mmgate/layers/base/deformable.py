@@ -46,6 +46,9 @@ class DeformableGate(Gate):
         """Compute the gate of a query (B, Q, C); return the gate's arguments for :func:`.ms_deform_attn`, here none.
 
         They are ``gate``, ``residual`` and ``position``.
+
+        The gate broadcasts to the logits. These are ``(B, Q, H, L, P)``, or ``(B, Q, H, N)`` if :attr:`num_points` has
+        a number for each level.
         """
         return {}
 
@@ -218,8 +221,8 @@ class MultiScaleDeformableAttention(GatedDeformableAttention, MMCVMultiScaleDefo
         **options: Options of :class:`DeformableGate`.
 
     Raises:
-        ValueError: The backend is unknown, ``embed_dims`` is no multiple of ``num_heads``, or a list of numbers of points
-            does not have a positive one for each level.
+        ValueError: The backend is unknown, ``embed_dims`` is no multiple of ``num_heads``, or a list of numbers of
+            points does not have a positive one for each level.
         TypeError: Neither mmcv's class nor the gate has an argument of that name.
 
     Attributes:

@@ -42,6 +42,8 @@ class DenseGate(Gate):
 
     Attributes:
         two_streams: True if the two halves of a head's channels attend separately.
+        adds_queries: True if the gate projects a second set of queries from the query input, to which a host does
+            not do what it does to its projected queries.
         acts_after_projection: True if :meth:`finish` changes the projected output, which then has to be as wide as the
             heads together.
         qdim: Channels of the query input.
@@ -50,6 +52,7 @@ class DenseGate(Gate):
     """
 
     two_streams = False
+    adds_queries = False
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
@@ -73,6 +76,15 @@ class DenseGate(Gate):
         """Return the attention weights ``(B, H, N, M)`` for figures; the arguments are those of :meth:`attend`."""
         raise TypeError(f'{type(self).__name__} computes no attention; use a subclass.')
 
+    def weighed_values(self, value: Tensor, inputs: Inputs) -> Tensor:
+        """Return the values ``(B, H, M, d)`` that attention weights multiply, for figures; a gate may change them.
+
+        Args:
+            value: Projected values ``(B, H, M, d)``.
+            inputs: Query, key and value before projection.
+        """
+        return value
+
     def finish(self, output: Tensor, query: Tensor, inputs: Inputs) -> Tensor:
         """Return the output after the output projection; a gate that acts there overrides this to change it.
 
@@ -87,6 +99,13 @@ class DenseGate(Gate):
     def acts_after_projection(self) -> bool:
         """True if the gate acts after the output projection, that is, if :meth:`finish` changes the output."""
         return False
+
+    @property
+    def attends_twice(self) -> str:
+        """Words for an error message on how the gate attends a second time; empty if it attends once."""
+        if self.adds_queries:
+            return 'adds a second set of queries'
+        return 'splits heads into two streams' if self.two_streams else ''
 
 
 class WithSizes(Protocol):

@@ -272,7 +272,8 @@ def _gradients(
     Their shapes are those of :func:`_empty_gradients`.
     """
     arguments = (
-        value, spatial_shapes, level_start_index, points, logits, gate, residual, position, reference_points, num_points,
+        value, spatial_shapes, level_start_index, points, logits,
+        gate, residual, position, reference_points, num_points,
     )  # fmt: skip
     gradients = _empty_gradients(grad, *arguments, value_needs_grad, reference_needs_grad)
     of_value, of_points, of_logits, of_gate, of_reference = gradients
