@@ -29,7 +29,7 @@ PER = ('layer', 'type')
 
 @HOOKS.register_module()
 class GateStatisticsHook(Hook):
-    """Log how the gates of a model in training develop: mean, spread, movement, gradient norm and a histogram.
+    """Hook that logs statistics of the gates during training: mean, spread, movement, gradient norm, histogram.
 
     The statistics go to the run's visualizer, and so to TensorBoard and the like.
 
@@ -129,11 +129,11 @@ class GateStatisticsHook(Hook):
         runner.visualizer.add_image('gates', histogram_image(by_kind), step=runner.iter + 1)
 
     def after_train_epoch(self, runner: Runner) -> None:
-        """Warn if no gate has moved from its start in the whole epoch."""
+        """Warn after an epoch if all gates are still close to the value that changes nothing."""
         self._warn_of_rest(runner)
 
     def before_val_epoch(self, runner: Runner) -> None:
-        """Warn, before a validation in a run counted in iterations, if no gate has moved from its start."""
+        """Warn before a validation, in a run counted in iterations, if all gates are close to changing nothing."""
         self._warn_of_rest(runner)
 
     def _warn_of_rest(self, runner: Runner) -> None:
