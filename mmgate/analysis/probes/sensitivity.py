@@ -35,11 +35,11 @@ class ScaledLogits(DenseGate):
     scale = 1.0
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the heads ``(B, H, N, d)``."""
+        """Compute attention with logits multiplied by ``scale``; return the heads ``(B, H, N, d)``."""
         return F.scaled_dot_product_attention(query * self.scale, key, value, attn_mask=bias)
 
     def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the attention weights ``(B, H, N, M)``."""
+        """Compute the attention weights ``(B, H, N, M)`` for logits multiplied by ``scale``."""
         logits = query @ key.transpose(-1, -2) * self.scale / math.sqrt(query.shape[-1])
         return (logits if bias is None else logits + bias).softmax(-1)
 

@@ -177,7 +177,7 @@ def _load(ptr, row, on, d, FIRST: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _load2(ptr, row, on, d, D: tl.constexpr):
-    """Load rows of channels in two pieces."""
+    """Load rows of a head's channels in two pieces, with 0 where the mask ``on`` is False."""
     return _load(ptr, row, on, d, 0, D), _load(ptr, row, on, d, d.shape[0], D)
 
 
