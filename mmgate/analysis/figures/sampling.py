@@ -135,7 +135,8 @@ def _draw_changes(axis: Axes, image: np.ndarray, change: SamplingChange, largest
     for place in np.argsort(-np.abs(gained)):
         look: dict[str, Any] = dict(edgecolors='white', linewidths=0.25, alpha=0.85)
         colour = GAINED if gained[place] > 0 else LOST
-        axis.scatter(*after[place], s=1 + 60 * abs(gained[place]) / largest, color=colour, **look)
+        x, y = after[place]
+        axis.scatter(x, y, s=1 + 60 * abs(gained[place]) / largest, color=colour, **look)
     _draw_references(axis, change.after)
 
 
