@@ -30,6 +30,7 @@ GATES: dict[str, dict[str, Any]] = {
     'plug': PLUG,
     'sdpa': dict(type='SDPAGatedMultiheadAttention', init='identity', act='silu'),
     'sdpa_g5': dict(type='SDPAGatedMultiheadAttention', init='identity', act='silu', position='G5'),
+    'sdpa_narrow': dict(type='SDPAGatedMultiheadAttention', init='identity', act='silu', gate_channels=3),
 }
 NARROWED = ('SamAttention', 'SamHQAttention', 'Sam2Attention', 'Sam2VideoAttention', 'EdgeTamAttention')
 NARROWED += ('Sam3TrackerAttention',)  # whose heads together are narrower than their output
@@ -98,10 +99,11 @@ def test_what_does_not_pass_is_refused_with_what_was_found(name: str) -> None:
         mmgate.swap_attention(model, dict(PLUG, path='attn'))
 
 
+@pytest.mark.parametrize('gate', ['DifferentialMultiheadAttention', 'DifferentialV2MultiheadAttention'])
 @pytest.mark.parametrize('name', [known(name) for name in ROTATED])
-def test_gates_that_split_heads_refuse_rotated_ones(name: str) -> None:
+def test_gates_that_attend_twice_refuse_rotated_heads(name: str, gate: str) -> None:
     with pytest.raises(ConfigError, match=f'{name} rotates their halves together .* apply_rotary_pos_emb'):
-        mmgate.swap_attention(build(name), dict(type='DifferentialMultiheadAttention', path='attn'))
+        mmgate.swap_attention(build(name), dict(type=gate, path='attn'))
 
 
 def test_every_vision_model_of_the_interface_is_in_the_table() -> None:
