@@ -53,6 +53,8 @@ class PLuGDeformableGate(DeformableGate):
     """
 
     identity_start = True
+    # At rest the gate moves through two scalars alone.
+    trial_rate = 20.0
     undecayed = ('gml',)
     gate_readings = {'gate': 'levels'}
 

@@ -18,7 +18,7 @@ from mmengine.structures import BaseDataElement
 from shapes import write_shapes
 from torch import nn
 
-import mmgate  # noqa: F401
+import mmgate
 from mmgate.analysis.figures.maps import seen_part
 from mmgate.analysis.loading import UNTRAINED, load_models, parser
 from mmgate.benchmarks import backbones

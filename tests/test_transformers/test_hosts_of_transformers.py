@@ -126,6 +126,7 @@ def test_attention_is_listed_by_the_paths_that_rules_take(name: str) -> None:
     model = build(name)
     listed = {one.path: one for one in mmgate.list_attention(model)}
     assert all(any('heads' in size for size in one.sizes) for one in listed.values() if one.gates)
+    assert not [path for path in listed if path.endswith('.attn') and path.removesuffix('.attn') in listed]
     expected: dict[str, str] = {}
     for kind, gate in ((PLUG['type'], 'PLuGDeformableGate'), ('PLuGMultiheadAttention', 'PLuGGate')):
         fits = [path for path, one in listed.items() if kind in one.gates]
@@ -138,7 +139,10 @@ def test_attention_is_listed_by_the_paths_that_rules_take(name: str) -> None:
     assert expected
     after = {one.path: one for one in mmgate.list_attention(model)}
     assert {path: one.gate for path, one in after.items() if one.gate} == expected
-    assert {path: one.kind for path, one in after.items()} == {path: one.kind for path, one in listed.items()}
+    assert {path: one.class_name for path, one in after.items()} == {
+        path: one.class_name for path, one in listed.items()
+    }
+    assert all(any('heads' in size for size in one.sizes) for one in after.values() if one.gate)
 
 
 CLASSES = [  # of models that are too large for a test, by themselves

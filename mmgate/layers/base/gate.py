@@ -101,6 +101,8 @@ class Gate(nn.Module):
             have different numbers of them; ``'heads'``, ``(B, H|1, N|1, d|1)``; or ``'channels'``, ``(B, N, C)``. B may
             be 1 where the reading does not depend on the image.
         identity_start: True if, by default, the gated attention starts as the vanilla one.
+        trial_rate: Learning rate with which the gate moves in a short training of a trained model, as a multiple of the
+            model's: the default of a trial.
         in_vit: True if the host is a vision transformer, whose authors start linear layers in another way than those of
             detectors. A swap sets it.
         operator: Name of the operator that computes with the gate, one of :data:`mmgate.ops.backend.OPERATORS`, or
@@ -112,6 +114,7 @@ class Gate(nn.Module):
     undecayed: tuple[str, ...] = ()
     gate_readings: Mapping[str, str] = {}
     identity_start = False
+    trial_rate = 1.0
     in_vit = False
     operator: str | None = None
     backend = 'auto'
@@ -205,6 +208,13 @@ def named_gate_parameters(model: nn.Module, *, remove_duplicate: bool = True) ->
                 continue
             seen.add(id(parameter))
             yield f'{prefix}.{name}'.lstrip('.'), parameter
+
+
+def gate_classes(kind: type[Gate] = Gate) -> Iterator[type[Gate]]:
+    """Yield the classes of gates that are defined, ``kind`` and those derived from it."""
+    yield kind
+    for derived in kind.__subclasses__():
+        yield from gate_classes(derived)
 
 
 def is_gate_key(key: str) -> bool:

@@ -105,3 +105,22 @@ def test_points_that_are_not_there_have_no_row_and_no_density() -> None:
     assert np.isfinite(mean_density(images, [SimpleNamespace(ori_shape=(8, 8))] * 3)).all()
     with pytest.raises(ConfigError, match=r'on levels \[1, 2\] and .* on levels \[2, 2\]'):
         compare_points(uneven, of((2, 2), [1, 0]))
+
+
+def test_padding_of_a_level_with_fewer_points_counts_for_nothing() -> None:
+    """The first of two levels has one point of two; its padding has no place and no weight."""
+    before, after = (
+        SamplingPoints(
+            'layer',
+            np.array([[[[[x, 0.0], [np.nan, np.nan]], [[x, 1.0], [x, 2.0]]]]]),
+            np.array([[[[first, 0.0], [1 - first, 0.0]]]]),
+            np.zeros((1, 2)),
+            np.array([0]),
+            [0, 1],
+            False,
+            (1, 2),
+        )
+        for x, first in ((0.0, 0.5), (3.0, 0.6))
+    )
+    change = compare_points(before, after)
+    assert change.shifted == pytest.approx(3) and change.moved == pytest.approx(0.1) and len(list(change.rows())) == 3
