@@ -203,7 +203,8 @@ def _mmcv_half(value: Tensor, *inputs: Tensor, reference: Tensor) -> Tensor:
 
 
 def _grid_sample(*inputs: Tensor, reference: Tensor) -> Tensor:
-    return grid_sample.sample(*_glue(inputs, reference))
+    value, shapes, start, locations, weights = _glue(inputs, reference)
+    return grid_sample.sample(value, shapes, start, locations, weights)
 
 
 def _by(backend: str) -> Callable[..., Tensor]:
