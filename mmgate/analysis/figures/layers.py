@@ -95,7 +95,7 @@ def _draw_heads(axes: np.ndarray, models: Sequence[tuple[str, Rows]]) -> None:
     for axis, limit, title in zip(axes, limits, titles, strict=True):
         axis.axhline(limit, color='0.5', linewidth=0.8, linestyle='--')
         axis.set(title=title)
-        style.layer_axis(axis)
+        style.layer_axis(axis, 'attentions, as they run')
         axis.set_ylim(bottom=0)
 
 
