@@ -122,7 +122,8 @@ def sink_heads(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict
         ``layer``, the attention's path; ``head``; ``sink_share``, the share of the head's attention on its most
         attended key; ``uniform``, that of a key in uniform attention; ``value_norm``, the norm of that key's value over
         the mean of the others'; ``output_rank``, the stable rank of the head's outputs, and ``largest_rank``, the
-        largest possible; ``kind``, see :func:`kind_of_sink`. Numbers are means over images (or windows), each of which has another sink.
+        largest possible; ``kind``, see :func:`kind_of_sink`. Numbers are means over images (or windows), each of which
+        has another sink.
 
     Source: A unifying view of attention sinks (Fesser et al., arXiv 2606.08105).
     """
