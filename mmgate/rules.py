@@ -10,7 +10,7 @@ from typing import Any
 
 from mmgate.errors import ConfigError, OptionError
 from mmgate.hosts.table import options_of
-from mmgate.swap import Rules, check_options, kind_named, parse_rules
+from mmgate.swap import Rules, check_options, parse_rules, type_named
 
 FORM = 'PATH=TYPE(option=value, ...)'
 EXAMPLE = "encoder.layers.*.self_attn=PLuGMultiheadAttention(gml='sum')"
@@ -36,9 +36,9 @@ def read_rules(text: str) -> list[dict[str, Any]]:
 def write_rule(rule: Mapping[str, Any]) -> str:
     """Return a rule as the text that :func:`read_rules` reads."""
     path = rule['path']
-    kind = rule['type']
+    rule_type = rule['type']
     options = ', '.join(f'{key}={value!r}' for key, value in rule.items() if key not in ('path', 'type'))
-    name = getattr(kind, '__name__', kind)
+    name = getattr(rule_type, '__name__', rule_type)
     return f'{path if isinstance(path, str) else ",".join(path)}={name}{f"({options})" if options else ""}'
 
 
@@ -50,8 +50,8 @@ def check_rules(rules: Sequence[Mapping[str, Any]]) -> None:
     """
     for rule in rules:
         where = f'--gate {write_rule(rule)}'
-        kind = kind_named(rule['type'], where)
-        check_options(kind, {key: value for key, value in rule.items() if key not in ('path', 'type')}, where)
+        rule_type = type_named(rule['type'], where)
+        check_options(rule_type, {key: value for key, value in rule.items() if key not in ('path', 'type')}, where)
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def _refusal(text: str, reason: str, read: Mapping[str, Any] | None = None) -> O
 def _options_of(name: str) -> str:
     """Return a sentence with the options of a type, and nothing if it is unknown."""
     try:
-        names = ', '.join(sorted(options_of(kind_named(name, ''))))
+        names = ', '.join(sorted(options_of(type_named(name, ''))))
     except ConfigError:
         return ''
     return f'The options of {name} are {names}.' if names else f'{name} has no options.'

@@ -11,6 +11,7 @@ from torch import nn
 
 from mmgate.layers.base.gate import INITIALISERS, Gate, draw_gate
 from mmgate.layers.base.gated import GatedModule, gated_modules, is_on, switch_off, switch_on, switched_off
+from mmgate.wrappers import without_layers_of_peft
 
 # Attribute in which mmengine keeps, by parameter, the text that it logs of an initialisation.
 REPORT = '_params_init_info'
@@ -34,7 +35,11 @@ def initialise_gates_last(model: nn.Module) -> None:
 
 def own_gated_modules(model: nn.Module) -> list[Any]:
     """Return the modules that rules for ``model`` have gated, without those of rules for a model inside it."""
-    return [module for name, module in gated_modules(model) if module.gating.name == name]
+    own = []
+    for name, module in gated_modules(model):
+        if without_layers_of_peft(module.gating.name) == without_layers_of_peft(name):
+            own.append(module)
+    return own
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from mmgate.layers.base.gate import Gate, draw_gate, random_stream
 from mmgate.layers.base.gated import CHILD, GatedModule, Record, gate_module, gated_modules, host_class, record_of
 from mmgate.registry import MODELS
 from mmgate.starts import initialise_gates_last
+from mmgate.wrappers import inside_peft
 
 Rules = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 # The number of hosts that a message lists.
@@ -65,7 +66,8 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     """Gate attention modules of ``model`` in place; they keep their parameters, hooks and names.
 
     Args:
-        model: A module. It stays as it is if there is any error.
+        model: A module. It stays as it is if there is any error. Inside of a model of PEFT's, names are those of the
+            model that it holds.
         rules: One rule or a list. A rule is a dict of ``path``, ``type`` and the gate's options. ``path`` is a pattern
             or a list of patterns over dotted names: ``*`` matches anything within one name, ``**`` any number of names,
             and ``**`` at the end every attention below that the gate fits. ``type`` is a registered name or a class. A
@@ -84,6 +86,7 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
             gated already, two rules choose one module, or a module and another inside it, or rules differ for a module
             of several names.
     """
+    model = inside_peft(model)
     listed = parse_rules(rules)
     chosen: dict[str, Chosen] = {}
     # By identity: a module that several layers share has one gate.
@@ -93,20 +96,20 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     rule_of: dict[int, int] = {}
     for number, rule in enumerate(listed):
         where = f'attention[{number}]'
-        kind = kind_named(rule['type'], where)
+        rule_type = type_named(rule['type'], where)
         options = {key: value for key, value in rule.items() if key not in ('type', 'path')}
-        check_options(kind, options, where)
-        claim = f'{where} (path={rule["path"]!r}, type={kind.__name__!r})'
+        check_options(rule_type, options, where)
+        claim = f'{where} (path={rule["path"]!r}, type={rule_type.__name__!r})'
         of_rule: dict[str, Chosen] = {}
         for pattern in [rule['path']] if isinstance(rule['path'], str) else rule['path']:
-            of_rule.update(_matches(model, pattern, kind, options, where, built))
+            of_rule.update(_matches(model, pattern, rule_type, options, where, built))
         for name, made in of_rule.items():
             if name in chosen:
                 raise ConfigError(
                     f'{where}: {name} is claimed by {claimed_by[name]} already; let each path match once.'
                 )
-            *earlier, earlier_claim = made_as.setdefault(id(made.host), (kind, options, claim))
-            if earlier != [kind, options]:
+            *earlier, earlier_claim = made_as.setdefault(id(made.host), (rule_type, options, claim))
+            if earlier != [rule_type, options]:
                 raise ConfigError(f'{where}: {name} is shared, and {earlier_claim} gates it otherwise; let both agree.')
             rule_of.setdefault(id(made.host), number)
         chosen.update(of_rule)
@@ -143,10 +146,18 @@ def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     takes or has taken.
     """
     held: set[str] = set()
+    hosts: list[str] = []
     for name, module in model.named_modules(remove_duplicate=False):
         called_so = re.search(r'Attention$|Attn$|MSA$', type(module).__name__)
-        if name in held or not (called_so or isinstance(module, GatedModule) or gates_for(module)):
+        is_host = isinstance(module, GatedModule) or bool(gates_for(module))
+        if name in held or not (called_so or is_host):
             continue
+        # transformers' deformable attention holds its operator as a module.
+        inner = any(name.startswith(f'{host}.') for host in hosts) and next(module.parameters(), None) is None
+        if inner and not is_host:
+            continue
+        if is_host:
+            hosts.append(name)
         inside = dict(held_attention(module))
         if any(_was_chosen(part) for part in inside.values()):
             continue
@@ -163,14 +174,15 @@ class Attention:
 
     Attributes:
         path: Its name in the model.
-        kind: Name of its class; of a gated module, that of its vanilla class.
-        sizes: The attributes in :data:`SIZES` that it has, by the names that its package gives them.
+        class_name: Name of its class; of a gated module, that of its vanilla class.
+        sizes: The attributes in :data:`SIZES` that it has, by the names that its package gives them; ``embed_dims`` and
+            ``num_heads`` where its package gives its heads no name and a gate fits.
         gates: Names that rules may give as ``type`` for it.
         gate: Name of the class of its gate, or None.
     """
 
     path: str
-    kind: str
+    class_name: str
     sizes: dict[str, Any]
     gates: tuple[str, ...]
     gate: str | None = None
@@ -183,11 +195,27 @@ def list_attention(model: nn.Module) -> list[Attention]:
         model: Any module, of an mm package, of transformers, timm or another, gated or not.
     """
     listed = []
-    for path, module in attention_modules(model):
+    for path, module in attention_modules(inside_peft(model)):
         sizes = {size: getattr(module, size) for size in SIZES if hasattr(module, size)}
-        gates = tuple(gate.__name__ for gate in gates_for(module))
-        listed.append(Attention(path, host_class(module).__name__, sizes, gates, names_of_gates(module) or None))
+        gates = gates_for(module)
+        if not any('heads' in size for size in sizes):
+            sizes.update(_sizes_of_heads(module, gates))
+        names = tuple(gate.__name__ for gate in gates)
+        listed.append(Attention(path, host_class(module).__name__, sizes, names, names_of_gates(module) or None))
     return listed
+
+
+def _sizes_of_heads(attention: nn.Module, gates: Sequence[type]) -> dict[str, int]:
+    """Return the channels and the number of heads, read off an attention's gate or by the adapter of one that fits."""
+    if isinstance(attention, GatedModule):
+        gate: Any = attention.gates()[0]
+        return dict(embed_dims=gate.embed_dims, num_heads=gate.num_heads)
+    found = adapter_for(gates[0], attention) if gates else None
+    if found is None:
+        return {}
+    adapter, child = found
+    sizes = adapter.sizes(attention.get_submodule(child))
+    return dict(embed_dims=sizes.channels, num_heads=sizes.heads)
 
 
 def names_of_gates(attention: nn.Module) -> str:
@@ -225,7 +253,7 @@ def parse_rules(rules: Rules) -> list[Mapping[str, Any]]:
     return list(listed)
 
 
-def kind_named(named: str | type[nn.Module], where: str) -> type[nn.Module]:
+def type_named(named: str | type[nn.Module], where: str) -> type[nn.Module]:
     """Return the class that a rule's type names.
 
     Args:
@@ -233,27 +261,31 @@ def kind_named(named: str | type[nn.Module], where: str) -> type[nn.Module]:
         where: The rule, for the message.
 
     Raises:
-        ConfigError: The name is not registered; the message has similar ones, or all.
+        ConfigError: The name is not registered; the message has similar ones, or all, and the way to import others.
         OptionError: The class has no gate.
     """
-    kind = named if inspect.isclass(named) else MODELS.get(named)
-    if kind is None:
+    rule_type = named if inspect.isclass(named) else MODELS.get(named)
+    if rule_type is None:
         ours_first = sorted(registered_gates(), key=lambda known: not known.__module__.startswith('mmgate.'))
         names = [known.__name__ for known in ours_first]
         near = difflib.get_close_matches(str(named).rpartition('.')[2], names, n=5)
         offered = f'Did you mean{_listed(near)}' if near else f'The gates are{_listed(names)}'
-        raise ConfigError(f'{where}: type={named!r} is not registered. {offered}')
-    if gate_of_type(kind) is None or not host_names(kind):
-        raise OptionError(
-            f'{where}: {full_name(kind)} is not a gate: it has no adapter for any host; see mmgate.adapts.'
+        raise ConfigError(
+            f'{where}: type={named!r} is not registered. {offered}\nA gate of your own is registered once its module '
+            'is imported: name the module in custom_imports, on a command line by --cfg-options '
+            'custom_imports.imports=my_project.attention.'
         )
-    return kind
+    if gate_of_type(rule_type) is None or not host_names(rule_type):
+        raise OptionError(
+            f'{where}: {full_name(rule_type)} is not a gate: it has no adapter for any host; see mmgate.adapts.'
+        )
+    return rule_type
 
 
 def _matches(
     model: nn.Module,
     pattern: str,
-    kind: type[nn.Module],
+    rule_type: type[nn.Module],
     options: Mapping[str, Any],
     where: str,
     built: dict[int, Chosen],
@@ -267,10 +299,10 @@ def _matches(
     if not modules:
         raise ConfigError(f'{where}: path {pattern!r} matches no module. {_inventory(model)}')
     whatever_fits = pattern.endswith('**')
-    adapters = {name: adapter_for(kind, module) for name, module in modules.items()}
+    adapters = {name: adapter_for(rule_type, module) for name, module in modules.items()}
     gated = {name: inner for name, module in modules.items() if (inner := _gated_in(model, module)) is not None}
     fitting = [name for name, adapter in adapters.items() if adapter and name not in gated]
-    derived, maps = map_options(model, fitting, kind, options)
+    derived, maps = map_options(model, fitting, rule_type, options)
     found: dict[str, Chosen] = {}
     refusals = []
     for name, module in modules.items():
@@ -289,17 +321,17 @@ def _matches(
             continue
         if adapter is None:
             raise ConfigError(
-                f'{where}: {name} is a {full_name(type(module))}, which {kind.__name__} does not replace.'
-                f'{_hint(kind, module)} It replaces{_near_hosts(kind, model, module)}\n{_inventory(model)}'
+                f'{where}: {name} is a {full_name(type(module))}, which {rule_type.__name__} does not replace.'
+                f'{_hint(rule_type, module)} It replaces{_near_hosts(rule_type, model, module)}\n{_inventory(model)}'
             )
         try:
-            made = _made(model, name, adapter, kind, {**derived.get(id(module), {}), **options}, built)
+            made = _made(model, name, adapter, rule_type, {**derived.get(id(module), {}), **options}, built)
         except TypeError as error:
             # Most often an option is one that the adapter sets.
-            raise OptionError(f'{where}: {full_name(kind)} cannot be made for {name}: {error}') from error
+            raise OptionError(f'{where}: {full_name(rule_type)} cannot be made for {name}: {error}') from error
         except ValueError as error:
             if not whatever_fits:
-                raise ConfigError(f'{where}: {kind.__name__} does not replace {name}: {error}') from error
+                raise ConfigError(f'{where}: {rule_type.__name__} does not replace {name}: {error}') from error
             refusals.append(f'{name}: {error}')
             continue
         gate: Any = made.gate
@@ -310,7 +342,7 @@ def _matches(
     if not found:
         listed = '\n  '.join(['', *refusals])
         raise ConfigError(
-            f'{where}: {kind.__name__} fits nothing that {pattern!r} matches.{listed} {_inventory(model)}'
+            f'{where}: {rule_type.__name__} fits nothing that {pattern!r} matches.{listed} {_inventory(model)}'
         )
     for refusal in refusals:
         log(f'mmgate: {where} leaves {refusal}')
@@ -321,7 +353,7 @@ def _made(
     model: nn.Module,
     name: str,
     found: tuple[Adapter, str],
-    kind: type[nn.Module],
+    rule_type: type[nn.Module],
     options: Mapping[str, Any],
     built: dict[int, Chosen],
 ) -> Chosen:
@@ -330,7 +362,7 @@ def _made(
     path = f'{name}.{child}'.rstrip('.')
     host = model.get_submodule(path)
     if id(host) not in built:
-        gate_type = gate_of_type(kind)
+        gate_type = gate_of_type(rule_type)
         device = next((parameter.device for parameter in host.parameters()), None)
         if getattr(host, CHILD, None) is not None:
             raise ValueError(f"this {full_name(type(host))} has an attribute 'gate' already.{adapter.own_gates}")
@@ -366,11 +398,11 @@ def _gated_in(model: nn.Module, module: nn.Module) -> str | None:
     return None
 
 
-def _near_hosts(kind: type[nn.Module], model: nn.Module, module: nn.Module) -> str:
+def _near_hosts(rule_type: type[nn.Module], model: nn.Module, module: nn.Module) -> str:
     """Return some hosts of a gate as lines: those in the model first, then those of the module's package."""
     present = {full_name(type(part)) for part in model.modules()}
     package = type(module).__module__.partition('.')[0]
-    hosts = sorted(host_names(kind), key=lambda host: (host not in present, host.partition('.')[0] != package))
+    hosts = sorted(host_names(rule_type), key=lambda host: (host not in present, host.partition('.')[0] != package))
     further = len(hosts) - MOST_HOSTS
     return _listed([*hosts[:MOST_HOSTS], *([f'and {further} others, see docs/gates.md'] if further > 0 else [])])
 
@@ -379,25 +411,25 @@ def _listed(names: Sequence[str]) -> str:
     return ''.join(f'\n  {name}' for name in names)
 
 
-def _hint(kind: type[nn.Module], module: nn.Module) -> str:
-    reason = why_not(kind, module)
+def _hint(rule_type: type[nn.Module], module: nn.Module) -> str:
+    reason = why_not(rule_type, module)
     if reason is not None:
         return f' A {type(module).__name__} {reason}.'
-    base = next((host for host in hosts_of(kind) if isinstance(module, host)), None)
+    base = next((host for host in hosts_of(rule_type) if isinstance(module, host)), None)
     if base is None:
         return ''
-    ours = kind.__name__
+    ours = rule_type.__name__
     sub = type(module).__name__
     return f' If that computes the same as its base, declare it: mmgate.adapts({ours}, {sub}, like={base.__name__}).'
 
 
-def check_options(kind: type, options: Mapping[str, Any], where: str) -> None:
+def check_options(rule_type: type, options: Mapping[str, Any], where: str) -> None:
     """Raise OptionError, which lists the options of a gate, if it lacks one of ``options``."""
-    allowed = set(options_of(kind))
+    allowed = set(options_of(rule_type))
     unknown = sorted(set(options) - allowed)
     if unknown:
         raise OptionError(
-            f'{where}: {full_name(kind)} has no option {", ".join(unknown)}; it has '
+            f'{where}: {full_name(rule_type)} has no option {", ".join(unknown)}; it has '
             f'{", ".join(sorted(allowed)) or "none"} (sizes are those of the module that is gated).'
         )
 
@@ -407,7 +439,7 @@ def _inventory(model: nn.Module) -> str:
     lines = []
     for name, module in attention_modules(model):
         gates = names_of_gates(module)
-        fits = ', '.join(kind.__name__ for kind in gates_for(module)) or 'none'
+        fits = ', '.join(rule_type.__name__ for rule_type in gates_for(module)) or 'none'
         state = f'gated by {gates}' if gates else f'fits: {fits}'
         lines.append(f'  {name}: {full_name(host_class(module))}, {state}')
     if not lines:

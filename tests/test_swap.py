@@ -130,8 +130,9 @@ def test_unset_options_are_the_papers() -> None:
 
 
 INVENTORY = 'other.attn: mmcv.ops.multi_scale_deform_attn.MultiScaleDeformableAttention'
-TYPE = r'is not registered. Did you mean\n  PLuGMultiheadAttention\n  (\w+\n  ){,3}\w+$'
-GATES = r'is not registered. The gates are(\n  \w+){15,}$'
+OTHERS = r'\nA gate of your own .*: name the module in custom_imports, '
+TYPE = r'is not registered. Did you mean\n  PLuGMultiheadAttention\n  (\w+\n  ){,3}\w+' + OTHERS
+GATES = r'is not registered. The gates are(\n  \w+){15,}' + OTHERS
 EARLIER = r"claimed by attention\[0\] \(path='other.attn', type='PLuGMultiScaleDeformableAttention'\) already"
 
 
@@ -422,8 +423,8 @@ def test_attention_is_listed_from_python() -> None:
     """Of any model: paths, sizes by the names of its package, and the gates that fit or that it has."""
     model = nn.ModuleDict(dict(layer=nn.TransformerEncoderLayer(16, 2, 32), other=nn.Linear(2, 2)))
     (found,) = list_attention(model)
-    assert (found.path, found.kind, found.gate) == ('layer.self_attn', 'MultiheadAttention', None)
+    assert (found.path, found.class_name, found.gate) == ('layer.self_attn', 'MultiheadAttention', None)
     assert found.sizes == dict(embed_dim=16, num_heads=2, head_dim=8) and 'PLuGMultiheadAttention' in found.gates
     swap_attention(model, dict(path=found.path, type='PLuGMultiheadAttention'))
     (found,) = list_attention(model)
-    assert (found.kind, found.gate) == ('MultiheadAttention', 'PLuGGate')
+    assert (found.class_name, found.gate) == ('MultiheadAttention', 'PLuGGate')

@@ -36,11 +36,20 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Complexity:
-    """Trainable parameters of a model, multiply-accumulates of a forward pass, and those of every direct child."""
+    """Size of a model.
+
+    Attributes:
+        parameters: Trainable parameters.
+        macs: Multiply-accumulates of a forward pass.
+        by_module: Those of every direct child.
+        by_gate: Those of the layers in gates, by the class of the gate. They are part of the above. Products in an
+            operator, such as PLuG's of gate queries and keys, belong to the attention.
+    """
 
     parameters: int
     macs: int
     by_module: dict[str, int]
+    by_gate: dict[str, int]
 
 
 def count_config(cfg: Config, height: int, width: int) -> Complexity:
@@ -72,7 +81,11 @@ def _count_host(model: Any, image: Tensor) -> Complexity:
 
 
 def count_model(model: nn.Module, *inputs: Any) -> Complexity:
-    """Count ``model(*inputs)`` and leave the model in evaluation mode, with no parameter that requires a gradient."""
+    """Count ``model(*inputs)``.
+
+    The model is changed: it is left in evaluation mode, with no parameter that requires a gradient, and its gates lose
+    computations that do not count, see :meth:`.Gate.prepare_count`. Give a copy of a model that goes on.
+    """
     if not CAN_REGISTER and any(
         isinstance(module, DeformableGate) and module.gate_readings for module in model.modules()
     ):
@@ -93,7 +106,12 @@ def count_model(model: nn.Module, *inputs: Any) -> Complexity:
     total = counter.get_total_flops() // 2
     by_module = {name: _of(module, f'{prefix}.{name}', counts) for name, module in model.named_children()}
     rest = total - sum(by_module.values())
-    return Complexity(parameters, total, {**by_module, **({'itself': rest} if rest > 0 else {})})
+    by_gate: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Gate):
+            kind = type(module).__name__
+            by_gate[kind] = by_gate.get(kind, 0) + _of(module, f'{prefix}.{name}'.rstrip('.'), counts)
+    return Complexity(parameters, total, {**by_module, **({'itself': rest} if rest > 0 else {})}, by_gate)
 
 
 def _of(module: nn.Module, name: str, counts: dict[str, int]) -> int:

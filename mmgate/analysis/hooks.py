@@ -12,9 +12,9 @@ from mmengine.runner import Runner
 from torch import Tensor, nn
 
 from mmgate.analysis.figures.gates import histogram_image
-from mmgate.analysis.probes.attention import GATES, gate_at
+from mmgate.analysis.probes.attention import gate_at
 from mmgate.analysis.probes.gates import LayerGate
-from mmgate.analysis.probes.recording import Recording, readable, record
+from mmgate.analysis.probes.recording import GATES, Recording, gate_names, readable, record
 from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import named_gate_parameters
 from mmgate.registry import HOOKS
@@ -32,13 +32,13 @@ class GateStatisticsHook(Hook):
     """Log mean, spread, sparsity, distance and gradient norm of gates, and their histogram, to the run's visualizer.
 
     All of the visualizer's backends get them (local JSON and PNG, TensorBoard, W&B, MLflow). Tags of scalars are
-    ``gate/<path>/<mean | std | sparsity | moved | moved_most | grad_norm>``, for SAGA ``gate_k/...`` and so on. Per
-    type the path is the gate's class, and the values are means over its layers (the largest for ``moved_most``, the
-    norm over all for ``grad_norm``); the log gets a line for each. ``moved`` and ``moved_most`` are the mean and the
-    largest distance from the value at which attention is as without the gate, where there is one. The tag of the
-    histograms' picture is ``gates``. One iteration in ``interval`` is logged, and the last, by the first process; the
-    others cost nothing. The gradient is that of this iteration's loss in this process, before clipping and averaging
-    over processes, with a loss scale divided out.
+    ``gate/<path>/<mean | std | sparsity | moved | moved_most | grad_norm>``; a reading of another name, such as SAGA's
+    ``gate_k``, has that name in front. Per type the path is the gate's class, and the values are means over its layers
+    (the largest for ``moved_most``, the norm over all for ``grad_norm``); the log gets a line for each. ``moved`` and
+    ``moved_most`` are the mean and the largest distance from the value at which attention is as without the gate, where
+    there is one. The tag of the histograms' picture is ``gates``. One iteration in ``interval`` is logged, and the
+    last, by the first process; the others cost nothing. The gradient is that of this iteration's loss in this process,
+    before clipping and averaging over processes, with a loss scale divided out.
 
     After an epoch, or a validation in a loop of iterations, it warns if the mean distance of every layer's gate from
     that value stayed within 0.01: such a model still computes about what it would without gates.
@@ -76,12 +76,12 @@ class GateStatisticsHook(Hook):
             return
         model = unwrap_model(runner.model)
         has = readable(model)
-        for path in dict.fromkeys(path for name in GATES for path in has.get(name, ())):
+        for path in dict.fromkeys(path for name in gate_names(model) for path in has.get(name, ())):
             for _, parameter in named_gate_parameters(model.get_submodule(path)):
                 # The optimizer wrapper clears gradients before ``after_train_iter``, so that a hook has to take them.
                 if parameter.requires_grad:
                     self._open.callback(parameter.register_hook(partial(self._add_square, path)).remove)
-        recorded = record(model, GATES, accumulate=partial(_layer_gate, model))
+        recorded = record(model, [GATES], accumulate=partial(_layer_gate, model))
         self._recording = self._open.enter_context(recorded)
 
     def after_train_iter(

@@ -16,7 +16,7 @@ from mmgate.errors import ConfigError
 from mmgate.hosts.table import gate_of_type
 from mmgate.registry import MODELS as MMGATE_MODELS
 from mmgate.rules import write_rule
-from mmgate.swap import Attention, kind_named, list_attention, path_regex
+from mmgate.swap import Attention, list_attention, path_regex, type_named
 
 __all__ = ['Attention', 'NoLanguageModel', 'build_structure', 'list_attention', 'rules_to_paste']
 
@@ -62,16 +62,16 @@ def rules_to_paste(model: nn.Module, listed: Sequence[Attention]) -> dict[str, s
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     texts = {}
     for path, row in free.items():
-        kind = max(row.gates, key=_starts_as_vanilla)
+        rule_type = max(row.gates, key=_starts_as_vanilla)
         pattern = '.'.join('*' if name.isdigit() else name for name in path.split('.'))
         matched = [name for name in names if path_regex(pattern).fullmatch(name)]
-        alike = all(name in free and kind in free[name].gates for name in matched)
-        texts[path] = write_rule(dict(path=pattern if alike else path, type=kind))
+        alike = all(name in free and rule_type in free[name].gates for name in matched)
+        texts[path] = write_rule(dict(path=pattern if alike else path, type=rule_type))
     return texts
 
 
-def _starts_as_vanilla(kind: str) -> bool:
-    gate = gate_of_type(kind_named(kind, ''))
+def _starts_as_vanilla(rule_type: str) -> bool:
+    gate = gate_of_type(type_named(rule_type, ''))
     return gate is not None and gate.identity_start and bool(gate.gate_readings)
 
 

@@ -10,44 +10,23 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import torch
 from mmengine.logging import print_log
 from torch import nn
 
-from mmgate._environment import why_not
 from mmgate.errors import ConfigError
 
 from .build import build_network
 from .compare import Differences, check_finds_something, compare
+from .formats import check_format
 from .graph import MAX_BATCH, write
 from .network import Network
 from .runtime import Exported
 from .time_limit import time_limit
 
-SUFFIXES = {'onnx': '.onnx', 'torch-export': '.pt2'}
-NEEDED = ('onnx', 'onnxscript', 'onnxruntime')
-# First torch that can export whole detectors.
-OLDEST = (2, 9)
 # Divisor of the sides of images, for backbones that need one.
 DIVISOR = 32
 # Seconds for writing one graph.
 TIME_LIMIT = 300.0
-
-
-def check_format(format: str) -> None:
-    """Refuse a format that cannot be written here.
-
-    Raises:
-        ConfigError: torch is too old, or a package is missing.
-    """
-    if tuple(int(part) for part in torch.__version__.split('.')[:2]) < OLDEST:
-        raise ConfigError(
-            f'exporting needs torch {OLDEST[0]}.{OLDEST[1]} or newer, this is {torch.__version__}: export from an '
-            'environment of the maintained forks, which loads the same configs and checkpoints.'
-        )
-    missing = [name for name in NEEDED if why_not(name)] if format == 'onnx' else []
-    if missing:
-        raise ConfigError(f'--format onnx needs {", ".join(missing)}: pip install "mmgate[deploy]".')
 
 
 def export(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +13,10 @@ from torch import Tensor
 from .build import describe_model
 from .network import Network
 from .operators import translations
-from .runtime import NOTES_FILE, NOTES_KEY
+from .runtime import NOTES_FILE
 from .sampling import sampled_by
-from .tracing import plain_attention, traceable
+from .to_onnx import write_program
+from .tracing import traceable
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 MAX_BATCH = 64
 # Smallest sides of images, one more than usual strides of the last maps.
 LEAST = (33, 65, 129)
-OPSET = 18
 
 
 def write(net: Network, inputs: Sequence[Tensor], path: Path, *, format: str, msda: str, divisor: int) -> str:
@@ -79,36 +78,4 @@ def capture(
 
 def write_onnx(program: ExportedProgram, network: Network, path: Path, notes: Mapping[str, Any]) -> None:
     """Write the program of :func:`capture` to ``path``, with ``notes`` in the file's metadata."""
-    # The exporter and its optimizer log their progress.
-    silenced = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with plain_attention():
-            written: Any = torch.onnx.export(
-                program,
-                dynamo=True,
-                verbose=False,
-                optimize=True,
-                opset_version=OPSET,
-                input_names=list(network.inputs),
-                output_names=list(network.outputs),
-                custom_translation_table=translations(),
-            )
-    finally:
-        logging.disable(silenced)
-    _keep_constants(written.model.graph)
-    # The optimizer may put a shared constant after its first use.
-    written.model.graph.sort()
-    written.model.metadata_props[NOTES_KEY] = json.dumps(notes)
-    written.save(path, external_data=False)
-
-
-def _keep_constants(graph: Any) -> None:
-    """Make initializers of the constants for which the optimizer leaves no node."""
-    inputs = set(graph.inputs)
-    for node in graph.all_nodes():
-        for value in node.inputs:
-            if value is None or value in inputs or value.name in graph.initializers:
-                continue
-            if value.producer() is None and value.const_value is not None:
-                graph.register_initializer(value)
+    write_program(program, network.inputs, network.outputs, path, notes, translations())

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmgate.checkpoints.loading import HOW_TO_TRUST, is_trusted
+from mmgate._environment import available
 from mmgate.errors import ConfigError
 
-from . import operators  # noqa: F401  (programs call them)
+if available('mmcv'):
+    from . import operators  # noqa: F401  (programs call them)
 
 # Key of the notes in an ONNX file's metadata, and their file beside a program of torch.export.
 NOTES_KEY = 'mmgate'
@@ -41,10 +42,10 @@ class Exported:
             notes = self._open_onnx()
         elif self.path.suffix != '.pt2':
             raise ConfigError(f'{path} is no exported file: give an .onnx or a .pt2 file of tools/deploy/export.py.')
-        elif trusted or is_trusted():
-            notes = self._open_program()
         else:
-            raise ConfigError(f'{path} may hold code, which opening it would run. {HOW_TO_TRUST}.')
+            if not trusted:
+                _refuse_untrusted(path)
+            notes = self._open_program()
         if not notes:
             raise ConfigError(f'{path} was not written by tools/deploy/export.py; its inputs are unknown.')
         self.notes: dict[str, Any] = json.loads(notes)
@@ -110,3 +111,12 @@ class Exported:
         # The program was captured with a batch of two, and its guards would refuse a batch of one.
         self._run = program.module(check_guards=False)
         return extra[NOTES_FILE]
+
+
+def _refuse_untrusted(path: str | Path) -> None:
+    """Raise ConfigError for a file that may hold code, unless the environment trusts all files."""
+    # It needs mmengine, which an ONNX file does without.
+    from mmgate.checkpoints.loading import HOW_TO_TRUST, is_trusted
+
+    if not is_trusted():
+        raise ConfigError(f'{path} may hold code, which opening it would run. {HOW_TO_TRUST}.')

@@ -7,15 +7,18 @@ gathering is the default.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmgate.errors import ConfigError
 from mmgate.ops.backend import Backend
 from mmgate.ops.ms_deform_attn import grid_sample
 from mmgate.ops.ms_deform_attn.reference import corners
+from mmgate.ops.ms_deform_attn.uneven import Uneven, as_given, by_sample
 from mmgate.ops.ms_deform_attn.weights import attend_by
 
 from .sizes import SymbolicSizes
@@ -52,17 +55,46 @@ def gather(
 
 
 def grid(
-    value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
+    value: Tensor,
+    spatial_shapes: Tensor,
+    level_start_index: Tensor,
+    sampling_locations: Tensor,
+    weights: Tensor,
+    num_points: Sequence[int] | None = None,
 ) -> Tensor:
-    """Sample each level by ``grid_sample``; arguments as :func:`gather`. Tokens of the levels follow one another."""
-    areas = [height * width for height, width in spatial_shapes.tolist()]
-    starts: Any = SymbolicSizes([sum(areas[:level]) for level in range(len(areas))])
-    return grid_sample.sample(value, spatial_shapes, starts, sampling_locations, weights)
+    """Sample each level by ``grid_sample``; arguments as :func:`mmgate.ops.ms_deform_attn.grid_sample.sample`.
+
+    Tokens of the levels follow one another.
+    """
+    starts: Any = level_start_index
+    # mmdet's sizes are numbers and symbols, see :class:`SymbolicSizes`; those of a tensor are kept where it is made.
+    if not isinstance(spatial_shapes, Tensor):
+        areas = [height * width for height, width in spatial_shapes.tolist()]
+        starts = SymbolicSizes([sum(areas[:level]) for level in range(len(areas))])
+    return grid_sample.sample(value, spatial_shapes, starts, sampling_locations, weights, num_points)
 
 
-SAMPLERS: dict[str, Callable[..., Tensor]] = {'gather': gather, 'grid': grid}
+SAMPLERS: dict[str, tuple[Callable[..., Tensor], Uneven]] = {'gather': (gather, by_sample), 'grid': (grid, as_given)}
 
 
 def sampled_by(name: str) -> Replacement:
     """Return the replacement for :func:`.tracing.traceable` that samples by one of :data:`SAMPLERS`."""
-    return package, 'BACKENDS', (Backend(name, attend_by(SAMPLERS[name]), exportable=True),)
+    return package, 'BACKENDS', (Backend(name, attend_by(*SAMPLERS[name]), exportable=True),)
+
+
+@contextmanager
+def sampling_by(name: str) -> Iterator[None]:
+    """Sample by one of :data:`SAMPLERS` in the context, where another package exports a model with our attention.
+
+    Raises:
+        ConfigError: There is no form of that name.
+    """
+    if name not in SAMPLERS:
+        raise ConfigError(f'msda={name!r}: it is one of {", ".join(map(repr, SAMPLERS))}.')
+    owner, attribute, value = sampled_by(name)
+    former = getattr(owner, attribute)
+    setattr(owner, attribute, value)
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, former)

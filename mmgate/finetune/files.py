@@ -20,7 +20,7 @@ from mmgate.layers.base.gated import current_key, gated_modules
 from mmgate.registry import MODELS
 from mmgate.starts import initialise_gates_last
 from mmgate.swap import swap_attention
-from mmgate.wrappers import SHARDED, unwrap_model
+from mmgate.wrappers import SHARDED, unwrap_model, vanilla_name, vanilla_names, vanilla_state, without_layers_of_peft
 
 from .removal import forget_trained, gates_disabled, restore
 from .training import gate_parameters
@@ -32,7 +32,7 @@ def save_gates(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write the gates of a model, and all that :func:`train_only_gates` trained with them, into a safetensors file.
 
     The file also holds the rules that placed the gates, the names and shapes of the vanilla model's tensors, and
-    checksums of some of them.
+    checksums of some of them. Adapters of PEFT are left out: the file fits the model with and without them.
 
     Raises:
         ConfigError: The model has no gates or is sharded, the file cannot be written, a rule has an option that JSON
@@ -48,11 +48,12 @@ def gates_content(model: nn.Module) -> GatesFile:
     model = unwrap_model(model)
     rules = _rules(model)
     with gates_disabled(model):
-        vanilla = model.state_dict(keep_vars=True)
-    state = model.state_dict(keep_vars=True)
+        vanilla = vanilla_state(model)
+    state = vanilla_state(model)
     shared = {id(tensor) for tensor in vanilla.values()}
-    gates = [name for name, tensor in state.items() if id(tensor) not in shared]
-    gates += [name for name in gate_parameters(model) if name not in gates]
+    # PEFT's layer around torch's attention makes new parameters of the host's whenever it is read.
+    gates = [name for name, tensor in state.items() if id(tensor) not in shared and name not in vanilla]
+    gates += [name for name in _gate_names(model) if name not in gates]
     if not gates:
         raise ConfigError(f'this {type(model).__name__} has no gates to be saved.')
     trained = [vars(module).get('trained_with_gates') for module in model.modules()]
@@ -90,7 +91,7 @@ def load_gates(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
             placed by other rules than the model's. A model without gates is then as it was.
     """
     content = put_gates(model, path)
-    content.warn_of_other_values(path, unwrap_model(model).state_dict())
+    content.warn_of_other_values(path, vanilla_state(unwrap_model(model)))
     return list(content.tensors)
 
 
@@ -99,8 +100,8 @@ def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
     content = read_gates(path)
     model = unwrap_model(model)
     with gates_disabled(model):
-        own = set(gate_parameters(model))
-        shapes = {name: list(t.shape) for name, t in model.state_dict().items() if name not in own}
+        own = _gate_names(model)
+        shapes = {name: list(t.shape) for name, t in vanilla_state(model).items() if name not in own}
     content.refuse_other(os.fspath(path), type(model).__name__, shapes)
     there = _rules(model)
     wanted = {prefix: list(map(_described, rules)) for prefix, rules in content.rules.items()}
@@ -138,8 +139,10 @@ def _rules(model: nn.Module) -> dict[str, list[Rule]]:
     found: dict[str, dict[int, Rule]] = {}
     for name, module in gated_modules(model):
         record = module.gating
-        if name == record.name or name.endswith(f'.{record.name}'):
-            prefix = name[: len(name) - len(record.name)].rstrip('.')
+        gated = without_layers_of_peft(record.name)
+        here = without_layers_of_peft(name)
+        if here == gated or here.endswith(f'.{gated}'):
+            prefix = here[: len(here) - len(gated)].rstrip('.')
             found.setdefault(prefix, {})[record.number] = _described(record.rule)
     return {prefix: [rule for _, rule in sorted(rules.items())] for prefix, rules in found.items()}
 
@@ -177,9 +180,17 @@ def _by_current_names(model: nn.Module, content: GatesFile) -> GatesFile:
     return replace(content, tensors=tensors, gates=list(names.values()))
 
 
+def _gate_names(model: nn.Module) -> set[str]:
+    """Return the names of the gates' parameters, as files have them."""
+    names = {vanilla_name(model, name) for name in gate_parameters(model)}
+    return {name for name in names if name is not None}
+
+
 @torch.no_grad()
 def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    unknown = model.load_state_dict(dict(tensors), strict=False).unexpected_keys
+    present = {vanilla: name for name, vanilla in vanilla_names(model).items()}
+    named = {present.get(name, name): tensor for name, tensor in tensors.items()}
+    unknown = model.load_state_dict(named, strict=False).unexpected_keys
     if unknown:
         raise ConfigError(f'the model has no {", ".join(unknown[:3])}')
 
@@ -188,9 +199,10 @@ def _meet_checkpoint(
     path: Any, content: GatesFile, model: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 ) -> None:
     """Keep tensors that were trained with the gates when a vanilla checkpoint is loaded; a gated one fills all."""
-    here = {key.removeprefix(prefix): key for key in state if key.startswith(prefix)}
+    inside = [key.removeprefix(prefix) for key in state if key.startswith(prefix)]
+    here = {vanilla: f'{prefix}{name}' for name in inside if (vanilla := vanilla_name(model, name)) is not None}
     # In checkpoints of mmgate 0.1 gates have other names.
-    former = here.keys() - model.state_dict().keys()
+    former = here.keys() - vanilla_state(model).keys()
     if not {*here, *(current_key(model, name) for name in former)}.isdisjoint(content.gates):
         return
     content.warn_of_other_values(path, {name: state[key] for name, key in here.items()})

@@ -10,6 +10,7 @@ from torch import nn
 from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.layers.base.gated import gated_modules, remove_gate, switched_off
 from mmgate.starts import own_gated_modules
+from mmgate.wrappers import inside_peft
 
 from .training import unfreeze
 
@@ -23,7 +24,7 @@ def restore_attention(model: nn.Module) -> list[str]:
     Returns:
         The names of the modules, as :func:`swap_attention` returned them; none if nothing is gated.
     """
-    return restore(dict(model.named_modules()))
+    return restore(dict(inside_peft(model).named_modules()))
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from torch import nn
 
 from mmgate._environment import log
 from mmgate.errors import ConfigError
-from mmgate.hosts.table import options_of
+from mmgate.hosts.table import gate_of_type, options_of
+from mmgate.layers.base.map import MapGate
 
 BACKBONES = ('backbone', 'image_encoder')  # names of the part of a model that takes images
 IMAGE_SIZES = ('pretrain_img_size', 'img_size')  # backbones' names of the size of images in pre-training
@@ -40,14 +41,17 @@ def map_options(
     that the rule sets are kept. A warning is logged if the rule sets one ``map_size`` for stages whose maps differ.
 
     Raises:
-        ConfigError: They cannot be derived, and the message has the options to write; or more tokens than one precede a
-            map.
+        ConfigError: They cannot be derived, and the message has the options to write; more tokens than one precede a
+            map; or one does, and the gate's class has no option ``class_token``.
     """
     told = all('hw_shape' in inspect.signature(model.get_submodule(name).forward).parameters for name in names)
-    wanted = dict(map_size=needs_map_size(gate), class_token=not told and 'class_token' in options_of(gate))
+    takes_token = 'class_token' in options_of(gate)
+    wanted = dict(map_size=needs_map_size(gate), class_token=not told and takes_token)
     needed = [option for option, is_wanted in wanted.items() if is_wanted and option not in options]
     one_size = wanted['map_size'] and options.get('map_size') is not None and _of_several_stages(model, names)
-    if not names or not (needed or one_size):
+    # A gate of maps whose constructor dropped the option would take the class token for one of the map's.
+    blind = not told and not takes_token and issubclass(gate_of_type(gate) or gate, MapGate)
+    if not names or not (needed or one_size or blind):
         return {}, {}
     first = next(iter(names))
     parts = first.split('.')
@@ -78,6 +82,13 @@ def map_options(
         raise ConfigError(
             f'{gate.__name__} needs {lacking} which a pass of {type(owner).__name__} does not tell ({reason}). '
             f'Write it into the rule, such as {examples}.'
+        )
+    before = next((name for name in names if found.get(id(model.get_submodule(name)), {}).get('class_token')), None)
+    if blind and before is not None:
+        raise ConfigError(
+            f'{gate.__name__} has no option class_token, and a class token comes before the map of {before}. Let the '
+            "gate's constructor take class_token=False as a keyword and hand it on: "
+            'super().__init__(sizes, class_token=class_token). Or leave the module out of the path.'
         )
     sizes = sorted({read['map_size'] for read in found.values()}, reverse=True)
     if one_size and len(sizes) > 1:

@@ -7,6 +7,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from mmgate.ops.ms_deform_attn.uneven import axes_of_samples, points_of_levels
+
 
 class DeformableAttention(Protocol):
     """Attributes that transformers' multi-scale deformable attentions have in common."""
@@ -18,18 +20,18 @@ class DeformableAttention(Protocol):
     attention_weights: nn.Module
 
 
-def points_of(module: DeformableAttention) -> int:
-    """Return the number of points of a head and level."""
-    points = module.n_points
-    return points if isinstance(points, int) else points[0]
+def points_of(module: DeformableAttention) -> int | tuple[int, ...]:
+    """Return the number of points of a head and level; one for each level if they differ."""
+    return points_of_levels(module.n_points, module.n_levels)
 
 
 def sampled(module: DeformableAttention, query: Tensor, reference_points: Tensor) -> tuple[Tensor, Tensor]:
     """Return offsets ``(B, Q, H, L, P, 2)`` and logits ``(B, Q, H, L, P)`` of a module.
 
+    Where its levels have different numbers of points, N in all, they are ``(B, Q, H, N, 2)`` and ``(B, Q, H, N)``.
     ``query (B, Q, C)`` has its position; ``reference_points`` are ``(B, Q, L|1, 2 or 4)``.
     """
-    sizes = (module.n_heads, module.n_levels, points_of(module))
+    sizes = (module.n_heads, *axes_of_samples(points_of(module), module.n_levels))
     offsets = module.sampling_offsets(query).unflatten(-1, (*sizes, 2))
     if reference_points.shape[-1] == 4:
         # The operator moves points by half a box at most; D-FINE has an option for it.

@@ -18,6 +18,7 @@ from mmgate.layers.base.deformable import DeformableGate, DeformableHost
 from mmgate.layers.base.dense import DenseGate
 from mmgate.layers.base.gate import Gate, Sizes
 from mmgate.ops.ms_deform_attn.levels import levels_on
+from mmgate.ops.ms_deform_attn.uneven import axes_of_samples, points_of_levels
 
 # The attention of projects/ViTDet in mmdet's repository.
 VITDET = 'vitdet.vit.Attention'
@@ -77,8 +78,8 @@ class GatedProjectAttention(DeformableHost):
         )
 
     @classmethod
-    def points(cls, host: Any) -> int:
-        """Return the number of points of a head and level."""
+    def points(cls, host: Any) -> int | tuple[int, ...]:
+        """Return the number of points of a head and level; one for each level if they differ."""
         return host.n_points
 
     @classmethod
@@ -133,7 +134,8 @@ class GatedProjectAttention(DeformableHost):
             reference_points: ``(B, Q, L|1, 2)`` as (x, y), or ``(B, Q, L|1, 4)`` as (x, y, w, h), in 0 to 1.
             scale: How far from the centre of a box its last point lies at first, over the box's side.
         """
-        sizes = (getattr(self, self.heads_at), getattr(self, self.levels_at), self.points(self))
+        samples = axes_of_samples(self.points(self), getattr(self, self.levels_at))
+        sizes = (getattr(self, self.heads_at), *samples)
         offsets = self.sampling_offsets(query).unflatten(-1, (*sizes, 2))
         if reference_points.shape[-1] == 4 and scale != 0.5:  # the operator moves points by half a box at most
             offsets = offsets * (2 * scale)
@@ -215,7 +217,7 @@ class GatedGroundingDINOAttention(GatedProjectAttention):
     batch_first: bool
 
     @classmethod
-    def points(cls, host: Any) -> int:
+    def points(cls, host: Any) -> int | tuple[int, ...]:
         """Return the number of points of a head and level."""
         return host.num_points
 
@@ -335,16 +337,13 @@ class GatedMSDeformableAttention(GatedProjectAttention):
     levels_at = 'num_levels'
 
     @classmethod
-    def points(cls, host: Any) -> int:
-        """Return the number of points of a head and level."""
-        return host.num_points_list[0] if hasattr(host, 'num_points_list') else host.num_points
+    def points(cls, host: Any) -> int | tuple[int, ...]:
+        """Return the number of points of a head and level; one for each level if they differ."""
+        return points_of_levels(getattr(host, 'num_points_list', None) or host.num_points, host.num_levels)
 
     @classmethod
     def computes_otherwise(cls, host: Any) -> str | None:
-        """Return that levels have different numbers of points, or that points are rounded to pixels."""
-        points = getattr(host, 'num_points_list', ())
-        if len(set(points)) > 1:
-            return f'has num_points={list(points)}, and the gates need one number of points for all levels'
+        """Return that points are rounded to pixels."""
         method = getattr(host, 'method', 'default')
         if method != 'default':
             return f'has method={method!r}, and the gates sample bilinearly'

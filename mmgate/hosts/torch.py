@@ -15,6 +15,8 @@ from mmgate.layers.base.map import MapGate, MapHost, Size
 VANILLA_CHOICE = 'use_nested_tensor_without_gates'
 
 adapts(DenseGate, nn.MultiheadAttention)(GatedTorchAttention)
+# PEFT's layer around torch's module adds its updates to the weights before it calls it.
+adapts_inside(DenseGate, 'base_layer', 'peft.tuners.lora.layer.MultiheadAttention')
 
 
 class ReducedAttention(Protocol):

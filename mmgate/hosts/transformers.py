@@ -232,28 +232,42 @@ class GatedInterfaceAttention(DenseHost):
         notes['config'] = self.config
         self.config = copy(self.config)
         self.config._attn_implementation = NAME
-        names = dict.fromkeys(reading.projections)
-        notes['hooks'] = [getattr(self, name).register_forward_pre_hook(note_input) for name in names]
-        if self.gate.acts_after_projection:
-            notes['hooks'].append(getattr(self, reading.output).register_forward_hook(finish_output))
+        self._hook_projections()
 
     def before_switch_off(self) -> None:
         """Give the module its config back, and take the notes off."""
         self.config = self.gating.notes.pop('config')
-        for hook in self.gating.notes.pop('hooks'):
-            hook.remove()
+        self._unhook_projections()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend; the arguments are the host's. There are no weights to return, as with its fused functions."""
         notes = self.gating.notes
+        # Others may have put a layer around a projection since, or taken it off, as PEFT does.
+        if any(getattr(self, name) is not layer for name, layer in notes['hooked'].items()):
+            self._unhook_projections()
+            self._hook_projections()
         try:
             return super().forward(*args, **kwargs)
         finally:
             self.noted_query = None
             vars(getattr(self, notes['output'])).pop('noted_finish', None)
             for name in notes['projections']:
-                for part in getattr(self, name).modules():
-                    vars(part).pop('noted_input', None)
+                vars(getattr(self, name)).pop('noted_input', None)
+
+    def _hook_projections(self) -> None:
+        """Let the projections of heads note their input, and that of the output call a gate that acts on it."""
+        notes = self.gating.notes
+        names = dict.fromkeys(notes['projections'])
+        notes['hooked'] = {name: getattr(self, name) for name in (*names, notes['output'])}
+        notes['hooks'] = [getattr(self, name).register_forward_pre_hook(note_input) for name in names]
+        if self.gate.acts_after_projection:
+            notes['hooks'].append(getattr(self, notes['output']).register_forward_hook(finish_output))
+
+    def _unhook_projections(self) -> None:
+        """Undo :meth:`_hook_projections`."""
+        for hook in self.gating.notes.pop('hooks'):
+            hook.remove()
+        del self.gating.notes['hooked']
 
     def noted_inputs(self, query: Tensor, key: Tensor) -> Inputs:
         """Return what the projections have read in this call, ``(B, N|M, C)``, as tokens of the heads.
@@ -264,8 +278,7 @@ class GatedInterfaceAttention(DenseHost):
         """
         found = []
         for name, heads in zip(self.gating.notes['projections'], (query, key, key), strict=True):
-            # what others have put around a projection since, such as adapters of low rank, calls it within
-            x = next(vars(part)['noted_input'] for part in getattr(self, name).modules() if 'noted_input' in vars(part))
+            x = getattr(self, name).noted_input
             tokens = (heads.shape[0], heads.shape[2])
             if x.numel() != tokens[0] * tokens[1] * x.shape[-1]:
                 raise OtherTokensError(
@@ -341,11 +354,6 @@ def attention(
     inputs = module.noted_inputs(query, key)
     if module.gate.acts_after_projection:
         output = getattr(module, module.gating.notes['output'])
-        if finish_output not in output._forward_hooks.values():
-            raise ValueError(
-                f'{module.gating.notes["output"]} of {module.gating.name} was replaced after it was gated, and the '
-                'gate acts on what it returns; replace it first and gate then.'
-            )
         output.noted_finish = ([module.gate], query, inputs)  # a list, as a module would become a child
     heads = module.gate.attend(query, key, value, inputs, bias)
     heads = heads if dead is None else heads.masked_fill(dead, 0.0)
@@ -421,13 +429,8 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
         """Return the gate for a host.
 
         Raises:
-            ValueError: A host of uneven points, or one that does not sample bilinearly.
+            ValueError: A host that does not sample bilinearly.
         """
-        if isinstance(host.n_points, (list, tuple)) and len(set(host.n_points)) > 1:
-            raise ValueError(
-                f'it needs one number of points for all levels, but this {full_name(type(host))} has '
-                f'{list(host.n_points)} (decoder_n_points).'
-            )
         method = getattr(host, 'method', getattr(host, 'decoder_method', 'default'))
         if method != 'default':
             raise ValueError(f'it samples bilinearly, but this {full_name(type(host))} has decoder_method={method!r}.')
@@ -460,7 +463,8 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
             **kwargs: What layers hand to every attention; not used, as in transformers.
 
         Returns:
-            ``(B, Q, C)``, and the weights ``(B, Q, H, L, P)``, in RT-DETRv2, D-FINE and DEIMv2 ``(B, Q, H, L P)``.
+            ``(B, Q, C)``, and the weights ``(B, Q, H, L, P)``, in RT-DETRv2, D-FINE and DEIMv2 ``(B, Q, H, N)`` of all
+            N points of a head.
 
         Raises:
             ValueError: Neither ``spatial_shapes`` nor a list of them.

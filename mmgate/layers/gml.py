@@ -10,8 +10,8 @@ from mmgate.layers.base.gate import start_linear
 
 from .parts.options import check_option
 
-# Biases of the factors with which a gate starts as the identity: first with the residual (G = 0), then without (G = 1).
-# A product whose factors both started at 0 would never receive a gradient.
+# Biases b and e of the linear maps gA and gB with which a gate starts as the identity: first with the residual (G = 0),
+# then without (G = 1). A product whose factors both started at 0 would never receive a gradient.
 IDENTITIES: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     'product': ((0, 1), (1, 1)),
     'sum': ((0, 0), (0.5, 0.5)),
@@ -83,15 +83,15 @@ class GatingModulation(nn.Module):
         self.activation = activation
         self.residual = residual
         self.init = init
-        factors = len(IDENTITIES[variant][0])
+        maps = len(IDENTITIES[variant][0])  # gA and gB, gA alone, or none
         if variant == 'mlp':
             self.hidden_weight = nn.Parameter(torch.empty(MLP_WIDTH))
             self.hidden_bias = nn.Parameter(torch.empty(MLP_WIDTH))
-            self.weight = nn.Parameter(torch.empty(factors * MLP_WIDTH))  # (2, 4), row by row
-        elif factors:
-            self.weight = nn.Parameter(torch.empty(factors))
-        if factors:
-            self.bias = nn.Parameter(torch.empty(factors))
+            self.weight = nn.Parameter(torch.empty(maps * MLP_WIDTH))  # (2, 4), row by row
+        elif maps:
+            self.weight = nn.Parameter(torch.empty(maps))
+        if maps:
+            self.bias = nn.Parameter(torch.empty(maps))
         self.reset_parameters()
 
     def start_projection(self, projection: nn.Linear, in_vit: bool) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from mmgate.layers.base.deformable import DeformableGate, MultiScaleDeformableAttention
 from mmgate.layers.base.gate import Sizes
 from mmgate.ops.ms_deform_attn import POSITIONS
+from mmgate.ops.ms_deform_attn.uneven import spread
 from mmgate.registry import MODELS
 
 from .gml import GatingModulation
@@ -27,6 +28,9 @@ GRANULARITIES = {
 
 class PLuGDeformableGate(DeformableGate):
     """PLuG's gate on the logits of multi-scale deformable attention: ``gate_proj`` and ``gml``.
+
+    Where the levels have different numbers of points, N of them in all, a gate of each point has N values, and a gate
+    of each level is the same for all points of that level.
 
     Args:
         sizes: Sizes of the host's attention.
@@ -49,6 +53,8 @@ class PLuGDeformableGate(DeformableGate):
     """
 
     identity_start = True
+    # At rest the gate moves through two scalars alone.
+    trial_rate = 20.0
     undecayed = ('gml',)
     gate_readings = {'gate': 'levels'}
 
@@ -70,9 +76,12 @@ class PLuGDeformableGate(DeformableGate):
         self.granularity = granularity
         self.position = position
         self.residual = residual
-        full = (sizes.heads, sizes.levels, sizes.points)
-        differs = GRANULARITIES[granularity]
-        self.gate_shape = tuple(size if each else 1 for size, each in zip(full, differs, strict=True))
+        of_heads, of_levels, of_points = GRANULARITIES[granularity]
+        self.gate_shape: tuple[int, ...] = (sizes.heads if of_heads else 1, sizes.levels if of_levels else 1)
+        if isinstance(self.num_points, int):
+            self.gate_shape = (*self.gate_shape, self.num_points if of_points else 1)
+        elif of_points:
+            self.gate_shape = (self.gate_shape[0], sum(self.num_points))
         self.gate_proj = nn.Linear(sizes.input_widths[0], torch.Size(self.gate_shape).numel())
         self.gml = GatingModulation(gml, activation=activation, residual=residual, init=init)
 
@@ -86,8 +95,15 @@ class PLuGDeformableGate(DeformableGate):
         self.gml.reset_parameters(self.in_vit)
 
     def compute_gate(self, query: Tensor) -> Tensor:
-        """Return the gate ``G`` (B, Q, H|1, L|1, P|1) of ``query`` (B, Q, C), position embedding included (Eq. 10)."""
-        return self.gml(self.gate_proj(query)).unflatten(-1, self.gate_shape)
+        """Return the gate ``G`` of ``query`` (B, Q, C), position embedding included (Eq. 10).
+
+        It is (B, Q, H|1, L|1, P|1), or (B, Q, H|1, N|1) where the levels have different numbers of points.
+        """
+        gate = self.gml(self.gate_proj(query)).unflatten(-1, self.gate_shape)
+        # There are more points than levels, so that the last axis is that of levels if it has their number.
+        if not isinstance(self.num_points, int) and gate.shape[-1] == self.num_levels:
+            gate = spread(gate, self.num_points, 3)
+        return gate
 
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
         """Return the gate of the query, see :meth:`compute_gate`."""

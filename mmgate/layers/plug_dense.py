@@ -40,6 +40,8 @@ class PLuGGate(DenseGate):
     """
 
     identity_start = True
+    # At rest the gate moves through two scalars alone.
+    trial_rate = 20.0
     operator = 'plug_attention'
     undecayed = ('gml',)
     gate_readings = {'gate': 'pairs'}
@@ -61,7 +63,7 @@ class PLuGGate(DenseGate):
         check_option('position', position, POSITIONS)
         super().__init__(sizes)
         if init == 'identity' and gml == 'none':
-            raise ValueError("gml='none' has no parameter that makes the identity; use init='paper'.")
+            raise ValueError("gml='none' has no parameter that makes the identity; use init='paper' or 'vit'.")
         width = round(ratio * self.head_dim)
         if width < 1:
             raise ValueError(f'ratio={ratio} of {self.head_dim} channels a head leaves no gate channel.')

@@ -45,6 +45,7 @@ class SAGAGate(LinearGate):
     """
 
     gate_layers = GATES
+    gate_readings = dict.fromkeys(GATES, 'channels')
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from typing import Any
 
 from mmengine.config import Config, DictAction
 from mmengine.registry import DATASETS, METRICS
+from mmengine.utils import import_modules_from_strings
 
 from mmgate._environment import MM, why_not
 from mmgate.checkpoints.loading import TRUST
@@ -78,15 +79,24 @@ def read_config(config: str) -> Config:
 
 
 def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
-    """Merge ``options`` (dotted keys) into ``cfg`` as the mm tools do.
+    """Merge ``options`` (dotted keys) into ``cfg`` as the mm tools do, and import what they add to ``custom_imports``.
 
     Raises:
-        ConfigError: A key goes beyond the end of a list, or into a value that is neither a dict nor a list.
+        ConfigError: A key goes beyond the end of a list, or into a value that is neither a dict nor a list; or a module
+            of ``custom_imports`` cannot be imported.
     """
     try:
         cfg.merge_from_dict(dict(options))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f'--cfg-options {" ".join(options)} cannot be merged: {error}') from error
+    # mmengine imports them while it reads the file, before there are options.
+    if any(key.partition('.')[0] == 'custom_imports' for key in options):
+        try:
+            import_modules_from_strings(**cfg.custom_imports)
+        except (ImportError, TypeError) as error:
+            raise ConfigError(
+                f'--cfg-options custom_imports: {error}. A module is found in the folders of PYTHONPATH.'
+            ) from error
 
 
 def mappings(node: object, where: str = '') -> Iterator[tuple[str, Any]]:

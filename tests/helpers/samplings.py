@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -140,6 +140,7 @@ class Problem:
     residual: bool
     position: str
     reference_points: Tensor | None
+    num_points: tuple[int, ...] | None = None
 
 
 def drawn(seed: int) -> tuple[random.Random, Problem]:
@@ -172,12 +173,28 @@ def drawn(seed: int) -> tuple[random.Random, Problem]:
     return draw, Problem(value, *shapes, at, logits, gate, residual, position, reference)
 
 
+def unevenly(seed: int) -> Problem:
+    """Return a problem of :func:`drawn` with points left out, so that most have levels with different numbers."""
+    draw, given = drawn(seed)
+    levels, most = given.logits.shape[3:]
+    counts = tuple(draw.randint(1, most) for _ in range(levels))
+    there = torch.arange(most) < torch.tensor(counts)[:, None]  # (L, P)
+    gate = given.gate
+    if gate is not None:
+        one_for_all = gate.shape[3:] == (1, 1)
+        gate = gate[..., 0] if one_for_all else gate.expand(*gate.shape[:3], levels, most)[:, :, :, there]
+    return replace(
+        given, points=given.points[:, :, :, there], logits=given.logits[:, :, :, there], gate=gate, num_points=counts
+    )
+
+
 def exactly(given: Problem) -> list[Tensor]:
     """Return the output and all gradients in float64 by hat functions, which share nothing with mmgate."""
     leaves = [x if x is None else x.detach().requires_grad_() for x in _floating(given)]
     starts = given.level_start_index.tolist()
     levels = [(*size, start) for size, start in zip(given.spatial_shapes.tolist(), starts, strict=True)]
-    output = sample_by_hats(leaves, levels, dict(residual=given.residual, position=given.position))
+    options = dict(residual=given.residual, position=given.position)
+    output = sample_by_hats(leaves, levels, options, given.num_points)
     return with_gradients(output, [x for x in leaves if x is not None])
 
 
@@ -187,7 +204,8 @@ def by_backend(given: Problem, backend: str, dtype: torch.dtype = torch.float32)
     value, at, logits, gate, reference = leaves
     output = ms_deform_attn(
         value, given.spatial_shapes, given.level_start_index, at, logits, gate,
-        residual=given.residual, position=given.position, reference_points=reference, backend=backend,
+        residual=given.residual, position=given.position, reference_points=reference, num_points=given.num_points,
+        backend=backend,
     )  # fmt: skip
     return with_gradients(output, [x for x in leaves if x is not None])
 
@@ -196,7 +214,12 @@ def _floating(given: Problem) -> tuple[Tensor | None, ...]:
     return given.value, given.points, given.logits, given.gate, given.reference_points
 
 
-def sample_by_hats(leaves: Sequence[Tensor | None], levels: list[tuple[int, ...]], options: dict[str, Any]) -> Tensor:
+def sample_by_hats(
+    leaves: Sequence[Tensor | None],
+    levels: list[tuple[int, ...]],
+    options: dict[str, Any],
+    num_points: Sequence[int] | None = None,
+) -> Tensor:
     """Return ``(B, Q, H * D)`` of levels as (height, width, first token)."""
     value, points, logits, gate, reference = leaves
     factor = torch.ones(()) if gate is None else gate + 1 if options['residual'] else gate
@@ -205,20 +228,22 @@ def sample_by_hats(leaves: Sequence[Tensor | None], levels: list[tuple[int, ...]
     weights = (exponents - exponents.logsumexp(3, keepdim=True)).exp().view(logits.shape)
     weights = weights if before else weights * factor
     output = torch.zeros((), dtype=torch.float64)
+    counts = [points.shape[4]] * len(levels) if num_points is None else list(num_points)
+    flat = weights.flatten(3).split(counts, 3), points.reshape(*points.shape[:3], -1, 2).split(counts, 3)
     for level, (height, width, first) in enumerate(levels):
-        x, y = points[:, :, :, level].unbind(-1)  # (B, Q, H, P)
+        x, y = flat[1][level].unbind(-1)  # (B, Q, H, P)
         if reference is None:
             x, y = x * width, y * height
         else:
             centre = reference[:, :, None, level, None]  # (B, Q, 1, 1, R)
             box = reference.shape[-1] == 4
             across, down = (centre[..., 2] * width, centre[..., 3] * height) if box else (1, 1)
-            share = 0.5 / points.shape[4] if box else 1
+            share = 0.5 / counts[level] if box else 1
             x, y = centre[..., 0] * width + x * across * share, centre[..., 1] * height + y * down * share
         of_columns = (1 - (x[..., None] - 0.5 - torch.arange(width)).abs()).clamp(min=0)
         of_rows = (1 - (y[..., None] - 0.5 - torch.arange(height)).abs()).clamp(min=0)
         image = value[:, first : first + height * width].unflatten(1, (height, width))
-        shares = torch.einsum('bqhp,bqhpy,bqhpx->bqhyx', weights[:, :, :, level], of_rows, of_columns)
+        shares = torch.einsum('bqhp,bqhpy,bqhpx->bqhyx', flat[0][level], of_rows, of_columns)
         output = output + torch.einsum('bqhyx,byxhd->bqhd', shares, image)
     return output.flatten(2)
 

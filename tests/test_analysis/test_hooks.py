@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import mmgate
 from mmgate.analysis.hooks import GateStatisticsHook
 from mmgate.errors import ConfigError
+from mmgate.layers import SDPAGate
 from mmgate.registry import HOOKS
 from mmgate.train import cli
 from mmgate.train.cli import build_runner
@@ -112,6 +113,20 @@ def test_one_record_for_each_type() -> None:
     assert picture.dtype == np.uint8 and picture.ndim == 3 and picture.shape[2] == 3 and picture.std() > 10
     with pytest.raises(ConfigError, match="per='head': it is one of 'layer', 'type'"):
         GateStatisticsHook(per='head')
+
+
+class Tempered(SDPAGate):
+    """A gate of a user whose only reading has a name of the user's choice."""
+
+    gate_readings = {'temperature': 'heads'}
+
+
+def test_a_reading_of_any_name_is_logged() -> None:
+    model, (batch, *_) = gated(dict(type=Tempered))
+    runner = Runner(model)
+    step(GateStatisticsHook(interval=1, per='type'), runner, batch)
+    assert {'temperature/Tempered/mean', 'gate/Tempered/grad_norm'} <= set(runner.scalars) and not runner.warnings
+    assert runner.lines[0].startswith('gates: Tempered (temperature) in 2 layers: mean ')
 
 
 def test_the_last_iteration_is_recorded_and_nothing_to_see_is_said_once() -> None:

@@ -19,7 +19,8 @@ from shapes import write_shapes
 from torch import Tensor
 
 from mmgate.deploy import export as exporting
-from mmgate.deploy.export import SUFFIXES, export
+from mmgate.deploy.export import export
+from mmgate.deploy.formats import SUFFIXES
 from mmgate.deploy.runtime import Exported
 from mmgate.errors import ConfigError
 

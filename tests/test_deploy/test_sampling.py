@@ -22,9 +22,9 @@ class Levels(Network):
     inputs = ('images',)
     outputs = ('tokens',)
 
-    def __init__(self) -> None:
+    def __init__(self, num_points: int | list[int]) -> None:
         super().__init__(nn.Identity())
-        self.attention = PLuGMultiScaleDeformableAttention(16, 2, num_levels=2, init='paper')
+        self.attention = PLuGMultiScaleDeformableAttention(16, 2, num_levels=2, num_points=num_points, init='paper')
         for parameter in self.attention.parameters():
             nn.init.normal_(parameter, std=0.5)
 
@@ -42,10 +42,13 @@ class Levels(Network):
 
 
 @exports
+@pytest.mark.parametrize('num_points', [4, [3, 6]], ids=str)
 @pytest.mark.parametrize('name, grids', [('gather', 0), ('grid', 2)])  # a node a level
-def test_sampling_computes_what_pytorch_does(name: str, grids: int, tmp_path: Path) -> None:
+def test_sampling_computes_what_pytorch_does(
+    name: str, grids: int, num_points: int | list[int], tmp_path: Path
+) -> None:
     pytest.importorskip('onnxruntime', reason='needs the extra "deploy"')
-    net, path = Levels().eval(), tmp_path / 'sampled.onnx'
+    net, path = Levels(num_points).eval(), tmp_path / 'sampled.onnx'
     program, taken = capture(net, (torch.randn(2, 16, 16, 24),), 1, name)
     write_onnx(program, net, path, dict(taken, least=1))
     run = Exported(path)

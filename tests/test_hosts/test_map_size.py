@@ -11,7 +11,7 @@ import torch
 from conftest import needs_mmpretrain
 from helpers.backbones import PRETRAIN, SVT, SWIN
 from mmengine.registry import MODELS
-from torch import nn
+from torch import Tensor, nn
 
 from mmgate import restore_attention, swap_attention
 from mmgate.errors import ConfigError
@@ -95,6 +95,30 @@ def test_a_gate_behind_kwargs_is_read_as_its_base() -> None:
         swap_attention(model, dict(type=kind, path='layers.0.**', bias=False, extra=1))
         gate = model.layers[0][1][1].attn.gate
         assert gate.map_size == (56, 56) and gate.an_bias is None
+
+
+class WithoutClassToken(MapGate):
+    """A gate of a user with an option, whose constructor drops that of the class token."""
+
+    def __init__(self, sizes: Sizes, *, strength: float = 1.0) -> None:
+        super().__init__(sizes)
+        self.strength = strength
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        return self.strength * v
+
+
+@needs_mmpretrain
+def test_a_gate_that_takes_no_class_token_is_refused_where_there_is_one() -> None:
+    """At the swap, by the option's name; a ViT without the token takes the gate and tells it its map."""
+    sizes = dict(arch=dict(embed_dims=16, num_layers=1, num_heads=2, feedforward_channels=16), img_size=(48, 64))
+    rule = dict(type=WithoutClassToken, path='layers.*.attn')
+    with pytest.raises(ConfigError, match='has no option class_token, and a class token .* of layers.0.attn'):
+        swap_attention(MODELS.build(dict(VIT, **sizes)), rule)
+    vit: Any = MODELS.build(dict(VIT, **sizes, with_cls_token=False, out_type='featmap'))
+    swap_attention(vit, rule)
+    assert vit.layers[0].attn.gate.map_size == (3, 4)
+    assert vit(torch.randn(1, 3, 48, 64))[0].isfinite().all()
 
 
 @needs_mmpretrain

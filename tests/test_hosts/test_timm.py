@@ -22,7 +22,7 @@ from timm.layers.attention import Attention
 from timm.models.eva import EvaAttention
 from timm.models.gcvit import WindowAttentionGlobal
 
-from mmgate import gate_parameters, gates_disabled, restore_attention, swap_attention
+from mmgate import gate_parameters, gates_disabled, list_attention, restore_attention, swap_attention
 from mmgate.analysis.probes.recording import class_tokens, record
 from mmgate.hosts.timm import BY_IMAGE, shares_by_image
 from mmgate.layers.base.gate import Gate
@@ -36,6 +36,10 @@ def test_a_model_starts_as_it_was_and_learns(name: str, rule: dict[str, Any]) ->
     before = anatomy(model)
     names = swap_attention(model, dict(rule, path=PATHS[name]))
     assert len(names) == (4 if name == 'swin' else 2)
+    assert {one.path for one in list_attention(vanilla) if rule['type'] in one.gates} == set(names)
+    assert {one.path: one.class_name for one in list_attention(model) if one.gate} == {
+        path: type(vanilla.get_submodule(path)).__name__ for path in names
+    }
     torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)
     assert not model.load_state_dict(vanilla.state_dict(), strict=False).unexpected_keys
     model(images).square().sum().backward()

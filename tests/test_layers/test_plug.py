@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import filled, one_graph
+from conftest import filled, needs_native, one_graph
 from helpers.deformable import SIZES, make_call, pair
 from mmcv.ops import MultiScaleDeformableAttention
 from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 from torch import Tensor, nn
 
 from mmgate import swap_attention
+from mmgate.layers import MultiScaleDeformableAttention as MultiScaleDeformableAttentionOfOurs
 from mmgate.layers import PLuGMultiScaleDeformableAttention
 from mmgate.layers.gml import VARIANTS
 from mmgate.layers.plug import GRANULARITIES
@@ -81,6 +82,87 @@ def test_an_open_gate_is_the_equation(options: dict[str, Any], columns: int) -> 
     heads = multi_scale_deformable_attn_pytorch(value, shapes, at[..., :2] + offsets * unit, weights)
     expected = layer.output_proj(heads) + call['identity']
     torch.testing.assert_close(layer(**call), expected, rtol=1e-9, atol=1e-9)
+
+
+COUNTS = (1, 3)
+UNEVEN: dict[str, Any] = dict(embed_dims=8, num_heads=2, num_levels=2, num_points=COUNTS, batch_first=True, dropout=0.0)
+
+
+def uneven_call(columns: int) -> dict[str, Tensor]:
+    """Return what a layer of :data:`UNEVEN` is called with, in float64."""
+    call = {name: x.double() if x.is_floating_point() else x for name, x in make_call(columns).items()}
+    return {name: x[..., :8] if x.shape[-1] == 16 else x for name, x in call.items()}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('columns', [2, 4], ids=['points', 'boxes'])
+@pytest.mark.parametrize('options', GATED.values(), ids=GATED)
+def test_a_gate_on_levels_with_different_numbers_of_points_is_the_equation(
+    options: dict[str, Any], columns: int
+) -> None:
+    """The same equations, level by level, with the samples that mmcv takes."""
+    layer = filled(PLuGMultiScaleDeformableAttention(**UNEVEN, **options), 0.4).double()
+    call = uneven_call(columns)
+    z, value = call['query'] + call['query_pos'], layer.value_proj(call['value'])
+    value = value.masked_fill(call['key_padding_mask'][..., None], 0).view(2, 30, 2, 4)
+    offsets = layer.sampling_offsets(z).view(2, 5, 2, 4, 2).split(COUNTS, 3)
+    logits = layer.attention_weights(z).view(2, 5, 2, 4).split(COUNTS, 3)
+    granularity = options.get('granularity', 'head_level')
+    raw = layer.gate.gate_proj(z).view(2, 5, 2 if 'head' in granularity else 1, -1)
+    factor = modulated(layer.gate.gml, raw) + options.get('residual', True)
+    kinds = {
+        'point': lambda: factor.split(COUNTS, 3),
+        'level': lambda: factor.split(1, 3),
+        'head': lambda: [factor] * 2,
+    }
+    factors = kinds[granularity.split('_')[-1]]()
+    assert (
+        layer.gate.gate_proj.out_features == raw.shape[2] * dict(point=4, level=2, head=1)[granularity.split('_')[-1]]
+    )
+    before = 'position' not in options
+    gated = [a * f if before else a for a, f in zip(logits, factors, strict=True)]
+    weights = torch.cat(gated, 3).softmax(-1).split(COUNTS, 3)
+    heads: Any = 0
+    for level, shape in enumerate(call['spatial_shapes']):
+        of_level = weights[level] if before else weights[level] * factors[level]
+        at = call['reference_points'][:, :, None, level, None]  # (B, Q, 1, 1, 2|4)
+        unit = 1 / shape.flip(0).double() if columns == 2 else at[..., 2:] / 2 / COUNTS[level]
+        places = (at[..., :2] + offsets[level] * unit)[:, :, :, None]
+        tokens = value[:, call['level_start_index'][level] :][:, : shape.prod()]
+        heads = heads + multi_scale_deformable_attn_pytorch(tokens, shape[None], places, of_level[:, :, :, None])
+    expected = layer.output_proj(heads) + call['identity']
+    torch.testing.assert_close(layer(**call), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize('backend', ['torch', 'cpu', 'grid_sample', pytest.param('native', marks=needs_native)])
+@pytest.mark.parametrize('gml', VARIANTS)
+@pytest.mark.parametrize('granularity', GRANULARITIES)
+def test_gates_on_levels_with_different_numbers_of_points_pass_gradcheck(
+    granularity: str, gml: str, backend: str
+) -> None:
+    options = dict(granularity=granularity, gml=gml, backend=backend)
+    layer = filled(PLuGMultiScaleDeformableAttention(**UNEVEN, **options), 0.4).double()
+    call = uneven_call(4)
+    tensors = [call.pop('query')[:, :2].clone(), *layer.gate.parameters()]
+    for name in ('query_pos', 'identity', 'reference_points'):
+        call[name] = call[name][:, :2]
+
+    def attend(query: Tensor, *parameters: Tensor) -> Tensor:
+        return layer(query, **call)
+
+    assert torch.autograd.gradcheck(attend, [x.requires_grad_() for x in tensors], fast_mode=True)
+
+
+def test_identity_start_on_levels_with_different_numbers_of_points() -> None:
+    """And a step moves the gate, for every option."""
+    vanilla: Any = filled(MultiScaleDeformableAttentionOfOurs(**UNEVEN), 0.3)
+    call = {name: x.float() if x.is_floating_point() else x for name, x in uneven_call(4).items()}
+    for name, options in GATED.items():
+        gated: Any = PLuGMultiScaleDeformableAttention(**UNEVEN, **options)
+        gated.load_state_dict(vanilla.state_dict(), strict=False)
+        torch.testing.assert_close(gated(**call), vanilla(**call), rtol=0, atol=1e-6, msg=name)
+        gated(**call).square().sum().backward()
+        assert any(p.grad.abs().sum() > 0 for p in gated.gate.parameters() if p.grad is not None), name
 
 
 @one_graph

@@ -13,7 +13,10 @@ from helpers.small_demo import CONFIG, DEMO
 from mmengine.config import Config
 from shapes import write_shapes
 
+from mmgate.registry import MODELS
 from mmgate.train import cli
+from mmgate.train.config_file import merge_options, read_config
+from mmgate.train.gate_options import put_gates
 
 VANILLA = ROOT / 'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py'
 GATE = 'encoder.layers.*.self_attn,decoder.layers.*.cross_attn=PLuGMultiScaleDeformableAttention(gml="sum")'
@@ -80,6 +83,39 @@ def test_counting_and_listing(config: str, capsys: pytest.CaptureFixture[str]) -
     assert gated - vanilla == alone > 0
     assert cli.main(tool('list_attention').main, [config, '--gate', GATE]) == 0
     assert capsys.readouterr().out.count('gated by PLuGDeformableGate') == 4
+
+
+OUTSIDE = """
+from mmgate.layers.plug import PLuGDeformableGate
+from mmgate.layers.base.deformable import GatedMultiScaleDeformableAttention
+from mmgate.registry import MODELS
+
+
+@MODELS.register_module()
+class OutsideAttention(GatedMultiScaleDeformableAttention):
+    gate_type = PLuGDeformableGate
+"""
+
+
+def test_a_gate_of_another_package_is_named_from_the_command_line(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error says how to import its module; with that the gate is there, and the dumped config has the import."""
+    (tmp_path / 'outside_gates.py').write_text(OUTSIDE)
+    monkeypatch.setattr(MODELS, '_module_dict', dict(MODELS.module_dict))
+    gate = ['--gate', 'encoder.layers.*.self_attn=OutsideAttention']
+    command = [config, *gate, '--cfg-options', 'custom_imports.imports=outside_gates']
+    assert cli.main(tool('list_attention').main, [config, *gate]) == 2
+    assert '--cfg-options custom_imports.imports=' in capsys.readouterr().err
+    assert cli.main(tool('list_attention').main, command) == 2
+    assert 'outside_gates' in (said := capsys.readouterr().err) and 'PYTHONPATH' in said
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert cli.main(tool('list_attention').main, command) == 0
+    assert capsys.readouterr().out.count('gated by PLuGDeformableGate') == 2
+    cfg = read_config(config)
+    merge_options(cfg, {'custom_imports.imports': 'outside_gates'})
+    put_gates(cfg, gate[1:])
+    assert cfg.custom_imports.imports == ['mmgate', 'outside_gates']
 
 
 def test_the_benchmark_of_a_training_step_gates_its_peer(config: str, tmp_path: Path) -> None:

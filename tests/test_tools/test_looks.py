@@ -18,7 +18,7 @@ from mmengine.structures import BaseDataElement
 from shapes import write_shapes
 from torch import nn
 
-import mmgate  # noqa: F401
+import mmgate
 from mmgate.analysis.figures.maps import seen_part
 from mmgate.analysis.loading import UNTRAINED, load_models, parser
 from mmgate.benchmarks import backbones
@@ -80,7 +80,7 @@ def test_a_map_of_gates_has_every_pair(tmp_path: Path) -> None:
     rows = list(csv.DictReader((tmp_path / 'out/gates_map.csv').open()))
     names = ['class', *map(str, range(16))]
     assert [(row['row'], row['column']) for row in rows] == list(product(names, names))
-    assert {row['kind'] for row in rows} == {'pairs'} and len({row['gate'] for row in rows}) > 200
+    assert {row['axes'] for row in rows} == {'pairs'} and len({row['gate'] for row in rows}) > 200
 
 
 def test_gates_and_ranks_of_saga(configs: dict[str, str], tmp_path: Path) -> None:

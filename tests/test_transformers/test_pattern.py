@@ -174,12 +174,13 @@ def test_shared_heads_of_keys_are_refused() -> None:
 
 
 def test_gates_beside_adapters_of_low_rank() -> None:
-    """A projection that something is put around after the swap is still read."""
+    """A projection that something is put around after the swap, or before and taken off, is still read."""
 
     class Around(nn.Module):
         def __init__(self, base: nn.Linear) -> None:
             super().__init__()
             self.base_layer, self.down = base, nn.Linear(C, 2, bias=False)
+            self.in_features, self.out_features, self.weight = base.in_features, base.out_features, base.weight
             self.up = nn.Linear(2, C, bias=False)
             nn.init.zeros_(self.up.weight)
 
@@ -191,8 +192,17 @@ def test_gates_beside_adapters_of_low_rank() -> None:
     mmgate.swap_attention(model, dict(PLUG, path='attn'))
     model['attn'].q_proj = Around(model['attn'].q_proj)
     torch.testing.assert_close(run(model, fed), expected, rtol=1e-4, atol=1e-4)
-    g5 = build('ViTAttention')
-    mmgate.swap_attention(g5, dict(GATES['sdpa_g5'], path='attn'))
-    g5['attn'].o_proj = Around(g5['attn'].o_proj)
-    with pytest.raises(ValueError, match='o_proj of attn was replaced after it was gated'):
-        run(g5, fed)
+    for kind in ('plug', 'sdpa_g5'):
+        gated = build('ViTAttention')
+        for name in ('q_proj', 'o_proj'):
+            setattr(gated['attn'], name, Around(getattr(gated['attn'], name)))
+        mmgate.swap_attention(gated, dict(GATES[kind], path='attn'))
+        for parameter in mmgate.gate_parameters(gated).values():
+            nn.init.normal_(parameter)
+        changed = run(gated, fed)
+        assert not torch.allclose(changed, expected, atol=1e-3)
+        for name in ('q_proj', 'o_proj'):
+            setattr(gated['attn'], name, getattr(gated['attn'], name).base_layer)
+        torch.testing.assert_close(run(gated, fed), changed, rtol=1e-4, atol=1e-4)
+        gated['attn'].o_proj = Around(gated['attn'].o_proj)
+        torch.testing.assert_close(run(gated, fed), changed, rtol=1e-4, atol=1e-4)

@@ -80,6 +80,10 @@ def test_the_model_starts_as_it_was_and_its_loss_trains_the_gates(tmp_path: Path
 
     model, space = build()
     assert len(space['names']) == 13 and 'model.28.decoder.layers.5.cross_attn' in space['names']
+    listed = {one.path: one for one in mmgate.list_attention(model)}
+    assert {path for path, one in listed.items() if one.gate} == set(space['names'])
+    assert listed['model.28.decoder.layers.5.cross_attn'].class_name == 'MSDeformAttn'
+    assert all(any('heads' in size for size in listed[name].sizes) for name in space['names'])
     start = predictions(model)
     with mmgate.gates_disabled(model):
         assert_same_rows(predictions(model), start)
@@ -145,7 +149,7 @@ def test_its_trainer_trains_the_gates(tmp_path: Path) -> None:
 
 def test_an_export_holds_the_gates() -> None:
     onnxruntime = pytest.importorskip('onnxruntime', reason='needs onnxruntime')
-    pytest.importorskip('onnx', reason='needs onnx')
+    onnx = pytest.importorskip('onnx', reason='needs onnx')
     import mmgate
 
     model, space = build()
@@ -153,11 +157,16 @@ def test_an_export_holds_the_gates() -> None:
         nn.init.normal_(parameter, std=0.5)
     quick = f"detector.export(format='onnx', imgsz={SIDE}, simplify=False, device='cpu')"
     exec(PAGE[2].replace("detector.export(format='onnx')", f'file = {quick}'), space)
+    assert 'GridSample' not in {node.op_type for node in onnx.load(space['file']).graph.node}
     session = onnxruntime.InferenceSession(space['file'])
     found = session.run(None, {session.get_inputs()[0].name: images()[:1].numpy()})[0]
     with torch.no_grad():
         expected = model(images()[:1])[0]
+        with mmgate.gates_disabled(model):
+            vanilla = model(images()[:1])[0]
     assert_same_rows(torch.from_numpy(found), expected)
+    with pytest.raises(AssertionError):
+        assert_same_rows(torch.from_numpy(found), vanilla)
 
 
 def test_sampling_points_are_drawn(tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ def main(argv: list[str]) -> None:
     for name, macs in counted.by_module.items():
         if macs:
             print(f'    {name:19} {macs / 1e9:10.3f} G')
+    for name, macs in counted.by_gate.items():
+        print(f'  layers of {name:11} {macs / 1e6:10.3f} M, included')
 
 
 if __name__ == '__main__':

@@ -40,7 +40,7 @@ class Host:
         package: ``'mmdet'`` or ``'mmseg'``.
         config: The config, below the package's configs.
         path: Pattern for a rule.
-        kind: Class of the attentions.
+        class_name: Class of the attentions.
         count: Number of attentions that match.
         gates: Number of attentions that each gate fits, by its name.
         refusals: Reason why a gate does not fit, by its name.
@@ -49,7 +49,7 @@ class Host:
     package: str
     config: str
     path: str
-    kind: str
+    class_name: str
     count: int = 0
     gates: dict[str, int] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
@@ -93,7 +93,7 @@ def hosts_in(package: str, config: str) -> list[Host]:
     hosts: dict[tuple[str, str], Host] = {}
     for attention in list_attention(model):
         path = re.sub(r'\d+(?=\.|$)', '*', attention.path)
-        host = hosts.setdefault((path, attention.kind), Host(package, config, path, attention.kind))
+        host = hosts.setdefault((path, attention.class_name), Host(package, config, path, attention.class_name))
         host.count += 1
         module = model.get_submodule(attention.path)
         for gate in gates_for(module):
@@ -119,13 +119,13 @@ def markdown(hosts: list[Host], unbuilt: list[str]) -> str:
     """Return the table, with one row for architectures of equal cells, and a list of configs that cannot be built."""
     rows: dict[tuple[str, str, str, str], list[str]] = {}
     for host in hosts:
-        folders = rows.setdefault((host.package, host.path, host.kind, _cell(host)), [])
+        folders = rows.setdefault((host.package, host.path, host.class_name, _cell(host)), [])
         folder = host.config.split('/')[0]
         if folder not in folders:
             folders.append(folder)
     lines = ['| zoo | architectures | path | attention | gates that fit |', '|---|---|---|---|---|']
-    for (package, path, kind, cell), folders in rows.items():
-        lines.append(f'| {package} | {", ".join(folders)} | `{path}` | {kind} | {cell} |')
+    for (package, path, class_name, cell), folders in rows.items():
+        lines.append(f'| {package} | {", ".join(folders)} | `{path}` | {class_name} | {cell} |')
     if unbuilt:
         lines += ['', 'Not built here:', '', *(f'- {line}' for line in unbuilt)]
     return '\n'.join(lines) + '\n'
@@ -133,7 +133,7 @@ def markdown(hosts: list[Host], unbuilt: list[str]) -> str:
 
 def _cell(host: Host) -> str:
     if not host.gates and not host.refusals:
-        return f'none: {REASONS.get(host.kind, "no adapter")}'
+        return f'none: {REASONS.get(host.class_name, "no adapter")}'
     fits = [f'`{gate}`{" (not all)" if gate in host.refusals else ""}' for gate in sorted(host.gates)]
     return ' '.join([', '.join(fits) or 'none', *(f'<br>{reason}' for reason in reasons(host.refusals))])
 

@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
 
 def _row(attention: Attention, texts: Mapping[str, str]) -> tuple[str, ...]:
     sizes = ', '.join(f'{name}={size}' for name, size in attention.sizes.items())
-    return (attention.path, attention.kind, sizes, _gates(attention), _pasted(attention, texts))
+    return (attention.path, attention.class_name, sizes, _gates(attention), _pasted(attention, texts))
 
 
 def _gates(attention: Attention) -> str:
@@ -95,7 +95,7 @@ def measured_rows(
         around = next((by_path[name] for name in listed_as if name in by_path), None)
         cells = ['-' if figures[name] != figures[name] else f'{figures[name]:.3f}' for name in FIGURES]
         shown = around or Attention(path, '', {}, ())
-        rows.append((shown.path, shown.kind, *cells, _pasted(shown, texts)))
+        rows.append((shown.path, shown.class_name, *cells, _pasted(shown, texts)))
     return rows
 
 

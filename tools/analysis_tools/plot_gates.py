@@ -6,15 +6,15 @@ from pathlib import Path
 import mmgate  # noqa: F401
 from mmgate.analysis.figures.gates import draw_gates
 from mmgate.analysis.loading import load_models, parser, write_csv
-from mmgate.analysis.probes.attention import GATES
 from mmgate.analysis.probes.gates import gate_statistics, mean_maps
+from mmgate.analysis.probes.recording import GATES
 from mmgate.train import cli
 
 
 def main(argv: list[str]) -> None:
     """Parse arguments, run the models, draw and write the table."""
     args = parser(__doc__).parse_args(argv)
-    models = load_models(args, GATES, 'A picture of gates')
+    models = load_models(args, [GATES], 'A picture of gates')
     found = [(loaded.name, gate_statistics(loaded.model, loaded.inputs(args))) for loaded in models]
     out = draw_gates(found, Path(args.out) / 'gates.png')
     rows = [dict(model=name, **gate.row()) for name, gates in found for gate in gates]

@@ -8,7 +8,8 @@ from mmengine.logging import print_log
 
 import mmgate  # noqa: F401
 from mmgate.analysis.loading import check_folder
-from mmgate.deploy.export import SUFFIXES, TIME_LIMIT, check_format, export
+from mmgate.deploy.export import TIME_LIMIT, export
+from mmgate.deploy.formats import SUFFIXES, check_format
 from mmgate.deploy.inputs import FOLDER, add_images, load_with_images
 from mmgate.deploy.sampling import SAMPLERS
 from mmgate.errors import ConfigError

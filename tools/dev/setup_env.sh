@@ -3,7 +3,7 @@
 #
 #   setup_env.sh             the maintained forks of the mm packages on the newest torch, in .venv
 #   setup_env.sh originals   OpenMMLab's own packages on the torch of their last release, in .venv-originals
-#   setup_env.sh transformers   torch, transformers, diffusers, timm and detectors without any mm package, in
+#   setup_env.sh transformers   torch, transformers, diffusers, timm, peft and detectors without any mm package, in
 #                               .venv-transformers
 #
 #   PYTHON=python3.11        interpreter to build the environment from
@@ -39,10 +39,10 @@ case $SET in
     MMCV=
     BUILD=("setuptools>=80,<81")
     PACKAGES=('.[transformers]' diffusers==0.42.1 tomesd==0.1.3 "accelerate>=1" pytorch-fid==0.3.0 torchvision
-      "pytest>=8" scipy matplotlib polars "onnx>=1.18" "onnxruntime>=1.22")
+      "pytest>=8" scipy matplotlib polars "onnx>=1.18" "onnxscript>=0.5" "onnxruntime>=1.22" peft==0.21.2)
     # Detectors with their trainers, and what those import: what else they name pulls in another torchvision and a
     # second OpenCV.
-    ALONE=(timm==1.0.31 rfdetr==1.11.2 supervision "pyDeprecate>=0.9,<0.10" pytorch-lightning lightning-utilities
+    ALONE=(timm==1.0.31 rfdetr==1.11.2 supervision defusedxml "pyDeprecate>=0.9,<0.10" pytorch-lightning lightning-utilities
       torchmetrics faster-coco-eval ultralytics==8.4.190 ultralytics-thop opencv-python-headless)
     ;;
   *) echo "usage: $0 [forks|originals|transformers]" >&2; exit 2 ;;

@@ -18,7 +18,7 @@ SHORT = 20  # characters of a layer's name for which a panel has room
 LONGEST = 80  # characters from which the middle of a layer's name is left out
 MAP_INCHES = 1.5  # width of a map, about
 MOST_DPI = 600
-KINDS = dict(pairs='of pairs', levels='of levels', heads='of heads', channels='of channels')
+AXES = dict(pairs='of pairs', levels='of levels', heads='of heads', channels='of channels')
 # Sentences below the figure, by the value at which a gate changes nothing.
 MEANINGS: dict[float | None, str] = {
     0: 'a gate of 0 leaves attention unchanged (PLuG multiplies by 1 + gate).',
@@ -30,7 +30,7 @@ MEANINGS: dict[float | None, str] = {
 def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> Path:
     """Draw a row of panels for each model: its gates' maps, every layer's mean, a histogram; return the path.
 
-    The colours of a map are centred on the value at which its gates change nothing; maps of one kind share a scale.
+    The colours of a map are centred on the value at which its gates change nothing; maps of equal axes share a scale.
     Histograms count every layer alike, no matter how many values it has. Each sentence below the figure names the
     panels that it is about.
     """
@@ -46,7 +46,7 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
     tallest = max(map(len, names))
     longest = max(len(name) for listed in names for name in listed)
     # Maps of heads have the layers' names beside them.
-    by_head = len({number for found in maps for number, of_kind in enumerate(found) if of_kind.kind == 'heads'})
+    by_head = len({number for found in maps for number, of_kind in enumerate(found) if of_kind.axes == 'heads'})
     width = style.WIDTH / 3 * max(columns, 3) + 0.05 * max(longest - SHORT, 0) * (1 + by_head)
     figure, axes = style.panels(len(models), columns, height=max(2.3, 0.16 * tallest + 0.9), width=width)
     for middle, right in axes[1:, -2:]:
@@ -58,8 +58,8 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
         for axis in lefts[len(found) :]:
             axis.set_axis_off()
         for number, (axis, of_kind) in enumerate(zip(lefts, found, strict=False), 1):
-            scale = (of_kind.kind, of_kind.unchanged)
-            alike = [other.values for other in drawn if (other.kind, other.unchanged) == scale]
+            scale = (of_kind.axes, of_kind.unchanged)
+            alike = [other.values for other in drawn if (other.axes, other.unchanged) == scale]
             _draw_map(figure, axis, of_kind, alike, [listed[gates.index(gate)] for gate in of_kind.gates])
             if len(found) > 1:
                 axis.set_title(f'map {number}: {axis.get_title()}')
@@ -75,7 +75,7 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
 
 
 def histogram_image(by_kind: Mapping[str, Sequence[LayerGate]]) -> np.ndarray:
-    """Return a picture ``(h, w, 3)``, RGB in uint8, with a histogram for each kind of gates.
+    """Return a picture ``(h, w, 3)``, RGB in uint8, with a histogram for each class of gates.
 
     Args:
         by_kind: Gates of layers, by the name of their class.
@@ -97,9 +97,10 @@ def _meaning(value: float | None) -> str:
 
 
 def _names(gates: Sequence[LayerGate]) -> list[str]:
-    """Return the label of each gate of a model: the name of its layer, with ``_k`` and the like for a ``gate_k``."""
+    """Return the label of each gate of a model: the name of its layer, with ``k`` and the like for a ``gate_k``."""
     layers = style.layer_labels([gate.path for gate in gates], length=LONGEST)
-    return [f'{layer} {gate.name[5:]}'.strip() for layer, gate in zip(layers, gates, strict=True)]
+    names = [gate.name.removeprefix('gate').removeprefix('_') for gate in gates]
+    return [f'{layer} {name}'.strip() for layer, name in zip(layers, names, strict=True)]
 
 
 def _notes(models: Sequence[tuple[str, Sequence[LayerGate]]], maps: Sequence[Sequence[GateMap]]) -> list[str]:
@@ -141,14 +142,14 @@ def _draw_map(figure: Any, axis: Any, of_kind: GateMap, alike: Sequence[np.ndarr
     look: dict[str, Any] = dict(cmap=style.DIVERGING, vmin=centre - limit, vmax=centre + limit)
     drawn = style.show_map(axis, _apart(of_kind), interpolation='nearest', aspect='auto', **look)
     style.colour_bar(figure, drawn, axis, shrink=0.9)
-    across, down = dict(pairs=('key', 'query'), levels=('level', 'head'), heads=('head', 'layer'))[of_kind.kind]
+    across, down = dict(pairs=('key', 'query'), levels=('level', 'head'), heads=('head', 'layer'))[of_kind.axes]
     axis.set(xlabel=across, ylabel=down, xticks=[], yticks=[])
-    if of_kind.kind != 'pairs':
+    if of_kind.axes != 'pairs':
         axis.set(xticks=range(of_kind.values.shape[1]), yticks=range(of_kind.values.shape[0]))
-    if of_kind.kind == 'heads':
+    if of_kind.axes == 'heads':
         axis.set_yticks(range(len(names)), names, fontsize=6)
     count = f'{len(names)} layer{"s" if len(names) > 1 else ""}'
-    axis.set_title(f'mean gate of {count}')
+    axis.set_title(f'mean {of_kind.name.replace("_", " ")} of {count}')
     if of_kind.class_tokens:
         axis.set(xlabel='key; left: class token', ylabel='query; top: class token')
 
@@ -181,20 +182,19 @@ def _draw_layers(axis: Any, gates: Sequence[LayerGate], names: Sequence[str]) ->
 
 
 def _labels(gates: Sequence[LayerGate]) -> dict[tuple[str, str, float | None], str]:
-    """Return the histograms' label of each series of gates: those of one name, kind and unchanged value.
+    """Return the histograms' label of each series of gates: those of one name, axes and unchanged value.
 
-    It is the gates' name, with their kind where several series share the name.
+    It is the gates' name, with their axes where several series share the name.
     """
     series = dict.fromkeys(_series(gate) for gate in gates)
     names = [name for name, *_ in series]
     return {
-        one: one[0] if names.count(one[0]) == 1 else f'{one[0]}, {KINDS.get(one[1], "of other kinds")}'
-        for one in series
+        one: one[0] if names.count(one[0]) == 1 else f'{one[0]}, {AXES.get(one[1], "of other axes")}' for one in series
     }
 
 
 def _series(gate: LayerGate) -> tuple[str, str, float | None]:
-    return gate.name, gate.kind, gate.unchanged
+    return gate.name, gate.axes, gate.unchanged
 
 
 def _draw_histogram(

@@ -11,13 +11,14 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.hosts.points import sampled
+from mmgate.errors import ConfigError
+from mmgate.hosts.points import points_of, sampled
 from mmgate.layers.base.deformable import DeformableGate
 from mmgate.layers.base.dense import DenseGate
 from mmgate.layers.base.gate import Gate
@@ -27,14 +28,13 @@ from mmgate.ops.ms_deform_attn import attention_weights, offset_locations
 
 Given = dict[str, Any]  # the arguments of a call, by their names
 Read = Callable[[Any, Given], Tensor]  # takes a module and the arguments of its call
-GATES = ('gate', 'gate_k', 'gate_v', 'gate_out')
 PLACES = ('geometry', 'map_size')  # sizes of the map and of windows on it
-POINTS = ('locations', 'weights', 'reference_points', 'spatial_shapes', 'gate')  # of deformable attention
-NAMES = (*GATES, 'attention', 'values', *POINTS[:4], 'agents', 'kv', *PLACES)
+POINTS = ('locations', 'weights', 'reference_points', 'spatial_shapes', 'num_points')  # of deformable attention
+NAMES = ('attention', 'values', *POINTS, 'agents', 'kv', *PLACES)  # all but those that gates declare
 OF_TRANSFORMERS = (
     *('DeformableDetr', 'RTDetr', 'RTDetrV2', 'GroundingDino', 'MMGroundingDino', 'LwDetr', 'RfDetr'),
     *('Mask2FormerPixelDecoderEncoder', 'OneFormerPixelDecoderEncoder'),
-    *('OmDetTurbo', 'PPDocLayoutV2', 'PPDocLayoutV3', 'PPDocLayoutV4'),
+    *('DFine', 'Deimv2', 'OmDetTurbo', 'PPDocLayoutV2', 'PPDocLayoutV3', 'PPDocLayoutV4'),
 )
 _READS: dict[str, dict[str, Read]] = {}
 
@@ -58,17 +58,27 @@ def reads_of(module: nn.Module) -> dict[str, Read]:
 
 
 def gated_reads(module: GatedModule) -> dict[str, dict[str, Read]]:
-    """Return the readings of a gated module, by the name of each gate in it; the only gate is ``''``."""
+    """Return the readings of a gated module, by the name of each gate in it; the only gate is ``''``.
+
+    Raises:
+        ConfigError: A gate declares a reading by a name of :data:`NAMES`, which it would hide.
+    """
     gates = {name: gate for name, gate in module.gate.named_modules() if isinstance(gate, Gate)}
     if isinstance(module.gate, Gate):
         gates = {'': module.gate}
+    for gate in gates.values():
+        taken = ', '.join(name for name in gate.gate_readings if name in NAMES)
+        if taken:
+            raise ConfigError(
+                f'{type(gate).__name__} declares the reading {taken} in gate_readings, the name of another reading of '
+                'attention; choose another name.'
+            )
     return {name: _gate_reads(module, gate) for name, gate in gates.items()}
 
 
 def _gate_reads(module: Any, gate: Gate) -> dict[str, Read]:
     if isinstance(gate, DeformableGate):
-        reads = _deformable(lambda module, given: _of_gated(module, given), gate)
-        return reads if gate.gate_readings else {name: how for name, how in reads.items() if name != 'gate'}
+        return _deformable(lambda module, given: _of_gated(module, given), gate)
     if isinstance(gate, MapGate):
         of_gate: dict[str, Read] = {name: partial(_map_gate, gate, name) for name in gate.gate_readings}
         return {**{name: partial(_map_reading, gate, name) for name in gate.map_readings()}, **of_gate}
@@ -137,12 +147,30 @@ def arguments_of(module: nn.Module, method: str, host: nn.Module, given: Mapping
     return noted[-1]
 
 
-Sampled = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # query, offsets, logits, reference points, shapes of levels
+class Sampled(NamedTuple):
+    """Samples of a call: the operator's arguments, before any gate.
+
+    Attributes:
+        query: Queries with their position ``(B, Q, C)``.
+        offsets: ``(B, Q, H, L, P, 2)``, or ``(B, Q, H, N, 2)`` if levels have different numbers of points.
+        logits: ``(B, Q, H, L, P)``, or ``(B, Q, H, N)``.
+        reference_points: ``(B, Q, L, 2 or 4)``.
+        spatial_shapes: ``(L, 2)``.
+        num_points: Points of a level, or of each if they differ.
+    """
+
+    query: Tensor
+    offsets: Tensor
+    logits: Tensor
+    reference_points: Tensor
+    spatial_shapes: Tensor
+    num_points: int | tuple[int, ...]
 
 
 def _of_gated(module: Any, given: Given) -> Sampled:
     query, _, shapes, _, offsets, logits, points = arguments_of(module, 'sample', module, given)
-    return query, offsets, logits, points.expand(-1, -1, logits.shape[3], -1), shapes
+    points = points.expand(-1, -1, len(shapes), -1)
+    return Sampled(query, offsets, logits, points, shapes, module.gate.num_points)
 
 
 def _of_mmcv(module: Any, given: Given) -> Sampled:
@@ -151,10 +179,9 @@ def _of_mmcv(module: Any, given: Given) -> Sampled:
     query = query if position is None else query + position
     query = query if module.batch_first else query.transpose(0, 1)
     sizes = (module.num_heads, module.num_levels, module.num_points)
-    offsets = module.sampling_offsets(query)
-    logits = module.attention_weights(query)
-    places = (given['reference_points'], given['spatial_shapes'])
-    return query, offsets.unflatten(-1, (*sizes, 2)), logits.unflatten(-1, sizes), *places
+    offsets = module.sampling_offsets(query).unflatten(-1, (*sizes, 2))
+    logits = module.attention_weights(query).unflatten(-1, sizes)
+    return Sampled(query, offsets, logits, given['reference_points'], given['spatial_shapes'], module.num_points)
 
 
 def _of_transformers(module: Any, given: Given) -> Sampled:
@@ -165,7 +192,7 @@ def _of_transformers(module: Any, given: Given) -> Sampled:
     shapes = torch.tensor(given['spatial_shapes_list']) if shapes is None else shapes
     # One reference point serves all levels.
     points = given['reference_points'].expand(-1, -1, module.n_levels, -1)
-    return query, *sampled(module, query, points), points, shapes
+    return Sampled(query, *sampled(module, query, points), points, shapes, points_of(module))
 
 
 def _of_ms_deform_attn(module: Any, given: Given) -> Sampled:
@@ -174,37 +201,52 @@ def _of_ms_deform_attn(module: Any, given: Given) -> Sampled:
     points = given['reference_points'] if 'reference_points' in given else given['refer_bbox']
     shapes = given['input_spatial_shapes'] if 'input_spatial_shapes' in given else given['value_shapes']
     points = points.expand(-1, -1, module.n_levels, -1)
-    return query, *sampled(module, query, points), points, torch.as_tensor(shapes)
+    return Sampled(query, *sampled(module, query, points), points, torch.as_tensor(shapes), points_of(module))
 
 
 def _deformable(sample: Callable[[Any, Given], Sampled], gate: Any = None) -> dict[str, Read]:
     """Return the readings of deformable attention.
 
     They are the sampling locations ``(B, Q, H, L, P, 2)`` as (x, y), 0 to 1 over a level with its padding; the weights
-    ``(B, Q, H, L, P)``; reference points and shapes of levels; and the gate, which broadcasts to the weights.
+    ``(B, Q, H, L, P)``; reference points, shapes of levels and the number of points of each level ``(L,)``; and what
+    the gate declares. If levels have different numbers of points, locations are ``(B, Q, H, N, 2)`` and weights
+    ``(B, Q, H, N)``: the points of the first level, then those of the second, and so on.
 
     Args:
-        sample: Returns a call's query, offsets, logits, reference points and shapes of levels.
+        sample: Returns a call's samples.
         gate: The module's gate, if it has one.
     """
 
     def weights(module: Any, given: Given) -> Tensor:
-        query, _, logits, *_ = sample(module, given)
-        return attention_weights(logits, **({} if gate is None else gate.modulate(query)))
+        found = sample(module, given)
+        return attention_weights(found.logits, **({} if gate is None else gate.modulate(found.query)))
 
     def locations(module: Any, given: Given) -> Tensor:
-        _, offsets, _, points, shapes = sample(module, given)
-        return offset_locations(offsets, points, shapes)
+        found = sample(module, given)
+        uneven = None if isinstance(found.num_points, int) else found.num_points
+        return offset_locations(found.offsets, found.reference_points, found.spatial_shapes, uneven)
+
+    def num_points(module: Any, given: Given) -> Tensor:
+        found = sample(module, given)
+        levels = len(found.spatial_shapes)
+        return torch.tensor([found.num_points] * levels if isinstance(found.num_points, int) else found.num_points)
 
     reads: dict[str, Read] = dict(
         locations=locations,
         weights=weights,
-        reference_points=lambda module, given: sample(module, given)[3],
-        spatial_shapes=lambda module, given: sample(module, given)[4],
+        reference_points=lambda module, given: sample(module, given).reference_points,
+        spatial_shapes=lambda module, given: sample(module, given).spatial_shapes,
+        num_points=num_points,
     )
-    if gate is not None:
-        reads['gate'] = lambda module, given: gate.read_gate('gate', sample(module, given)[0])
+    for name in () if gate is None else gate.gate_readings:
+        reads[name] = partial(_deformable_gate, gate, name, sample)
     return reads
+
+
+def _deformable_gate(
+    gate: DeformableGate, name: str, sample: Callable[[Any, Given], Sampled], module: Any, given: Given
+) -> Tensor:
+    return gate.read_gate(name, sample(module, given).query)
 
 
 def _torch_attention(module: Any, given: Given) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,15 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmgate.analysis.probes.attention import GATES, gate_at
-from mmgate.analysis.probes.recording import class_tokens, predict, record
+from mmgate.analysis.probes.attention import gate_at
+from mmgate.analysis.probes.recording import GATES, class_tokens, predict, record
 from mmgate.analysis.probes.statistics import RunningStatistics
 from mmgate.layers.base.gate import Gate
 
-# The mean map of a gate's values, by their kind, which the gate's class declares in ``gate_readings``.
+LEVELS = 'levels'
+# The mean map of a gate's values, by the axes along which they differ. The gate's class declares these in
+# ``gate_readings``.
 MAPS = {
     'pairs': lambda x: x.mean((0, 1)),  # of (B, H|1, N, M)
-    'levels': lambda x: x.mean((0, 1, 4)),  # of (B, Q, H|1, L|1, P|1)
+    LEVELS: lambda x: x.mean((0, 1, 4)),  # of (B, Q, H|1, L|1, P|1), see level_means for others
     'heads': lambda x: x.mean((0, 2, 3)),  # of (B, H, N, d|1)
 }
 
@@ -30,27 +32,32 @@ class GateMap:
     Attributes:
         values: The mean over images and layers: ``(N, M)`` for pairs of queries and keys, ``(H, L)`` for levels; for
             heads one row for each layer, ``(layers, H)``.
-        kind: ``'pairs'``, ``'levels'`` or ``'heads'``.
+        axes: ``'pairs'``, ``'levels'`` or ``'heads'``.
         unchanged: The value at which attention is as without the gates; None if there is none.
         gates: The gates of the layers.
         class_tokens: Number of queries and keys before those of the image.
     """
 
     values: np.ndarray
-    kind: str
+    axes: str
     unchanged: float | None
     gates: tuple[LayerGate, ...]
     class_tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        """Name of the reading, which the gates declare."""
+        return self.gates[0].name
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield a row of a CSV for each value, with its query and key (``class`` or a number), level or head."""
         classes = [f'class {number}'.removesuffix(' 0') for number in range(self.class_tokens)]
         lines, columns = ([*classes, *range(length - self.class_tokens)] for length in self.values.shape)
-        if self.kind == 'heads':
+        if self.axes == 'heads':
             lines = [gate.path for gate in self.gates]
         for (line, column), value in zip(np.ndindex(*self.values.shape), self.values.flat, strict=True):
             places = dict(row=lines[line], column=columns[column])
-            yield dict(kind=self.kind, layers=len(self.gates), **places, gate=float(value))
+            yield dict(reading=self.name, axes=self.axes, layers=len(self.gates), **places, gate=float(value))
 
 
 class LayerGate:
@@ -58,8 +65,8 @@ class LayerGate:
 
     Attributes:
         path: Path of the layer.
-        name: One of :data:`~mmgate.analysis.probes.attention.GATES`.
-        kind: The gate has a value for each of these: ``'pairs'``, ``'levels'``, ``'heads'``, or others without a map.
+        name: Name of the reading, which the gate declares.
+        axes: The gate has a value for each of these: ``'pairs'``, ``'levels'``, ``'heads'``, or others without a map.
         unchanged: The value at which attention is as without the gate; None if there is none.
         statistics: Statistics over all values.
         class_tokens: Number of queries and keys before those of the image, where both are the same tokens.
@@ -70,19 +77,22 @@ class LayerGate:
     def __init__(self, path: str, name: str, gate: Gate) -> None:
         self.path = path
         self.name = name
-        self.kind = gate.gate_readings[name]
+        self.axes = gate.gate_readings[name]
         self.unchanged = gate.unchanged_value(name)
         self.statistics = RunningStatistics(self.unchanged)
+        self._num_points: Any = getattr(gate, 'num_points', 1)
         self._maps = torch.zeros(())  # sum over images
         self._count = 0
 
     def add(self, x: Tensor) -> None:
         """Add the values of a forward pass."""
         self.statistics.add(x)
-        if self.kind == 'heads' and x.shape[1] == 1:  # one gate for all heads
-            self.kind = ''
-        if self.kind in MAPS:
-            found = MAPS[self.kind](x.float()).to('cpu', torch.float64)
+        if self.axes == 'heads' and x.shape[1] == 1:  # one gate for all heads
+            self.axes = ''
+        if self.axes == LEVELS and x.dim() == 4:
+            x = level_means(x, self._num_points)
+        if self.axes in MAPS:
+            found = MAPS[self.axes](x.float()).to('cpu', torch.float64)
             if self._count == 0 or found.shape == self._maps.shape:
                 self._maps = self._maps + found
                 self._count += 1
@@ -104,14 +114,25 @@ class LayerGate:
         return dict(layer=self.path, gate=self.name, **numbers, **moved, sparsity=found.sparsity, values=found.count)
 
 
+def level_means(x: Tensor, num_points: Sequence[int]) -> Tensor:
+    """Return the mean of gates ``(B, Q, H|1, N|1)`` over the points of each level, ``(B, Q, H|1, L|1, 1)``.
+
+    Args:
+        x: Gates of levels with different numbers of points, N in all.
+        num_points: Number of points of each level.
+    """
+    parts = x.split(list(num_points), 3) if x.shape[3] > 1 else [x]
+    return torch.stack([part.mean(3, keepdim=True) for part in parts], 3)
+
+
 def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[LayerGate]:
     """Run a model over batches and return every gate that it has, in the order of the layers."""
     gates: dict[str, Any] = dict(model.named_modules())
-    with record(model, GATES, accumulate=lambda path, name: LayerGate(path, name, gate_at(gates[path]))) as recording:
+    with record(model, [GATES], accumulate=lambda path, name: LayerGate(path, name, gate_at(gates[path]))) as recording:
         for batch in batches:
             predict(model, batch)
     found = [gate for path in sorted(recording, key=list(gates).index) for gate in recording[path].values()]
-    maps = {gate.path: gate.coefficients for gate in found if gate.kind == 'pairs'}
+    maps = {gate.path: gate.coefficients for gate in found if gate.axes == 'pairs'}
     square = {path: len(x) for path, x in maps.items() if x is not None and x.shape[0] == x.shape[1]}
     extra = class_tokens(model, square)
     for gate in found:
@@ -120,20 +141,20 @@ def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list
 
 
 def mean_maps(gates: Iterable[LayerGate]) -> list[GateMap]:
-    """Return the mean maps of gates, one for all that share kind, shape and unchanged value.
+    """Return the mean maps of gates, one for all that share name, axes, shape and unchanged value.
 
     Pairs come first, then levels, then heads. Gates without a map, such as those of channels, are left out.
     """
-    alike: dict[tuple[str, float | None, int, tuple[int, ...]], list[LayerGate]] = {}
+    alike: dict[tuple[str, str, float | None, int, tuple[int, ...]], list[LayerGate]] = {}
     for gate in gates:
         found = gate.coefficients
         if found is not None:
-            alike.setdefault((gate.kind, gate.unchanged, gate.class_tokens, found.shape), []).append(gate)
+            alike.setdefault((gate.axes, gate.name, gate.unchanged, gate.class_tokens, found.shape), []).append(gate)
     return [_mean_map(alike[key]) for key in sorted(alike, key=lambda key: list(MAPS).index(key[0]))]
 
 
 def _mean_map(gates: list[LayerGate]) -> GateMap:
     stacked = np.stack([gate.coefficients for gate in gates if gate.coefficients is not None])
     first = gates[0]
-    values = stacked if first.kind == 'heads' else stacked.mean(0)
-    return GateMap(values, first.kind, first.unchanged, tuple(gates), first.class_tokens)
+    values = stacked if first.axes == 'heads' else stacked.mean(0)
+    return GateMap(values, first.axes, first.unchanged, tuple(gates), first.class_tokens)

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmgate.analysis.probes.attention import GATES
 from mmgate.analysis.probes.measures import row_shares
-from mmgate.analysis.probes.recording import ACTIVATION, class_tokens, nearest, predict, record
+from mmgate.analysis.probes.recording import ACTIVATION, GATES, class_tokens, nearest, predict, record
 from mmgate.analysis.probes.statistics import Kept, RunningStatistics
 
 NAN = float('nan')
@@ -52,14 +51,14 @@ def sinks(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict[str,
 
     Source: Gated attention for large language models, section 4.3.
     """
-    with record(model, [*GATES, *_REDUCED], accumulate=_accumulate) as recording:
+    with record(model, [GATES, *_REDUCED], accumulate=_accumulate) as recording:
         for batch in batches:
             predict(model, batch)
     with_weights = {path: of['attention'] for path, of in recording.items() if 'attention' in of}
     extra = class_tokens(model, {path: int(shares.last[-1]) for path, shares in with_weights.items()})
     rows = []
     for path, readings in recording.items():
-        gates = [readings[name].sparsity for name in GATES if name in readings]
+        gates = [found.sparsity for name, found in readings.items() if name not in _REDUCED]
         if path not in with_weights and not gates:
             continue
         shares = [NAN] * 5

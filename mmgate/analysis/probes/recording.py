@@ -1,7 +1,9 @@
 """Record readings of attention while a model runs, without touching its forward code.
 
 ``with record(model, ('gate', 'attention')) as recording: model.test_step(batch)`` leaves the tensors in
-``recording['encoder.layers.0.self_attn']['gate'].tensors``.
+``recording[path]['gate'].tensors``. The path is that of the module with the gate: ``'encoder.layers.0.self_attn'`` for
+deformable attention, and ``'encoder.layers.0.self_attn.attn'`` for mmdet's dense attention, where mmcv's module holds
+torch's and the gate is in torch's. :func:`readable` returns all paths.
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmgate.analysis.probes.attention import GATES, NAMES, PLACES, Read, bind, gated_reads, reads_of
+from mmgate.analysis.probes.attention import NAMES, PLACES, Read, bind, gated_reads, reads_of
 from mmgate.analysis.probes.statistics import Kept
 from mmgate.errors import ConfigError
+from mmgate.hosts.table import gate_of_type, registered_gates
+from mmgate.layers.base.gate import Gate
 from mmgate.layers.base.gated import GatedModule
 
 from . import hosts  # noqa: F401  (registers)
 
+GATES = 'gates'  # every reading that the gates of a model declare
 ACTIVATION = 'activation'
 PREDICTIONS = 'predictions'
 HEADS = ('panoptic_head', 'decode_head', 'bbox_head')  # of detectors and segmentors that predict by query
@@ -33,7 +38,7 @@ DRAWN = {
     'locations': 'sampling points (plot_sampling_points.py)',
     'kv': 'a map K^T V of linear attention (plot_kv_rank.py)',
     'agents': 'agent tokens (plot_agents.py)',
-    **dict.fromkeys(GATES, 'gates (plot_gates.py)'),
+    GATES: 'gates (plot_gates.py)',
 }
 _ATTENTION = re.compile(r'(Attention|Attn|MSA)$')
 
@@ -73,7 +78,8 @@ def record(
 
     Args:
         model: Any model; wrappers such as DistributedDataParallel have to be taken off.
-        names: Readings to record: those of :data:`~mmgate.analysis.probes.attention.NAMES` (shapes in the probes'
+        names: Readings to record: those that gates declare in :attr:`.Gate.gate_readings`, such as ``'gate'``, or all
+            of them by ``'gates'``; those of :data:`~mmgate.analysis.probes.attention.NAMES` (shapes in the probes'
             docstrings); ``'activation'``, the output of the layer around the attention, which the paper calls hidden
             states; ``'predictions'``, a head's classes and places of each query, see :func:`predicted`.
         accumulate: Returns an accumulator, whose ``add`` gets the tensors, for a module's path and a reading's name; by
@@ -83,13 +89,16 @@ def record(
         The accumulators by path of the module and name of the reading; a module that did not run is missing.
 
     Raises:
-        ValueError: A name is unknown.
+        ValueError: A name is unknown: no gate of the model declares it, nor any registered gate.
     """
-    wanted = tuple(names)
-    known = (*NAMES, ACTIVATION, PREDICTIONS)
-    unknown = sorted(set(wanted) - set(known))
+    wanted = set(names)
+    of_gates = gate_names(model)
+    known = dict.fromkeys((*of_gates, *_registered_names(), GATES, *NAMES, ACTIVATION, PREDICTIONS))
+    unknown = sorted(wanted - set(known))
     if unknown:
         raise ValueError(f'{", ".join(unknown)} cannot be recorded; there are {", ".join(known)}.')
+    if GATES in wanted:
+        wanted.update(of_gates)
     recording: Recording = {}
 
     def hook(path: str, read: Callable[..., Mapping[str, Tensor]]) -> Callable[..., None]:
@@ -184,9 +193,30 @@ def readable(model: nn.Module) -> dict[str, list[str]]:
     return found
 
 
+def gate_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the readings that the gates of a model declare."""
+    gates = (module for module in model.modules() if isinstance(module, Gate))
+    return tuple(dict.fromkeys(name for gate in gates for name in gate.gate_readings))
+
+
+def _registered_names() -> Iterator[str]:
+    """Yield the readings that registered gates declare, so that a vanilla model may be asked for them, too."""
+    for registered in registered_gates():
+        gate = gate_of_type(registered)
+        if gate is not None:
+            yield from gate.gate_readings
+
+
 def require(model: nn.Module, names: Iterable[str], purpose: str) -> None:
-    """Raise ConfigError, which lists the model's readings, unless it has one that ``purpose`` needs."""
-    has = readable(model)
+    """Raise ConfigError, which lists the model's readings, unless it has one that ``purpose`` needs.
+
+    Args:
+        model: Model.
+        names: Keys of :data:`DRAWN`, one of which suffices.
+        purpose: Beginning of the message.
+    """
+    of_gates = gate_names(model)
+    has = dict.fromkeys(GATES if name in of_gates else name for name in readable(model))
     wanted = tuple(names)
     if not any(name in has for name in wanted):
         needed = ' or '.join(dict.fromkeys(DRAWN[name] for name in wanted))

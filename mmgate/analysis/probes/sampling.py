@@ -11,9 +11,10 @@ import numpy as np
 from torch import nn
 
 from mmgate.analysis.probes.attention import POINTS
-from mmgate.analysis.probes.recording import PREDICTIONS, Recording, Sample, best_queries, record
+from mmgate.analysis.probes.recording import PREDICTIONS, Recording, Sample, best_queries, predicted, record
 from mmgate.analysis.probes.relevance import padded_size
 from mmgate.errors import ConfigError
+from mmgate.ops.ms_deform_attn.uneven import padded
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,9 @@ class SamplingPoints:
     """Points ``xy`` ``(q, H, L, P, 2)`` and ``weights`` ``(q, H, L, P)`` of some queries in one layer.
 
     Places are pixels of the image on disk. ``reference`` ``(q, 2)`` holds the queries' reference points, or the centres
-    of their boxes; level 0 is the finest; an encoder's queries are the pixels of its levels.
+    of their boxes; level 0 is the finest; an encoder's queries are the pixels of its levels. If levels have different
+    numbers of points, ``num_points`` has that of each level, P is the largest, and :attr:`there` says which ones exist.
+    ``boxes`` ``(q, 4)`` are those that a head predicts for the queries of a decoder, as (x, y, x, y); None without one.
     """
 
     path: str
@@ -31,11 +34,23 @@ class SamplingPoints:
     queries: np.ndarray
     levels: list[int]
     is_encoder: bool
+    num_points: tuple[int, ...] | None = None
+    boxes: np.ndarray | None = None
+
+    @property
+    def there(self) -> np.ndarray:
+        """Points that exist, ``(L, P)`` bool."""
+        levels, points = self.weights.shape[2:]
+        counts = np.full(levels, points) if self.num_points is None else np.array(self.num_points)
+        return np.arange(points) < counts[:, None]
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield a row of the CSV for each point."""
+        there = self.there
         for place in np.ndindex(*self.weights.shape):
             query, head, level, point = place
+            if not there[level, point]:
+                continue
             numbers = dict(query=int(self.queries[query]), head=head, level=self.levels[level], point=point)
             x, y, weight = (float(value) for value in (*self.xy[place], self.weights[place]))
             yield dict(layer=self.path, **numbers, x=x, y=y, weight=weight)
@@ -67,6 +82,14 @@ class SamplingChange:
         """Return the largest distance of a query's reference point from that before, in pixels."""
         return float(np.linalg.norm(self.after.reference - self.before.reference, axis=-1).max())
 
+    @property
+    def shifted(self) -> float:
+        """Return the distance of a point from its place before, in pixels, in the mean by weight."""
+        there = self.after.there
+        distances = np.linalg.norm(self.after.xy - self.before.xy, axis=-1)[:, :, there]
+        weights = np.abs(self.before.weights)[:, :, there] + 1e-12
+        return float((distances * weights).sum() / weights.sum())
+
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield a row of the CSV for each point."""
         for before, after in zip(self.before.rows(), self.after.rows(), strict=True):
@@ -95,7 +118,7 @@ class ImageSample:
 
 def record_sampling(model: nn.Module) -> AbstractContextManager[Recording]:
     """Record sampling points of every deformable attention, and the predictions of a detection head."""
-    return record(model, (*POINTS, PREDICTIONS))
+    return record(model, (*POINTS, 'gate', PREDICTIONS))
 
 
 def layers_of(layers: Recording, part: str) -> list[str]:
@@ -174,7 +197,8 @@ def chosen_points(
     if pixel and not is_encoder:
         raise ConfigError('--pixel chooses a query of the encoder; give --part encoder.')
     readings = {name: found.last for name, found in layers[path].items()}
-    _, count, _, level_count, *_ = readings['locations'].shape
+    count = readings['locations'].shape[1]
+    level_count = len(readings['spatial_shapes'])
     if level is not None and not 0 <= level < level_count:
         raise ConfigError(f'level {level} does not exist; the model has levels 0 to {level_count - 1}.')
     levels = list(range(level_count)) if level is None or is_encoder else [level]
@@ -185,11 +209,30 @@ def chosen_points(
     if chosen.max() >= count:
         raise ConfigError(f'query {chosen.max()} does not exist in {path}, which has {count}.')
     locations, weights, reference = (
-        readings[name][image, chosen].double().numpy() for name in ('locations', 'weights', 'reference_points')
+        readings[name][image, chosen].double() for name in ('locations', 'weights', 'reference_points')
     )
-    xy = to_image(locations[:, :, levels], sample)
-    of_levels = weights[:, :, levels]
-    return SamplingPoints(path, xy, of_levels, to_image(reference[:, 0, :2], sample), chosen, levels, is_encoder)
+    num_points = None
+    if weights.dim() == 3:  # of levels with different numbers of points
+        counts = readings['num_points'].tolist()
+        locations = padded(locations, counts, np.nan, axis=2)
+        weights = padded(weights, counts, 0.0, axis=2)
+        num_points = tuple(counts[number] for number in levels)
+    xy = to_image(locations.numpy()[:, :, levels], sample)
+    of_levels = weights.numpy()[:, :, levels]
+    centres = to_image(reference.numpy()[:, 0, :2], sample)
+    boxes = None if is_encoder else _boxes(layers, sample, image, chosen)
+    return SamplingPoints(path, xy, of_levels, centres, chosen, levels, is_encoder, num_points, boxes)
+
+
+def _boxes(layers: Recording, sample: Sample, image: int, queries: np.ndarray) -> np.ndarray | None:
+    """Return the boxes ``(q, 4)`` that the head predicts for queries, in pixels of the image on disk, if it does."""
+    head = predicted(layers)
+    if head is None or head[1].ndim != 3:
+        return None
+    height, width = sample.ori_shape[:2]
+    # Heads predict shares of the image without its padding: centre, width, height.
+    centre, sides = np.split(head[1][image, queries].double().numpy() * [width, height, width, height], 2, axis=-1)
+    return np.concatenate([centre - sides / 2, centre + sides / 2], axis=-1)
 
 
 def compare_points(before: SamplingPoints, after: SamplingPoints) -> SamplingChange:
@@ -200,11 +243,12 @@ def compare_points(before: SamplingPoints, after: SamplingPoints) -> SamplingCha
     """
 
     def identity(points: SamplingPoints) -> tuple[Any, ...]:
-        return points.path, points.queries.tolist(), points.levels, points.weights.shape
+        return points.path, points.queries.tolist(), points.levels, points.weights.shape, points.num_points
 
     if identity(before) != identity(after):
         shapes = ' and '.join(
             f'{points.path}, queries {points.queries.tolist()}, (queries, heads, levels, points) {points.weights.shape}'
+            + ('' if points.num_points is None else f', on levels {[*points.num_points]}')
             for points in (before, after)
         )
         raise ConfigError(f'a difference is of the same points of two models, and these have {shapes}.')
@@ -242,7 +286,10 @@ def mean_density(points: Sequence[SamplingPoints], samples: Sequence[Sample], st
 
     Source: PLuG, appendix G and Fig. 9, there of one image.
     """
-    finest = [found.xy[:, :, found.levels.index(0)].reshape(-1, 2) for found in points]
+    finest = []
+    for found in points:
+        place = found.levels.index(0)
+        finest.append(found.xy[:, :, place, found.there[place]].reshape(-1, 2))
     shares = np.concatenate([xy / sample.ori_shape[1::-1] for xy, sample in zip(finest, samples, strict=True)])
     estimated = density(shares, np.ones(len(shares)), (1, 1), steps)
     if estimated is None:

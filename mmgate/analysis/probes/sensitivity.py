@@ -51,7 +51,7 @@ class ScaledPointLogits(DeformableGate):
 
     def modulate(self, query: Tensor) -> dict[str, Any]:
         """Return the operator's arguments for ``query`` ``(B, Q, C)``."""
-        gate = query.new_full((*query.shape[:2], 1, 1, 1), self.scale - 1)
+        gate = query.new_full((1,), self.scale - 1)
         return dict(gate=gate, residual=True, position='pre_softmax')
 
 
@@ -119,7 +119,7 @@ def _spread(weights: Tensor) -> Tensor:
 
 
 def _spread_of_points(weights: Tensor) -> Tensor:
-    """Return the same of the weights ``(B, Q, H, L, P)`` of points."""
+    """Return the same of the weights ``(B, Q, H, L, P)`` or ``(B, Q, H, N)`` of points."""
     return _spread(weights.flatten(3).transpose(1, 2))
 
 

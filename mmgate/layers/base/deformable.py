@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from mmgate.layers.base.gate import Gate, Sizes
@@ -12,6 +14,7 @@ from mmgate.layers.base.gated import GatedModule
 from mmgate.layers.base.mmcv_or_torch import MMCVMultiScaleDeformableAttention
 from mmgate.ops.layout import broadcasts_to, check_layout
 from mmgate.ops.ms_deform_attn import check_backend, ms_deform_attn
+from mmgate.ops.ms_deform_attn.uneven import axes_of_samples, points_of_levels
 from mmgate.registry import MODELS
 
 
@@ -23,7 +26,10 @@ class DeformableGate(Gate):
         backend: Backend of :func:`mmgate.ops.ms_deform_attn`. Default ``'auto'``.
 
     Raises:
-        ValueError: The backend is unknown.
+        ValueError: The backend is unknown, or the numbers of points do not fit the levels.
+
+    Attributes:
+        num_points: Sampling points P of a head and level; one number for each level if they differ.
     """
 
     identity_start = True
@@ -33,11 +39,15 @@ class DeformableGate(Gate):
         check_backend(backend)
         super().__init__(sizes)
         self.num_levels = sizes.levels
-        self.num_points = sizes.points
+        self.num_points = points_of_levels(sizes.points, sizes.levels)
         self.backend = backend
 
     def modulate(self, query: Tensor) -> dict[str, Any]:
-        """Return the operator's arguments ``gate``, ``residual`` and ``position`` for a query (B, Q, C): none here."""
+        """Return the operator's arguments ``gate``, ``residual`` and ``position`` for a query (B, Q, C): none here.
+
+        The gate broadcasts to the logits. These are ``(B, Q, H, L, P)``, or ``(B, Q, H, N)`` if :attr:`num_points` has
+        a number for each level.
+        """
         return {}
 
 
@@ -73,10 +83,12 @@ class DeformableHost(GatedModule):
             value: Projected values ``(B, S, H, d)``.
             spatial_shapes: Sizes of the levels ``(L, 2)`` as (height, width), integer.
             level_start_index: Index of the first token of each level ``(L,)``, integer.
-            offsets: Offsets of the sampling points ``(B, Q, H, L, P, 2)``.
-            logits: Logits of the sampling points ``(B, Q, H, L, P)``.
+            offsets: Offsets of the sampling points ``(B, Q, H, L, P, 2)``; ``(B, Q, H, N, 2)`` if levels have different
+                numbers of points, N in all.
+            logits: Logits of the sampling points ``(B, Q, H, L, P)``, or ``(B, Q, H, N)``.
             reference_points: Reference points or boxes ``(B, Q, L|1, 2 or 4)``, 0 to 1.
         """
+        num_points = self.gate.num_points
         return ms_deform_attn(
             value,
             spatial_shapes,
@@ -84,6 +96,7 @@ class DeformableHost(GatedModule):
             offsets,
             logits,
             reference_points=reference_points,
+            num_points=None if isinstance(num_points, int) else num_points,
             backend=self.gate.backend,
             **self.gate.modulate(query),
         )
@@ -95,7 +108,7 @@ class GatedDeformableAttention(DeformableHost):
     embed_dims: int
     num_heads: int
     num_levels: int
-    num_points: int
+    num_points: int | tuple[int, ...]
     batch_first: bool
     value_proj: nn.Linear
     sampling_offsets: nn.Linear
@@ -168,15 +181,15 @@ class GatedDeformableAttention(DeformableHost):
             query = query.transpose(0, 1)
             value = value.transpose(0, 1)
 
-        heads_levels_points = (self.num_heads, self.num_levels, self.num_points)
+        samples = (self.num_heads, *axes_of_samples(self.num_points, self.num_levels))
         value = self.value_proj(value)  # (B, S, C)
         if key_padding_mask is not None:
             if not broadcasts_to(key_padding_mask.shape, value.shape[:2]):
                 raise ValueError(f'key_padding_mask must be (B, S), got {tuple(key_padding_mask.shape)}.')
             value = value.masked_fill(key_padding_mask[..., None], 0.0)
         value = value.unflatten(-1, (self.num_heads, -1))  # (B, S, H, d)
-        offsets = self.sampling_offsets(query).unflatten(-1, (*heads_levels_points, 2))  # (B, Q, H, L, P, 2)
-        logits = self.attention_weights(query).unflatten(-1, heads_levels_points)  # (B, Q, H, L, P)
+        offsets = self.sampling_offsets(query).unflatten(-1, (*samples, 2))  # (B, Q, H, L, P, 2) or (B, Q, H, N, 2)
+        logits = self.attention_weights(query).unflatten(-1, samples)  # (B, Q, H, L, P) or (B, Q, H, N)
         output = self.sample(query, value, spatial_shapes, level_start_index, offsets, logits, reference_points)
         output = self.output_proj(output)
         if not self.batch_first:
@@ -195,7 +208,8 @@ class MultiScaleDeformableAttention(GatedDeformableAttention, MMCVMultiScaleDefo
         embed_dims: Channels C. Default 256.
         num_heads: Heads H. Default 8.
         num_levels: Feature levels L. Default 4.
-        num_points: Sampling points P of a head and level. Default 4.
+        num_points: Sampling points P of a head and level, or a list with the number for each level, as D-FINE has it.
+            Default 4.
         im2col_step: As in mmcv.
         dropout: Probability of dropout after the output projection.
         batch_first: True for inputs ``(B, N, C)``, False for ``(N, B, C)``.
@@ -205,7 +219,8 @@ class MultiScaleDeformableAttention(GatedDeformableAttention, MMCVMultiScaleDefo
         **options: Options of :class:`DeformableGate`.
 
     Raises:
-        ValueError: The backend is unknown, or ``embed_dims`` is no multiple of ``num_heads``.
+        ValueError: The backend is unknown, ``embed_dims`` is no multiple of ``num_heads``, or a list of numbers of
+            points does not have a positive one for each level.
         TypeError: Neither mmcv's class nor the gate has an argument of that name.
 
     Attributes:
@@ -221,7 +236,7 @@ class MultiScaleDeformableAttention(GatedDeformableAttention, MMCVMultiScaleDefo
         embed_dims: int = 256,
         num_heads: int = 8,
         num_levels: int = 4,
-        num_points: int = 4,
+        num_points: int | Sequence[int] = 4,
         im2col_step: int = 64,
         dropout: float = 0.1,
         batch_first: bool = False,
@@ -233,13 +248,16 @@ class MultiScaleDeformableAttention(GatedDeformableAttention, MMCVMultiScaleDefo
         # The gate is made, and its options are checked, before mmcv's constructor, which calls init_weights.
         inputs = (embed_dims, embed_dims, embed_dims)
         channels = int(embed_dims * value_proj_ratio)
-        sizes = Sizes(channels, num_heads, inputs=inputs, levels=num_levels, points=num_points)
+        points = points_of_levels(num_points, num_levels)
+        sizes = Sizes(channels, num_heads, inputs=inputs, levels=num_levels, points=points)
         gate = self.gate_type(sizes, **options)
+        # mmcv has one number of points; with as many levels of one point its projections have the same outputs.
+        levels_of_mmcv, points_of_mmcv = (num_levels, points) if isinstance(points, int) else (sum(points), 1)
         super().__init__(
             embed_dims,
             num_heads,
-            num_levels,
-            num_points,
+            levels_of_mmcv,
+            points_of_mmcv,
             im2col_step,
             dropout,
             batch_first,
@@ -247,12 +265,31 @@ class MultiScaleDeformableAttention(GatedDeformableAttention, MMCVMultiScaleDefo
             init_cfg,
             value_proj_ratio,
         )
+        self.num_levels = num_levels
+        self.num_points = points
+        self._start_offsets()
         self.gate = gate
         gate.reset_gate()
 
+    @torch.no_grad()
+    def _start_offsets(self) -> None:
+        """Put the points of a level 1, 2, .. pixels away; mmcv has put those of levels with one point 1 pixel away."""
+        if not isinstance(self.num_points, int):
+            bias = self.sampling_offsets.bias
+            steps = torch.cat([torch.arange(1, count + 1, device=bias.device) for count in self.num_points])  # (N,)
+            bias.view(self.num_heads, -1, 2).mul_(steps[:, None])
+
     def init_weights(self) -> None:
         """Initialise as mmcv does, then the gate; detectors call this after a xavier pass over all parameters."""
+        num_levels = self.num_levels
+        num_points = self.num_points
+        if not isinstance(num_points, int):
+            self.num_levels = sum(num_points)
+            self.num_points = 1
         super().init_weights()
+        self.num_levels = num_levels
+        self.num_points = num_points
+        self._start_offsets()
         gate = self._modules.get('gate')
         if isinstance(gate, Gate):
             gate.init_weights()

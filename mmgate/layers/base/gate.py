@@ -51,7 +51,8 @@ class Sizes:
         scale: Factor of the logits; ``1 / sqrt(d)`` by default.
         bias: True if the host's projections of query, key and value have a bias.
         levels: Feature levels L of deformable attention.
-        points: Sampling points P of a head and level, of deformable attention.
+        points: Sampling points P of a head and level, of deformable attention; one number for each level if they
+            differ.
         shifted: True if the host shifts its windows over the map.
     """
 
@@ -63,7 +64,7 @@ class Sizes:
     scale: float | None = None
     bias: bool = True
     levels: int = 1
-    points: int = 1
+    points: int | tuple[int, ...] = 1
     shifted: bool = False
 
     @property
@@ -94,9 +95,14 @@ class Gate(nn.Module):
         undecayed: Names of the parameters, or of the children with parameters, that weight decay leaves alone: scalars,
             biases, positions and norms, which it would only pull to zero.
         gate_readings: Readings that figures and statistics show of the gate. The key is the reading's name, which
-            :meth:`read_gate` takes. The value says what each number belongs to: ``'pairs'`` of queries and keys,
-            ``'levels'``, ``'heads'`` or ``'channels'``.
+            :meth:`read_gate` takes; any name will do that no other reading of attention has. The value says what each
+            number belongs to, and with it the shape of the reading: ``'pairs'`` of queries and keys, ``(B, H|1, N,
+            M)``; ``'levels'``, ``(B, Q, H|1, L|1, P|1)``, or ``(B, Q, H|1, N|1)`` with N points in all where levels
+            have different numbers of them; ``'heads'``, ``(B, H|1, N|1, d|1)``; or ``'channels'``, ``(B, N, C)``. B may
+            be 1 where the reading does not depend on the image.
         identity_start: True if, by default, the gated attention starts as the vanilla one.
+        trial_rate: Learning rate with which the gate moves in a short training of a trained model, as a multiple of the
+            model's: the default of a trial.
         in_vit: True if the host is a vision transformer, whose authors start linear layers in another way than those of
             detectors. A swap sets it.
         operator: Name of the operator that computes with the gate, one of :data:`mmgate.ops.backend.OPERATORS`, or
@@ -108,6 +114,7 @@ class Gate(nn.Module):
     undecayed: tuple[str, ...] = ()
     gate_readings: Mapping[str, str] = {}
     identity_start = False
+    trial_rate = 1.0
     in_vit = False
     operator: str | None = None
     backend = 'auto'
@@ -145,6 +152,9 @@ class Gate(nn.Module):
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
         """Return the values of a gate for the given inputs.
 
+        A gate that ``attend`` or ``mix`` computes from the projected query, key or value cannot be read: this method
+        gets their inputs alone.
+
         Args:
             name: Name of the reading in :attr:`gate_readings`.
             *inputs: Tensors from which the gate is computed. Dense attention: query, key and value before their
@@ -160,7 +170,7 @@ class Gate(nn.Module):
     def prepare_count(self) -> None:
         """Remove computations that a count of multiply-accumulates does not include.
 
-        It cannot be undone: it is called on a copy of the model.
+        It cannot be undone, and it is called on the model that is counted: count a copy of one that goes on.
         """
 
     def split_heads(self, x: Tensor) -> Tensor:
@@ -198,6 +208,13 @@ def named_gate_parameters(model: nn.Module, *, remove_duplicate: bool = True) ->
                 continue
             seen.add(id(parameter))
             yield f'{prefix}.{name}'.lstrip('.'), parameter
+
+
+def gate_classes(kind: type[Gate] = Gate) -> Iterator[type[Gate]]:
+    """Yield the classes of gates that are defined, ``kind`` and those derived from it."""
+    yield kind
+    for derived in kind.__subclasses__():
+        yield from gate_classes(derived)
 
 
 def is_gate_key(key: str) -> bool:

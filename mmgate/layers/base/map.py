@@ -34,7 +34,7 @@ class MapGate(Gate):
         ValueError: The channels are no multiple of the heads.
 
     Attributes:
-        class_tokens: Number of tokens before those of the map, 0 or 1.
+        class_tokens: Number of tokens before those of the map, as ``class_token`` says.
         map_size: Height and width of the map in pre-training, or None. A ViT's call does not name the map; there it
             tells the map's height and width.
         scale: Factor of the logits.

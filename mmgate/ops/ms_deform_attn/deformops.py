@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from mmgate.errors import UnsupportedCall
 
+from .uneven import OFF, padded
 from .weights import attention_weights, offset_locations
 
 INSTALL = 'pip install "mmgate[deformops]"'
@@ -78,11 +80,13 @@ def attend(
     residual: bool,
     position: str,
     reference_points: Tensor | None,
+    num_points: Sequence[int] | None = None,
 ) -> Tensor:
     """Attend from logits; the arguments are those of :func:`mmgate.ops.ms_deform_attn`.
 
-    ``points`` are sampling locations, or offsets if there are reference points. The kernels read weights in the dtype
-    of the values, so 16-bit values round them. Gradients are summed in float32.
+    ``points`` are sampling locations, or offsets if there are reference points. Levels of fewer points than others are
+    filled up with weights of 0. The kernels read weights in the dtype of the values, so 16-bit values round them.
+    Gradients are summed in float32.
 
     Raises:
         UnsupportedCall: Empty tensors, float64 beside other values, or more numbers than 32-bit offsets reach.
@@ -92,15 +96,18 @@ def attend(
     _check_call(value, points, logits, gate, reference_points)
     locations = points
     if reference_points is not None:
-        locations = offset_locations(points, reference_points, spatial_shapes)
+        locations = offset_locations(points, reference_points, spatial_shapes, num_points)
     # Far off the map nothing is added, but in the package's kernels NaN and infinity would spread to the output.
     locations = locations.nan_to_num(nan=-9.0).clamp(-9, 9)
-    if gate is None:
+    if gate is None and num_points is None:
         weights = logits
         method = 'softmax'
     else:
         weights = attention_weights(logits, gate, residual=residual, position=position)
         method = 'linear'
+    if num_points is not None:
+        locations = padded(locations, num_points, OFF)
+        weights = padded(weights, num_points, 0.0)
     return msda(
         value.contiguous(),
         spatial_shapes.contiguous(),

@@ -2,12 +2,15 @@
 
     out[b, q, h] = sum over levels l of  sum over points p of  a_lp  grid_sample(V_l, 2 x_lp - 1)
 
-Layout: the value maps of a level as images (B * H, D, height, width), its locations as grids (B * H, Q, P, 2). No
-operator has to be compiled, but the samples of a level, (B * H, D, Q, P), are in memory. The CPU has to know the sizes
-of the levels, and waits for the GPU to read them: once a forward pass of a model, see ``levels.py``.
+Layout: the value maps of a level as images (B * H, D, height, width), its locations as grids (B * H, Q, P, 2), where P
+may differ from level to level. No operator has to be compiled, but the samples of a level, (B * H, D, Q, P), are in
+memory. The CPU has to know the sizes of the levels, and waits for the GPU to read them: once a forward pass of a model,
+see ``levels.py``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -32,26 +35,40 @@ def _numbers(spatial_shapes: Tensor, level_start_index: Tensor) -> tuple[list[li
 
 
 def sample(
-    value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
+    value: Tensor,
+    spatial_shapes: Tensor,
+    level_start_index: Tensor,
+    sampling_locations: Tensor,
+    weights: Tensor,
+    num_points: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return the weighted sum of samples as :func:`.reference.sample`, computed in no less than float32."""
+    """Return the weighted sum of samples as :func:`.reference.sample`, computed in no less than float32.
+
+    With ``num_points``, one for each level, locations are ``(B, Q, H, N, 2)`` and weights ``(B, Q, H, N)``.
+    """
     batch, _, heads, dim = value.shape
     queries = sampling_locations.shape[1]
     if not value.numel() or not weights.numel():  # which grid_sample refuses
         nothing = value.sum() + weights.sum() + sampling_locations.sum()
         return (nothing * 0).to(value.dtype).expand(batch, queries, heads * dim)
+    sizes, starts = _numbers(spatial_shapes, level_start_index)
+    if num_points is None:
+        num_points = [weights.shape[4]] * len(sizes)
+        sampling_locations = sampling_locations.flatten(3, 4)
+        weights = weights.flatten(3)
     compute = torch.promote_types(weights.dtype, torch.float32)
     maps = value.to(compute).permute(0, 2, 3, 1).flatten(0, 1)  # (B * H, D, S)
     # Samples far off the map add nothing, while grid_sample reads the first pixel for NaN.
     finite = sampling_locations.to(compute).nan_to_num(nan=-9.0).clamp(-9, 9)
-    grids = (2 * finite - 1).transpose(1, 2).flatten(0, 1)  # (B * H, Q, L, P, 2), -1 and 1 the outer edges
-    shares = weights.to(compute).transpose(1, 2).flatten(0, 1)[:, None]  # (B * H, 1, Q, L, P)
+    grids = (2 * finite - 1).transpose(1, 2).flatten(0, 1)  # (B * H, Q, N, 2), -1 and 1 the outer edges
+    shares = weights.to(compute).transpose(1, 2).flatten(0, 1)[:, None]  # (B * H, 1, Q, N)
+    grids_of_levels = grids.split(list(num_points), 2)
+    shares_of_levels = shares.split(list(num_points), 3)
     output = maps.new_zeros(batch * heads, dim, queries)
-    sizes, starts = _numbers(spatial_shapes, level_start_index)
     for level, (height, width) in enumerate(sizes):
         if not height * width:
             continue
         image = maps[..., starts[level] : starts[level] + height * width].unflatten(-1, (height, width))
-        sampled = F.grid_sample(image, grids[:, :, level], padding_mode='zeros', align_corners=False)
-        output = output + (sampled * shares[:, :, :, level]).sum(-1)  # (B * H, D, Q)
+        sampled = F.grid_sample(image, grids_of_levels[level], padding_mode='zeros', align_corners=False)
+        output = output + (sampled * shares_of_levels[level]).sum(-1)  # (B * H, D, Q)
     return output.view(batch, heads * dim, queries).transpose(1, 2).to(value.dtype)

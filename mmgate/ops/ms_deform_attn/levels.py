@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..tracing import is_traced
+from ..tracing import is_exporting, is_traced
 
 Sizes = tuple[tuple[int, int], ...]
 _numbers: Any = WeakTensorKeyDictionary()  # of a tensor: its version, and what it holds
@@ -62,7 +62,10 @@ def levels_on(device: torch.device, sizes: Sequence[Sequence[int]]) -> tuple[Ten
         sizes: Height and width of the levels.
     """
     if is_traced() or torch.jit.is_tracing():  # sizes may be symbols, and tensors belong to the graph
-        return _tensors(device, sizes)
+        shapes, starts = _tensors(device, sizes)
+        if is_exporting():
+            _keep_levels(shapes, starts, sizes)
+        return shapes, starts
     return _cached(device, tuple((int(height), int(width)) for height, width in sizes))
 
 
@@ -71,10 +74,15 @@ def _cached(device: torch.device, sizes: Sizes) -> tuple[Tensor, Tensor]:
     # Tensors of inference mode could not be saved for a backward pass later.
     with torch.inference_mode(False):
         shapes, starts = _tensors(device, sizes)
+    _keep_levels(shapes, starts, sizes)
+    return shapes, starts
+
+
+def _keep_levels(shapes: Tensor, starts: Tensor, sizes: Sequence[Sequence[int]]) -> None:
+    """Keep the numbers of two tensors that were made of sizes."""
     areas = [height * width for height, width in sizes]
     _keep(shapes, [list(size) for size in sizes])
     _keep(starts, [sum(areas[:level]) for level in range(len(areas))])
-    return shapes, starts
 
 
 def _tensors(device: torch.device, sizes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

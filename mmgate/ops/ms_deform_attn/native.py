@@ -8,6 +8,7 @@ makes all of it float64.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,15 @@ from .. import native as library
 from ..custom_op import operator
 from ..native import TYPES, fields
 
+# Of the operators, whose schemas torch 2.4 does not read from annotations of lists.
+ARGUMENTS = (
+    'Tensor value, Tensor spatial_shapes, Tensor level_start_index, Tensor points, Tensor logits, Tensor? gate, '
+    'bool residual, str position, Tensor? reference_points, int[]? num_points'
+)
+GRADIENTS = (
+    f'(Tensor grad, {ARGUMENTS}, bool value_needs_grad, bool reference_needs_grad) '
+    '-> (Tensor, Tensor, Tensor, Tensor, Tensor)'
+)
 MOST_NUMBERS = 2**31  # rows of an image's values and their borders, which the kernel counts in 32 bits
 
 
@@ -26,10 +36,11 @@ class Call(ctypes.Structure):
     """``Call`` of ``cpp/native.h``."""
 
     _fields_ = [
-        *fields(ctypes.c_int64, 'batch tokens heads dim queries levels points columns residual post compute'),
+        *fields(ctypes.c_int64, 'batch tokens heads dim queries levels samples columns residual post compute'),
         *fields(ctypes.c_int64, 'value_type points_type logits_type gate_type reference_type'),
         ('gate_stride', ctypes.c_int64 * 5),
         *fields(ctypes.c_int64, 'gate_summed threads widest'),
+        ('points', ctypes.POINTER(ctypes.c_int64)),
         *fields(ctypes.c_void_p, 'value shapes starts at logits gate reference output grad'),
         *fields(ctypes.c_void_p, 'grad_value grad_at grad_logits grad_gate grad_reference'),
     ]
@@ -59,6 +70,7 @@ def attend(
     residual: bool,
     position: str,
     reference_points: Tensor | None,
+    num_points: Sequence[int] | None = None,
 ) -> Tensor:
     """Attend from logits; the arguments are those of :func:`mmgate.ops.ms_deform_attn`.
 
@@ -85,6 +97,7 @@ def attend(
         residual,
         position,
         None if reference_points is None else reference_points.contiguous(),
+        None if num_points is None else list(num_points),
     )
     return output.to(value.dtype)
 
@@ -99,11 +112,16 @@ def _described(
     residual: bool,
     position: str,
     reference_points: Tensor | None,
+    num_points: Sequence[int] | None,
 ) -> Call:
     """Return the kernel's description of a call, without results. It holds addresses and keeps no tensor alive."""
+    counts = [logits.shape[4]] * logits.shape[3] if num_points is None else num_points
     call = Call()
     call.batch, call.tokens, call.heads, call.dim = value.shape
-    _, call.queries, _, call.levels, call.points = logits.shape
+    call.queries = logits.shape[1]
+    call.levels = len(counts)
+    call.samples = sum(counts)
+    call.points = (ctypes.c_int64 * len(counts))(*counts)
     call.residual = residual
     call.post = position == 'post_softmax'
     call.compute = TYPES[_compute(value)]
@@ -118,11 +136,16 @@ def _described(
     call.logits = logits.data_ptr()
     call.logits_type = TYPES[logits.dtype]
     if gate is not None:
-        sizes, strides = _axes(gate)
         call.gate = gate.data_ptr()
         call.gate_type = TYPES[gate.dtype]
-        call.gate_stride[:] = strides
-        call.gate_summed = sizes[4] == 1
+        if num_points is None:
+            sizes, (*others, of_level, of_point) = _axes(gate, 5)
+            # The kernel counts samples through all levels, and so takes the step of a sample for each point.
+            call.gate_stride[:] = (*others, of_level - counts[0] * of_point, of_point)
+            call.gate_summed = sizes[4] == 1
+        else:
+            _, (*others, of_sample) = _axes(gate, 4)
+            call.gate_stride[:] = (*others, 0, of_sample)
     if reference_points is not None:
         call.columns = reference_points.shape[-1]
         call.reference = reference_points.data_ptr()
@@ -141,9 +164,9 @@ def _compute(value: Tensor) -> torch.dtype:
     return torch.float64 if value.dtype == torch.float64 else torch.float32
 
 
-def _axes(gate: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return sizes and strides of a gate as (B, Q, H, L, P), of which leading axes may be missing; 0 to broadcast."""
-    missing = 5 - gate.dim()
+def _axes(gate: Tensor, axes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return sizes and strides of a gate with so many axes, of which leading ones may be missing; 0 to broadcast."""
+    missing = axes - gate.dim()
     sizes = (1,) * missing + gate.shape
     strides = (0,) * missing + gate.stride()
     return sizes, tuple(0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True))
@@ -157,7 +180,7 @@ def _empty_output(
     return value.new_empty(batch, queries, heads * value.shape[3])
 
 
-@operator('ms_deform_attn_native', _empty_output)
+@operator('ms_deform_attn_native', _empty_output, f'({ARGUMENTS}=None) -> Tensor')
 def _operator(
     value: Tensor,
     spatial_shapes: Tensor,
@@ -168,11 +191,12 @@ def _operator(
     residual: bool,
     position: str,
     reference_points: Tensor | None,
+    num_points: Sequence[int] | None = None,
 ) -> Tensor:
     """Return the output."""
     output = _empty_output(value, spatial_shapes, level_start_index, points, logits)
     call = _described(
-        value, spatial_shapes, level_start_index, points, logits, gate, residual, position, reference_points
+        value, spatial_shapes, level_start_index, points, logits, gate, residual, position, reference_points, num_points
     )
     call.output = output.data_ptr()
     _run(call, backward=False)
@@ -190,6 +214,7 @@ def _empty_gradients(
     residual: bool,
     position: str,
     reference_points: Tensor | None,
+    num_points: Sequence[int] | None,
     value_needs_grad: bool,
     reference_needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -200,10 +225,14 @@ def _empty_gradients(
     """
     compute = _compute(value)
     of_value = torch.zeros_like(value if value_needs_grad else value[:0], dtype=compute)
-    of_gate = [0] if gate is None else [*logits.shape[:4], _axes(gate)[0][4]]
+    of_gate = [0]
+    if gate is not None:
+        of_gate = [*logits.shape]
+        if num_points is None:
+            of_gate[4] = _axes(gate, 5)[0][4]
     of_reference = [0]
     if reference_needs_grad and reference_points is not None:
-        of_reference = [*logits.shape[:4], reference_points.shape[-1]]
+        of_reference = [*logits.shape[:3], *reference_points.shape[2:]]
     return (
         of_value,
         torch.empty_like(points),
@@ -213,7 +242,7 @@ def _empty_gradients(
     )
 
 
-@operator('ms_deform_attn_native_backward', _empty_gradients)
+@operator('ms_deform_attn_native_backward', _empty_gradients, GRADIENTS)
 def _gradients(
     grad: Tensor,
     value: Tensor,
@@ -225,12 +254,14 @@ def _gradients(
     residual: bool,
     position: str,
     reference_points: Tensor | None,
+    num_points: Sequence[int] | None,
     value_needs_grad: bool,
     reference_needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of values, points, logits, gate and reference points, see :func:`_empty_gradients`."""
     arguments = (
-        value, spatial_shapes, level_start_index, points, logits, gate, residual, position, reference_points,
+        value, spatial_shapes, level_start_index, points, logits,
+        gate, residual, position, reference_points, num_points,
     )  # fmt: skip
     gradients = _empty_gradients(grad, *arguments, value_needs_grad, reference_needs_grad)
     of_value, of_points, of_logits, of_gate, of_reference = gradients
@@ -250,10 +281,11 @@ def _gradients(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, residual, position, reference_points = inputs
+    *tensors, residual, position, reference_points, num_points = inputs
     ctx.save_for_backward(*tensors, reference_points)
     ctx.residual = residual
     ctx.position = position
+    ctx.num_points = num_points
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -263,12 +295,19 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     value_needs_grad = ctx.needs_input_grad[0]
     reference_needs_grad = reference_points is not None and ctx.needs_input_grad[8]
     of_value, of_points, of_logits, of_gate, of_reference = _gradients(
-        grad, *tensors, ctx.residual, ctx.position, reference_points, value_needs_grad, reference_needs_grad
+        grad,
+        *tensors,
+        ctx.residual,
+        ctx.position,
+        reference_points,
+        ctx.num_points,
+        value_needs_grad,
+        reference_needs_grad,
     )
     grad_value = of_value.to(value.dtype) if value_needs_grad else None
     grad_gate = None if gate is None else of_gate.sum_to_size(gate.shape).to(gate.dtype)
     grad_reference = of_reference.sum(2).to(reference_points.dtype) if reference_needs_grad else None
-    return grad_value, None, None, of_points, of_logits, grad_gate, None, None, grad_reference
+    return grad_value, None, None, of_points, of_logits, grad_gate, None, None, grad_reference, None
 
 
 _operator.differentiate(_backward, _setup_context)

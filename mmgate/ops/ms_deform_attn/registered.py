@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..custom_op import Operator
-from .weights import Sampler
+from .uneven import Sampler
 
 
 def sampling_operator(name: str, sample: Sampler, gradients: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Operator:

@@ -6,6 +6,7 @@ written to memory. On the CPU it runs only in Triton's interpreter (``TRITON_INT
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from ..custom_op import operator
 from ..triton_backend import interpreted, launch
 from . import blocks
 from .blocks import cut_for
+from .uneven import spread
+from .weights import counts_like
 
 MOST_NUMBERS = 2**31  # an image, for 32-bit offsets
 MOST_HEADS = 65_535  # the second axis of a grid
@@ -42,14 +45,27 @@ def attend(
     residual: bool,
     position: str,
     reference_points: Tensor | None,
+    num_points: Sequence[int] | None = None,
 ) -> Tensor:
     """Attend from logits; the arguments are those of :func:`mmgate.ops.ms_deform_attn`.
 
-    ``points`` are sampling locations, or offsets if there are reference points.
+    ``points`` are sampling locations, or offsets if there are reference points. With ``num_points`` the kernels get a
+    level of one point for each sample, so that they skip what is not there.
 
     Raises:
         UnsupportedCall: Too many values, points or outputs an image for 32-bit offsets, or too many heads for a grid.
     """
+    if num_points is not None:
+        if reference_points is not None:
+            reference_points = spread(reference_points.float(), num_points, 2)  # (B, Q, N, R)
+            if reference_points.shape[-1] == 4:  # the kernels divide the sizes of boxes by one point
+                centres, sizes = reference_points.split(2, -1)
+                reference_points = torch.cat([centres, sizes / counts_like(sizes, num_points)], -1)
+        spatial_shapes = spread(spatial_shapes, num_points, 0)
+        level_start_index = spread(level_start_index, num_points, 0)
+        points = points[..., None, :]  # (B, Q, H, N, 1, 2)
+        logits = logits[..., None]
+        gate = None if gate is None else gate[..., None]
     _check_sizes(value, points, logits, reference_points)
     if gate is not None:
         # The kernels read a gate with its strides, unless 32-bit offsets do not reach its last number.

@@ -38,9 +38,9 @@ GATES: dict[str, tuple[dict[str, Any], str, tuple[int, int], int | None]] = {
 def test_a_gate_has_its_mean_map(name: str) -> None:
     options, kind, shape, unchanged = GATES[name]
     gates = gate_statistics(*gated(options))
-    assert [gate.path for gate in gates] == ['0', '1'] and {gate.kind for gate in gates} == {kind}
+    assert [gate.path for gate in gates] == ['0', '1'] and {gate.axes for gate in gates} == {kind}
     (found,) = mean_maps(gates)
-    assert found.values.shape == shape and found.kind == kind and list(found.gates) == gates
+    assert found.values.shape == shape and found.axes == kind and list(found.gates) == gates
     assert {gate.unchanged for gate in gates} == {unchanged} == {found.unchanged}
     if 'plug' in name:
         assert (found.values == unchanged).all()  # an identity's

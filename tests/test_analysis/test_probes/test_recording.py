@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.gated_layers import gated
 from helpers.given_attention import Model
 from mmcv.ops import MultiScaleDeformableAttention
 from torch import Tensor, nn
 
 import mmgate
 from mmgate.analysis.probes.attention import POINTS
+from mmgate.analysis.probes.gates import gate_statistics, mean_maps
+from mmgate.analysis.probes.layers import sinks
 from mmgate.analysis.probes.recording import best_queries, class_tokens, readable, record, require
 from mmgate.errors import ConfigError
+from mmgate.layers import SAGAAttention, SDPAGate
 
 
 def deformable() -> tuple[nn.Module, dict[str, Any]]:
@@ -45,7 +49,7 @@ def test_recording_changes_nothing(training: bool) -> None:
         with record(model, [*readable(model), 'activation']) if records else nullcontext({}) as recording:
             output = flat(model(**given))
         if records:
-            assert {name for readings in recording.values() for name in readings} == {*POINTS, 'activation'}
+            assert {name for readings in recording.values() for name in readings} == {*POINTS, 'gate', 'activation'}
         output.square().sum().backward()
         grads = flat([p.grad for p in model.parameters() if p.grad is not None])
         found.append((output, grads, torch.rand(3)))
@@ -59,6 +63,61 @@ def test_refusal_names_what_there_is() -> None:
         require(deformable()[0], ['agents'], 'A picture of agent maps')
     with pytest.raises(ValueError, match='speed cannot be recorded; there are gate, '):
         record(nn.Linear(1, 1), ['speed']).__enter__()
+
+
+class TwoReadings(SDPAGate):
+    """A gate of a user with a reading by a name that no gate of mmgate has."""
+
+    gate_readings = {'gate': 'heads', 'temperature': 'heads'}
+
+    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
+        gate = super().read_gate('gate', *inputs)
+        return gate if name == 'gate' else 7 + torch.zeros(1, self.num_heads, 1, 1)
+
+    def unchanged_value(self, name: str) -> float | None:
+        return None
+
+
+def test_every_reading_that_a_gate_declares_is_recorded() -> None:
+    """By its name, and with all others of gates, in statistics, maps and rows; a name that is taken is refused."""
+    model, batches = gated(dict(type=TwoReadings))
+    assert readable(model)['temperature'] == ['0', '1']
+    for wanted in (['temperature'], ['gates']):
+        with record(model, wanted) as recording:
+            model.test_step(batches[0])
+        assert {name for found in recording.values() for name in found} == {
+            'temperature',
+            *(['gate'] * ('gates' in wanted)),
+        }
+        assert recording['0']['temperature'].last.unique() == 7
+    statistics = gate_statistics(model, batches)
+    assert [(gate.path, gate.name) for gate in statistics] == [
+        ('0', 'gate'), ('0', 'temperature'), ('1', 'gate'), ('1', 'temperature')
+    ]  # fmt: skip
+    maps = {found.name: found.values for found in mean_maps(statistics)}
+    assert maps['temperature'].tolist() == [[7, 7], [7, 7]] and 0 < maps['gate'].max() < 1
+    assert {row['reading'] for found in mean_maps(statistics) for row in found.rows()} == set(maps)
+    assert [row['gate_sparsity'] for row in sinks(model, batches)] == [0, 0]
+    model[0].gate.gate_readings = {'attention': 'heads'}
+    with pytest.raises(ConfigError, match='TwoReadings declares the reading attention in gate_readings'):
+        readable(model)
+
+
+def test_a_second_reading_of_deformable_attention_and_of_maps() -> None:
+    model, given = deformable()
+    model['a'].gate.gate_readings = {'gate': 'levels', 'double': 'levels'}
+    read = model['a'].gate.read_gate
+    model['a'].gate.read_gate = lambda name, *inputs: read('gate', *inputs) * (2 if name == 'double' else 1)
+    with record(model, ['gate', 'double']) as recording:
+        model(**given)
+    once, twice = (recording['a'][name].last for name in ('gate', 'double'))
+    assert once.any() and torch.equal(2 * once, twice)
+    layer = SAGAAttention(8, 2, map_size=(2, 3))
+    layer.gate.gate_readings = dict(layer.gate.gate_readings, mine='channels')
+    layer.gate.mine = nn.Linear(8, 8)
+    with record(layer, ['mine']) as recording:
+        layer(torch.randn(1, 6, 8), (2, 3))
+    assert recording['']['mine'].last.shape == (1, 6, 8)
 
 
 def test_class_tokens_join_where_they_join() -> None:

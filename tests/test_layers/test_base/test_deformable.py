@@ -63,6 +63,46 @@ def test_outputs_and_gradients_are_mmcvs(batch_first: bool, columns: int, ratio:
     assert_same(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize('kind', [layers.MultiScaleDeformableAttention, PLuGMultiScaleDeformableAttention])
+def test_a_list_of_numbers_of_points_starts_as_one_number_does(kind: type) -> None:
+    """Directions and distances are those of mmcv's start, level by level, and so is a second start."""
+    sizes = dict(SIZES, num_levels=3)
+    counts = (3, 6, 2)
+    vanilla = MultiScaleDeformableAttention(**sizes | dict(num_points=6))
+    attention: Any = kind(**sizes | dict(num_points=list(counts)))
+    assert attention.num_points == counts and attention.num_levels == 3 and attention.gate.num_points == counts
+    assert attention.attention_weights.out_features == 4 * 11
+    expected = vanilla.sampling_offsets.bias.view(4, 3, 6, 2)
+    expected = torch.cat([expected[:, level, :count] for level, count in enumerate(counts)], 1)
+    for again in (False, True):
+        if again:
+            nn.init.normal_(attention.sampling_offsets.bias)
+            attention.init_weights()
+        torch.testing.assert_close(attention.sampling_offsets.bias.view(4, 11, 2), expected)
+        assert not attention.sampling_offsets.weight.any() and not attention.attention_weights.weight.any()
+        assert attention.num_points == counts and attention.num_levels == 3
+
+
+def test_equal_numbers_in_a_list_are_one_number() -> None:
+    attention = layers.MultiScaleDeformableAttention(**SIZES | dict(num_points=[3, 3]))
+    assert attention.num_points == 3
+    attention.load_state_dict(MultiScaleDeformableAttention(**SIZES).state_dict())
+
+
+@pytest.mark.parametrize(
+    'counts, message',
+    [
+        ([3], r'num_points=\[3\] has 1 numbers for 2 levels'),
+        ([3, 0], r'num_points=\[3, 0\] must have a positive integer for each level'),
+        ([3, 2.0], r'num_points=\[3, 2.0\] must have a positive integer'),
+    ],
+    ids=str,
+)
+def test_numbers_of_points_that_do_not_fit_are_named(counts: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layers.MultiScaleDeformableAttention(**SIZES | dict(num_points=counts))
+
+
 def test_the_name_means_ours_in_a_rule_and_mmcvs_elsewhere() -> None:
     assert MODELS.get('MultiScaleDeformableAttention') is layers.MultiScaleDeformableAttention
     assert ROOT.get('mmgate.MultiScaleDeformableAttention') is layers.MultiScaleDeformableAttention

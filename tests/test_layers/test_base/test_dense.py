@@ -61,6 +61,7 @@ DGSA = {'query': {}, 'input': dict(residual='input'), 'none': dict(residual='non
 ALL = {
     **{f'plug_{k}': (PLuGGate, v) for k, v in PLUG.items()},
     'plug_none': (PLuGGate, dict(gml='none', init='paper')),
+    'plug_none_vit': (PLuGGate, dict(gml='none', init='vit')),
     **{f'sdpa_{k}': (SDPAGate, v) for k, v in SDPA.items()},
     **{f'dgsa_{k}': (DGSAGate, v) for k, v in DGSA.items()},
     'differential_v2_paper': (DifferentialV2Gate, {}),
@@ -250,7 +251,7 @@ def test_compiles_without_graph_break(name: str) -> None:
     [
         (PLuGGate, dict(heads='all'), 'shared, per_head'),
         (PLuGGate, dict(ratio=0.01), 'leaves no gate channel'),
-        (PLuGGate, dict(gml='none'), "use init='paper'"),
+        (PLuGGate, dict(gml='none'), "use init='paper' or 'vit'"),
         (PLuGGate, dict(residual=False), "use init='paper'"),
         (PLuGGate, dict(backend='cuda'), 'chunked'),
         (SDPAGate, dict(position='G6'), 'G1, G2'),

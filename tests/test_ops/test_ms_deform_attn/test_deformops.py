@@ -17,6 +17,7 @@ from helpers.samplings import CASES, make, run
 from torch import Tensor
 
 from mmgate.errors import UnsupportedCall
+from mmgate.ops import ms_deform_attn
 from mmgate.ops.ms_deform_attn import deformops
 
 STAND_INS = Path(__file__).parents[2] / 'stand_ins'
@@ -37,7 +38,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def attend(value: Tensor, shapes: Tensor, starts: Tensor, points: Tensor, logits: Tensor, gate: Any, reference: Any,
-           residual: bool = True, position: str = 'pre_softmax') -> Tensor:  # fmt: skip
+           residual: bool = True, position: str = 'pre_softmax', num_points: Any = None) -> Tensor:  # fmt: skip
     return deformops.attend(
         value=value,
         spatial_shapes=shapes,
@@ -48,6 +49,7 @@ def attend(value: Tensor, shapes: Tensor, starts: Tensor, points: Tensor, logits
         residual=residual,
         position=position,
         reference_points=reference,
+        num_points=num_points,
     )
 
 
@@ -63,6 +65,23 @@ def test_deformops_stand_in_equals_the_reference(name: str, stand_in: Any) -> No
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
     (call,) = stand_in.CALLS
     assert call == dict(method='softmax' if inputs[5] is None else 'linear', fp32acc=True)
+
+
+@pytest.mark.parametrize('gated', [True, False])
+@pytest.mark.parametrize('reference', [0, 2, 4], ids=['locations', 'points', 'boxes'])
+def test_deformops_gets_levels_that_are_filled_up(reference: int, gated: bool, stand_in: Any) -> None:
+    """Weights are finished, as no logit of a point that is not there is a finite number."""
+    inputs = make(points=12, levels=[(2, 3), (1, 1)], reference=reference)
+    there = torch.arange(12) < torch.tensor([2, 12])[:, None]
+    inputs[3], inputs[4] = (x[:, :, :, there].requires_grad_() for x in inputs[3:5])
+    inputs[5] = torch.randn(1, 5, 2, 14) if gated else None
+    inputs[0].requires_grad_()
+    expected = ms_deform_attn(*inputs[:6], reference_points=inputs[6], num_points=(2, 12), backend='torch')
+    outputs = attend(*inputs, num_points=(2, 12)), expected
+    gradients = [torch.autograd.grad(output.square().sum(), [inputs[i] for i in (0, 3, 4)]) for output in outputs]
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
+    assert [call['method'] for call in stand_in.CALLS] == ['linear']
 
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import assert_same, needs_native, one_graph, values_and_gradients
 from helpers.sampler_inputs import CASES, make_inputs
+from helpers.samplings import by_backend, compare, drawn, exactly
 from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 from torch import Tensor
 
@@ -40,6 +41,14 @@ def test_every_backend_agrees_with_mmcv(case: str, backend: str) -> None:
     expected = values_and_gradients(theirs, inputs, (0, 3, 4))
     actual = values_and_gradients(lambda *x: ms_deform_attn(*x, backend=backend), inputs, (0, 3, 4))
     assert_same(actual, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_random_problems_equal_a_float64_program(backend: str) -> None:
+    """Levels without a pixel are among them, offsets from points as well: their gradient is 0."""
+    for seed in range(80):
+        _, given = drawn(seed)
+        compare(f'problem {seed}', by_backend(given, backend, torch.float64), exactly(given), 1e-9)
 
 
 @pytest.mark.parametrize('residual', [True, False], ids=['residual', 'no_residual'])

@@ -10,7 +10,8 @@ import pytest
 import torch
 import traffic
 from conftest import DEVICES, assert_same, one_graph
-from helpers.samplings import CASES, REAL, TINY, agree, make, results, run
+from helpers.samplings import CASES, REAL, TINY, agree, by_backend, exactly, make, results, run, unevenly
+from helpers.samplings import compare as compare_results
 from torch import Tensor
 
 from mmgate.ops.ms_deform_attn import blocks, grid_sample, mmcv
@@ -34,6 +35,40 @@ def test_equals_the_reference(name: str, device: str) -> None:
         case = dict(dict(levels=REAL, points=4, dim=32, queries=2000, heads=8), **case)
     # a logit of 2 * 10^4 has a rounding of 10^-3, by which its weight is off
     compare(make(device, **case), 5e-3 if name == 'huge_logits' else 2e-5, **options)
+
+
+@pytest.mark.parametrize('columns', [0, 2, 4], ids=['locations', 'points', 'boxes'])
+@pytest.mark.usefixtures('poisoned_memory')
+def test_levels_with_different_numbers_of_points(columns: int) -> None:
+    """Random problems, of which some have their tokens as queries."""
+    problems = [(seed, unevenly(seed)) for seed in range(200)]
+    chosen = [
+        (seed, given)
+        for seed, given in problems
+        if len(set(given.num_points or ())) > 1
+        and columns == (0 if given.reference_points is None else given.reference_points.shape[-1])
+    ]
+    assert any(given.logits.shape[1] == given.value.shape[1] for _, given in chosen[:6])
+    for seed, given in chosen[:6]:
+        compare_results(f'problem {seed}', by_backend(given, 'triton'), exactly(given), 1e-4)
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_of_levels_with_different_numbers_of_points(dtype: torch.dtype) -> None:
+    """Boxes are divided by the numbers of points in float32."""
+    given = next(
+        given
+        for given in map(unevenly, range(200))
+        if given.reference_points is not None
+        and given.reference_points.shape[-1] == 4
+        and len(set(given.num_points or ())) > 1
+    )
+    step = 2.0**-10 if dtype is torch.float16 else 2.0**-7
+    # both read the same rounded numbers
+    actual, expected = (by_backend(given, backend, dtype) for backend in ('triton', 'torch'))
+    for x, y in zip(actual, expected, strict=True):
+        assert x.dtype is dtype
+        torch.testing.assert_close(x.float(), y.float(), rtol=2 * step, atol=2 * step * float(y.abs().max()))
 
 
 @pytest.mark.parametrize('scalars', [True, False], ids=['scalars', 'vectors'])

@@ -84,7 +84,7 @@ def test_an_attention_has_one_row_by_the_path_that_a_rule_takes() -> None:
     mmgate.swap_attention(model, dict(path='h', type='AgentAttention', map_size=(2, 2), agent_num=4))
     mmgate.swap_attention(model, dict(path=['a', 'c.attn', 'd'], type='PLuGMultiheadAttention'))
     rows = {row.path: row for row in list_attention(model)}
-    assert {path: (row.kind, row.gate) for path, row in rows.items()} == {
+    assert {path: (row.class_name, row.gate) for path, row in rows.items()} == {
         'a': ('MultiheadAttention', 'PLuGGate'),
         'b': ('MultiheadAttention', None),
         'c.attn': ('MultiheadAttention', 'PLuGGate'),

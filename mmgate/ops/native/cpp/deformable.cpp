@@ -1,9 +1,11 @@
 // Gate, softmax and bilinear sampling of multi-scale deformable attention in one loop on the CPU, and its gradients.
 //
-//     O[q] = sum_j w_j bilinear(V_l(j), x_j),   w = softmax(A F)  or  softmax(A) F,   F = 1 + G or G,   j over (L, P)
+//     O[q] = sum_j w_j bilinear(V_l(j), x_j),   w = softmax(A F)  or  softmax(A) F,   F = 1 + G or G
 //     dw_j = dO . v_j,   dx_j = w_j dO . dv_j/dx,   dV[row] = sum of s dO over all samples with a corner of share s there
 //     before the softmax:  dA = P (dw - sum P dw) F,      dG = P (dw - sum P dw) A
 //     after the softmax:   dA = P (dw F - sum P dw F),    dG = P dw
+//
+// with j over the points of the first level, then those of the second, and so on; levels may have different numbers.
 //
 // This file is compiled once for every set of instructions. All is in an unnamed namespace and nothing of the C++
 // library is used, so that no function of one set is linked into another.
@@ -106,22 +108,22 @@ template <class C> struct Samples {
     int64_t count, n;
 
     Samples(const Call &call, const Plan &plan, char *memory)
-        : c(call), blocks((Block<C> *)memory), count(call.levels * call.points), n(plan.blocks) {
+        : c(call), blocks((Block<C> *)memory), count(call.samples), n(plan.blocks) {
         const int64_t border = plan.packed ? 1 : 0;
         memset(memory, 0, n * sizeof(Block<C>));
-        int64_t first = 0;
+        int64_t first = 0, l = 0, end = c.points[0];
         for (int64_t i = 0; i < n * BLOCK; i++) {
             Block<C> &b = blocks[i / BLOCK];
-            const int64_t k = i % BLOCK, l = i / c.points;
+            const int64_t k = i % BLOCK;
             b.factor[k] = 1;
             if (i >= count) {  // no location is on a map of -5 columns
                 b.width[k] = b.height[k] = -5;
                 b.bias[k] = -(C)INFINITY;
                 continue;
             }
+            for (; i == end; end += c.points[++l])
+                first += (c.shapes[2 * l] + 2 * border) * (c.shapes[2 * l + 1] + 2 * border);
             const int64_t rows = c.shapes[2 * l], columns = c.shapes[2 * l + 1];
-            if (i && i % c.points == 0)
-                first += (c.shapes[2 * l - 2] + 2 * border) * (c.shapes[2 * l - 1] + 2 * border);
             b.rows[k] = (int32_t)rows, b.columns[k] = (int32_t)columns;
             b.height[k] = (C)rows, b.width[k] = (C)columns;
             b.pitch[k] = (int32_t)(columns + 2 * border);
@@ -151,23 +153,23 @@ template <class C> struct Samples {
         typed(c.gate_type, c.gate, [&](auto g) {
             int64_t i = 0;
             for (int64_t l = 0; l < c.levels; l++)
-                for (int64_t p = 0; p < c.points; p++, i++)
+                for (int64_t p = 0; p < c.points[l]; p++, i++)
                     blocks[i / BLOCK].factor[i % BLOCK] =
-                        one + (C)up(g[first + l * c.gate_stride[3] + p * c.gate_stride[4]]);
+                        one + (C)up(g[first + l * c.gate_stride[3] + i * c.gate_stride[4]]);
         });
     }
 
     void read_reference(int64_t query) {
-        const C share = (C)0.5 / (C)c.points;
         typed(c.reference_type, c.reference, [&](auto r) {
             r += query * c.levels * c.columns;
             int64_t i = 0;
             for (int64_t l = 0; l < c.levels; l++, r += c.columns) {
+                const C share = (C)0.5 / (C)c.points[l];
                 const C width = (C)c.shapes[2 * l + 1], height = (C)c.shapes[2 * l];
                 const C x = (C)up(r[0]) * width - (C)0.5, y = (C)up(r[1]) * height - (C)0.5;
                 const C sx = c.columns == 4 ? (C)up(r[2]) * width * share : 1;
                 const C sy = c.columns == 4 ? (C)up(r[3]) * height * share : 1;
-                for (int64_t p = 0; p < c.points; p++, i++) {
+                for (int64_t p = 0; p < c.points[l]; p++, i++) {
                     Block<C> &b = blocks[i / BLOCK];
                     const int64_t k = i % BLOCK;
                     b.shift_x[k] = x, b.shift_y[k] = y, b.scale_x[k] = sx, b.scale_y[k] = sy;
@@ -176,6 +178,7 @@ template <class C> struct Samples {
         });
     }
 
+    // Computes the gated softmax over a query's samples: softmax(factor logit), or factor softmax(logit) if post.
     void weigh() {
         C most[BLOCK], sum[BLOCK];
         for (int k = 0; k < BLOCK; k++) most[k] = -(C)INFINITY, sum[k] = 0;
@@ -279,7 +282,7 @@ template <class C> struct Samples {
             }
             for (int64_t k = 0; k < m; k++) {
                 level_sum += of_gate[k];
-                if (++point == c.points) {
+                if (++point == c.points[level]) {
                     ((C *)c.grad_gate)[row * c.levels + level++] = level_sum;
                     level_sum = 0, point = 0;
                 }
@@ -288,12 +291,12 @@ template <class C> struct Samples {
     }
 
     void store_reference(int64_t row) {
-        const C share = (C)0.5 / (C)c.points;
         C *to = (C *)c.grad_reference + row * c.levels * c.columns;
         int64_t i = 0;
         for (int64_t l = 0; l < c.levels; l++, to += c.columns) {
+            const C share = (C)0.5 / (C)c.points[l];
             C x = 0, y = 0, w = 0, h = 0;
-            for (int64_t p = 0; p < c.points; p++, i++) {
+            for (int64_t p = 0; p < c.points[l]; p++, i++) {
                 const Block<C> &b = blocks[i / BLOCK];
                 const int64_t k = i % BLOCK;
                 x += b.of_x[k], y += b.of_y[k];

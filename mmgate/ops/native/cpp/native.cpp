@@ -152,13 +152,13 @@ EXPORT const char *mmgate_sources() { return MMGATE_SOURCES; }
 EXPORT int32_t mmgate_ms_deform_attn(const Call *call, int32_t backward, int32_t own_threads) {
     const Call &c = *call;
     const Kernels &kernels = KERNELS(mmgate_kernels, c.widest);
-    const int64_t heads = c.batch * c.heads, samples = c.queries * c.levels * c.points;
+    const int64_t heads = c.batch * c.heads, samples = c.queries * c.samples;
     const int64_t number = c.compute == DOUBLE ? 8 : 4;
     if (!heads || !samples || !c.dim) return 0;
     int64_t threads = heads * samples * c.dim > SMALL && c.threads > 1 ? c.threads : 1;
 
     Plan plan{};
-    plan.blocks = (c.levels * c.points + 15) / 16;
+    plan.blocks = (c.samples + 15) / 16;
     plan.small_bytes = rounded(plan.blocks * kernels.block_bytes + 2 * c.dim * number);
     plan.packed = samples >= ROWS_PER_COPY * c.tokens;
     for (int64_t l = 0; l < c.levels; l++) plan.rows += (c.shapes[2 * l] + 2) * (c.shapes[2 * l + 1] + 2);

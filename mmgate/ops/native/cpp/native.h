@@ -7,17 +7,19 @@
 enum Type : int64_t { FLOAT, DOUBLE, BFLOAT16, HALF };
 
 struct Call {
-    // value (B, S, H, D), points (B, Q, H, L, P, 2), logits (B, Q, H, L, P), reference (B, Q, L, R): contiguous
-    int64_t batch, tokens, heads, dim, queries, levels, points;
+    // value (B, S, H, D), points (B, Q, H, N, 2), logits (B, Q, H, N), reference (B, Q, L, R): contiguous
+    int64_t batch, tokens, heads, dim, queries, levels;
+    int64_t samples;      // N: the points of the first level, then those of the second, and so on
     int64_t columns;      // R: 2 or 4, or 0, where the points are locations and no offsets
     int64_t residual;     // the factor is 1 + G, else G
     int64_t post;         // the factor comes after the softmax
     int64_t compute;      // FLOAT or DOUBLE: what all is summed in
     int64_t value_type, points_type, logits_type, gate_type, reference_type;
-    int64_t gate_stride[5];  // of B, Q, H, L and P, in numbers; 0 where the gate broadcasts
+    int64_t gate_stride[5];  // of B, Q, H, a level and a sample, in numbers; 0 where the gate broadcasts
     int64_t gate_summed;     // the gate's gradient is one number for all points of a level
     int64_t threads;
     int64_t widest;       // the most of the instruction sets 0, 1 and 2 that may be taken
+    const int64_t *points;  // of each level (L,); their sum is N
     const void *value;
     const int64_t *shapes, *starts;
     const void *at;       // locations or offsets
@@ -30,7 +32,7 @@ struct Call {
     void *grad_value;     // (B, S, H, D), in the type of computation, zeros
     void *grad_at;        // as the points
     void *grad_logits;    // as the logits
-    void *grad_gate;      // (B, Q, H, L, P), or (B, Q, H, L, 1) if gate_summed; in the type of computation
+    void *grad_gate;      // (B, Q, H, N), or (B, Q, H, L) if gate_summed; in the type of computation
     void *grad_reference;  // (B, Q, H, L, R), in the type of computation
 };
 
@@ -45,6 +47,7 @@ struct Plan {
 };
 
 // A chunk of PLuG attention's maps, with f the gate's factor: weights = softmax(f logits + bias) over the columns.
+// If is_raw, the factor's place holds raw gates r, over which f = 1 + tanh((a r + b)(c r + e)) is written first.
 struct GatedRows {
     // logits and weights (B, H, N, M), factor and its gradient (B, G, N, M), delta (B, H, N): contiguous, of one type
     int64_t batch, heads, gate_heads, rows, columns;  // G is 1, if heads share the gate, or H
@@ -52,8 +55,10 @@ struct GatedRows {
     int64_t bias_stride[4];  // of B, H, N and M, in numbers; 0 where the bias broadcasts
     int64_t threads;
     int64_t widest;          // the most of the instruction sets 0, 1 and 2 that may be taken
+    int64_t is_raw;          // in the forward pass
+    double scalars[4];       // a, b, c and e
     const void *logits;
-    const void *factor;      // or null, for a softmax without a gate
+    void *factor;            // or null, for a softmax without a gate
     const void *bias;        // or null
     void *weights;           // the forward pass's result, which may lie where the logits do
     // the backward pass

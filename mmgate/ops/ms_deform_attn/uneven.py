@@ -1,0 +1,128 @@
+"""Different numbers of sampling points on the levels of multi-scale deformable attention.
+
+With ``P_l`` points on level ``l``, a head has ``N = P_1 + .. + P_L`` samples, those of one level after those of
+another. Logits, gate and points then have one axis ``N`` instead of the axes ``L`` and ``P``, and the softmax goes over
+it.
+
+A sampler of finished locations and weights gets such samples in one of three ways. :func:`by_sample` gives each sample
+a level with one point, which costs nothing if levels may overlap. :func:`by_padding` fills the levels up with samples
+of weight 0. :func:`as_given` leaves it to the sampler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+OFF = -9.0  # a location that lies off every map
+
+# Takes value, spatial_shapes, level_start_index, sampling locations and attention weights; returns (B, Q, H * D).
+Sampler = Callable[..., Tensor]
+# Takes a sampler, the numbers of points and the sampler's arguments, of which locations and weights have one axis N.
+Uneven = Callable[[Sampler, Sequence[int], Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def check_points(num_points: Sequence[int], levels: int) -> tuple[int, ...]:
+    """Return one number of points for each level.
+
+    Args:
+        num_points: Numbers of points.
+        levels: Number of levels L.
+
+    Raises:
+        ValueError: There is another number of them, or one is no positive integer.
+    """
+    if not isinstance(num_points, Sequence):
+        raise ValueError(f'num_points={num_points!r} must be a list of {levels} positive integers, one for each level.')
+    counts = tuple(num_points)
+    if len(counts) != levels:
+        raise ValueError(f'num_points={[*counts]} has {len(counts)} numbers for {levels} levels; give one for each.')
+    if not all(isinstance(count, int) and count > 0 for count in counts):
+        raise ValueError(f'num_points={[*counts]} must have a positive integer for each level.')
+    return counts
+
+
+def points_of_levels(num_points: int | Sequence[int], levels: int) -> int | tuple[int, ...]:
+    """Return the number of points of every level, or one for each level if they differ.
+
+    Raises:
+        ValueError: See :func:`check_points`.
+    """
+    if isinstance(num_points, int):
+        return num_points
+    counts = check_points(num_points, levels)
+    return counts[0] if len(set(counts)) == 1 else counts
+
+
+def axes_of_samples(num_points: int | Sequence[int], levels: int) -> tuple[int, ...]:
+    """Return the axes of a head's samples: ``(L, P)``, or ``(N,)`` for levels of different numbers of points."""
+    return (levels, num_points) if isinstance(num_points, int) else (sum(num_points),)
+
+
+def spread(x: Tensor, num_points: Sequence[int], axis: int) -> Tensor:
+    """Return ``x`` with the entry of each level repeated for its points: L numbers along ``axis`` become N."""
+    parts = x.split(1, axis)
+    kept = [-1] * parts[0].dim()
+    repeated = []
+    # No index has to be copied to the device, and exports hold no loop.
+    for part, count in zip(parts, num_points, strict=True):
+        sizes = list(kept)
+        sizes[axis] = count
+        repeated.append(part.expand(sizes))
+    return torch.cat(repeated, axis)
+
+
+def padded(x: Tensor, num_points: Sequence[int], fill: float, axis: int = 3) -> Tensor:
+    """Return ``x`` with the axes L and P instead of N at ``axis``, filled up with ``fill`` to the most points P."""
+    most = max(num_points)
+    levels = []
+    for part in x.split(list(num_points), axis):
+        missing = list(part.shape)
+        missing[axis] = most - missing[axis]
+        levels.append(torch.cat([part, part.new_full(missing, fill)], axis))
+    return torch.stack(levels, axis)
+
+
+def by_sample(
+    sample: Sampler,
+    num_points: Sequence[int],
+    value: Tensor,
+    spatial_shapes: Tensor,
+    level_start_index: Tensor,
+    locations: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """Call a sampler with a level of one point for each sample; several of these levels are the same pixels."""
+    shapes = spread(spatial_shapes, num_points, 0)  # (N, 2)
+    starts = spread(level_start_index, num_points, 0)  # (N,)
+    return sample(value, shapes, starts, locations[..., None, :], weights[..., None])
+
+
+def by_padding(
+    sample: Sampler,
+    num_points: Sequence[int],
+    value: Tensor,
+    spatial_shapes: Tensor,
+    level_start_index: Tensor,
+    locations: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """Call a sampler with the most points on every level; those that are not there weigh 0 and lie off the map."""
+    locations = padded(locations, num_points, OFF)  # (B, Q, H, L, P, 2)
+    weights = padded(weights, num_points, 0.0)  # (B, Q, H, L, P)
+    return sample(value, spatial_shapes, level_start_index, locations, weights)
+
+
+def as_given(
+    sample: Sampler,
+    num_points: Sequence[int],
+    value: Tensor,
+    spatial_shapes: Tensor,
+    level_start_index: Tensor,
+    locations: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """Call a sampler that takes the numbers of points as its last argument."""
+    return sample(value, spatial_shapes, level_start_index, locations, weights, num_points)
