@@ -75,24 +75,27 @@ def _draw_heads(axes: np.ndarray, models: Sequence[tuple[str, Rows]]) -> None:
         colour = style.COLOURS[number % len(style.COLOURS)]
         layers = list(dict.fromkeys(row['layer'] for row in rows))
         count = {layer: sum(row['layer'] == layer for row in rows) for layer in layers}
-        # The heads of a layer are beside each other, and so are the models.
-        places = [layers.index(row['layer']) + 0.7 * ((row['head'] + 0.5) / count[row['layer']] - 0.5) for row in rows]
+        # The heads of a layer are beside each other, and so are the models at a head.
+        places = []
+        for row in rows:
+            slot = row['head'] + (number + 0.5) / len(models)
+            places.append(layers.index(row['layer']) + 0.7 * (slot / count[row['layer']] - 0.5))
         is_sink = np.array([row['kind'] != NO_SINK for row in rows])
         for axis, key in zip(axes, ('sink_share', 'value_norm', 'output_rank'), strict=True):
             for chosen, face, alpha in ((~is_sink, 'none', 0.4), (is_sink, colour, 1.0)):
                 x = np.array(places)[chosen]
                 y = np.array([row[key] for row in rows])[chosen]
-                axis.scatter(x, y, s=12, marker='os^D'[number % 4], edgecolors=colour, facecolors=face, alpha=alpha)
+                axis.scatter(x, y, s=12, marker='o', edgecolors=colour, facecolors=face, alpha=alpha)
     limits = (SINK, SMALL, LOW_RANK)
     titles = (
-        'share of the most attended token,\neach head (filled: a sink)',
-        "size of its value, over the others':\nbelow the line a sink is a no-op",
-        "stable rank of the head's outputs:\nbelow the line a sink broadcasts",
+        'share of the most attended\ntoken, by head (filled: a sink)',
+        "its value over the others':\nbelow the line a no-op sink",
+        'rank of the outputs:\nbelow the line a broadcast',
     )
     for axis, limit, title in zip(axes, limits, titles, strict=True):
         axis.axhline(limit, color='0.5', linewidth=0.8, linestyle='--')
         axis.set(title=title)
-        style.layer_axis(axis)
+        style.layer_axis(axis, 'attentions, as they run')
         axis.set_ylim(bottom=0)
 
 

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from mmgate.analysis.probes.measures import row_shares
 from mmgate.analysis.probes.recording import predict, record
 
-# The paper names no limits; these are ours. Share of a head's attention from which its most attended key is a sink.
+# These limits are ours. Share of a head's attention from which its most attended key is a sink.
 SINK = 0.3
+# Share of a sink over that of uniform attention, in which every one of few keys draws much.
+OVER_UNIFORM = 2
 # Size of the sink's value, over the mean of the others', below which the sink does nothing.
 SMALL = 0.5
 # Stable rank of a head's outputs below which all queries receive nearly the same.
@@ -60,11 +62,13 @@ class _Pairs:
     Attributes:
         found: Results of :func:`measure_heads`.
         largest: Largest possible rank in the last call.
+        uniform: Share of a key in uniform attention in the last call.
     """
 
     def __init__(self) -> None:
         self.found: list[Tensor] = []
         self.largest = 0
+        self.uniform = 0.0
         self._waiting: dict[str, Tensor] = {}
 
     def half(self, name: str) -> _Half:
@@ -78,6 +82,7 @@ class _Pairs:
             weights, values = self._waiting.pop('attention'), self._waiting.pop('values')
             self.found.append(measure_heads(weights, values).cpu())
             self.largest = min(weights.shape[-2], values.shape[-1])
+            self.uniform = 1 / weights.shape[-1]
 
 
 class _Half:
@@ -89,8 +94,14 @@ class _Half:
         self.pairs.put(self.name, x)
 
 
-def kind_of_sink(share: float, value_norm: float, output_rank: float) -> str:
+def kind_of_sink(share: float, value_norm: float, output_rank: float, uniform: float = 0.0) -> str:
     """Classify a head's sink, by its share, the size of its value and the rank of the outputs.
+
+    Args:
+        share: Share of the head's attention on its most attended key.
+        value_norm: Norm of that key's value over the mean of the others'.
+        output_rank: Stable rank of the head's outputs.
+        uniform: Share of a key in uniform attention.
 
     Returns:
         ``'no sink'``; ``'no-op'``, if the sink's value is small, so that a head that attends to it adds little: the
@@ -99,7 +110,7 @@ def kind_of_sink(share: float, value_norm: float, output_rank: float) -> str:
 
     Source: A unifying view of attention sinks (Fesser et al., arXiv 2606.08105); the limits are ours.
     """
-    if share < SINK:
+    if share < max(SINK, OVER_UNIFORM * uniform):
         return NO_SINK
     if value_norm < SMALL:
         return NO_OP
@@ -111,9 +122,10 @@ def sink_heads(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict
 
     Returns:
         ``layer``, the attention's path; ``head``; ``sink_share``, the share of the head's attention on its most
-        attended key; ``value_norm``, the norm of that key's value over the mean of the others'; ``output_rank``, the
-        stable rank of the head's outputs, and ``largest_rank``, the largest possible; ``kind``, see
-        :func:`kind_of_sink`. Numbers are means over images (or windows), each of which has another sink.
+        attended key; ``uniform``, that of a key in uniform attention; ``value_norm``, the norm of that key's value over
+        the mean of the others'; ``output_rank``, the stable rank of the head's outputs, and ``largest_rank``, the
+        largest possible; ``kind``, see :func:`kind_of_sink`. Numbers are means over images (or windows), each of which
+        has another sink.
 
     Source: A unifying view of attention sinks (Fesser et al., arXiv 2606.08105).
     """
@@ -131,9 +143,9 @@ def sink_heads(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict
             continue
         for head, numbers in enumerate(torch.stack(of_layer.found).mean(0).T.tolist()):
             share, value_norm, rank = numbers
-            row: dict[str, Any] = dict(layer=path, head=head, sink_share=share, value_norm=value_norm)
-            row.update(output_rank=rank, largest_rank=of_layer.largest, kind=kind_of_sink(share, value_norm, rank))
-            rows.append(row)
+            row: dict[str, Any] = dict(layer=path, head=head, sink_share=share, uniform=of_layer.uniform)
+            row.update(value_norm=value_norm, output_rank=rank, largest_rank=of_layer.largest)
+            rows.append(dict(row, kind=kind_of_sink(share, value_norm, rank, of_layer.uniform)))
     return rows
 
 
