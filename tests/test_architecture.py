@@ -40,6 +40,8 @@ CROSSING = {
     'test_transformers/test_exported.py',
     'test_transformers/test_from_pretrained.py',
     'test_transformers/test_hosts_of_transformers.py',
+    'test_transformers/test_matching.py',
+    'test_transformers/test_pages.py',
     'test_transformers/test_pattern.py',
     'test_transformers/test_peft.py',
     'test_transformers/test_readings.py',
@@ -97,6 +99,7 @@ TESTED_BY = {
         'benchmarks/backbones.py',
     ),
     'test_transformers/test_from_pretrained.py': ('transformers.py',),
+    'test_transformers/test_matching.py': ('speed/matching/transformers.py',),
     'test_transformers/test_hosts_of_transformers.py': ('hosts/transformers.py',),
 }
 
