@@ -243,11 +243,12 @@ def compare_points(before: SamplingPoints, after: SamplingPoints) -> SamplingCha
     """
 
     def identity(points: SamplingPoints) -> tuple[Any, ...]:
-        return points.path, points.queries.tolist(), points.levels, points.weights.shape
+        return points.path, points.queries.tolist(), points.levels, points.weights.shape, points.num_points
 
     if identity(before) != identity(after):
         shapes = ' and '.join(
             f'{points.path}, queries {points.queries.tolist()}, (queries, heads, levels, points) {points.weights.shape}'
+            + ('' if points.num_points is None else f', on levels {[*points.num_points]}')
             for points in (before, after)
         )
         raise ConfigError(f'a difference is of the same points of two models, and these have {shapes}.')

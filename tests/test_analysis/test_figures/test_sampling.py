@@ -46,3 +46,21 @@ def test_a_close_up_holds_the_points_and_has_the_shape_of_the_image() -> None:
     # A point of hardly any weight does not count.
     light = compare_points(points([1.0, 0.01], wide=50), points([1.0, 0.01], wide=50))
     assert sampling._window(light, 200, 100)[1] < 150
+
+
+def test_points_that_are_not_there_are_not_drawn(sample: BaseDataElement, tmp_path: Path) -> None:
+    """A level of one point, left, beside one of two: what gains is left."""
+    xy = np.full((1, 1, 2, 2, 2), np.nan)
+    xy[0, 0, 0, 0] = (90.0, 50.0)
+    xy[0, 0, 1] = [[110.0, 50.0], [110.0, 54.0]]
+
+    def of(weights: list[list[float]]) -> SamplingPoints:
+        reference = np.array([[100.0, 50.0]])
+        return SamplingPoints('a', xy, np.array(weights)[None, None], reference, np.array([0]), [0, 1], False, (1, 2))
+
+    change = compare_points(of([[0.2, 0.0], [0.4, 0.4]]), of([[0.8, 0.0], [0.1, 0.1]]))
+    assert np.isfinite(sampling._window(change, 200, 100)).all()
+    out = draw_difference(change, (sample, sample), tmp_path / 'out.png', titles=('a', 'b'))
+    picture = cv2.imread(str(out)).astype(int)
+    panel = (picture[..., 2] - picture[..., 0])[: picture.shape[0] * 3 // 5, picture.shape[1] * 2 // 3 :]
+    assert panel[:, : panel.shape[1] // 2].max() > 100
