@@ -89,14 +89,18 @@ def main(argv: list[str]) -> None:
 def _runs(
     models: list[LoadedModel], difference: bool
 ) -> Iterator[tuple[str, LoadedModel, Callable[[], AbstractContextManager[None]]]]:
-    """Yield the title of each run over the images, its model, and a context to run it in."""
+    """Yield the title of each run over the images, its model, and a context to run it in.
+
+    Raises:
+        ConfigError: A difference is asked for of one model, which has no gates.
+    """
+    alone = difference and len(models) == 1
+    if alone and not any(True for _ in gated_modules(models[0].model)):
+        raise ConfigError(f'{models[0].name} has no gates to switch off; give --against CONFIG CHECKPOINT.')
     for loaded in models:
         yield loaded.name, loaded, nullcontext
-    if difference and len(models) == 1:
-        (loaded,) = models
-        if not any(True for _ in gated_modules(loaded.model)):
-            raise ConfigError(f'{loaded.name} has no gates to switch off; give --against CONFIG CHECKPOINT.')
-        yield f'{loaded.name}, gates off', loaded, partial(mmgate.gates_disabled, loaded.model)
+        if alone:
+            yield f'{loaded.name}, gates off', loaded, partial(mmgate.gates_disabled, loaded.model)
 
 
 def _draw_difference(drawn: list[tuple[str, SamplingPoints, Any]], out: Path, of_two: bool) -> None:

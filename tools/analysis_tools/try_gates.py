@@ -60,6 +60,7 @@ CAPTIONS = dict(
     differences='Differences between runs of the same seed',
     curves='Validations in the course of the training; thin lines are runs, thick ones their means',
 )
+MOVED = 'Gates moved is the distance of gates from the value that changes nothing, in the mean, and at most in brackets.'
 COSTS = 'On the first batch, all models in one process. The rows of gates have what these add to the first row.'
 OPERATOR = (
     "A gate of deformable attention also replaces the host's operator by mmgate's, so that a part of its time and "
@@ -285,8 +286,9 @@ def page(study: Study, out: Path, table: str, costs: list[dict[str, Any]], args:
     sentences = re.findall(r'^- (.*)$', table, re.M)
     beside = [line for line in table.splitlines() if line and not line.startswith(('|', '- '))]
     text = '\n\n'.join([*sentences, f'{beside[0]}.'])
+    notes = [*beside[1:], *([MOVED] if 'gates moved' in table else [])]
     sections = [
-        Section('result', text, command, figures, _rows(table), CAPTIONS, '\n\n'.join(beside[1:])),
+        Section('result', text, command, figures, _rows(table), CAPTIONS, '\n\n'.join(notes)),
         Section('costs before the training', COSTS, '', (), _rows(costs_table(costs)), notes=_on_operator(study)),
     ]
     seed = next(s for s in study.seeds if all((out / name / f'seed{s}/result.json').is_file() for name in study.runs))

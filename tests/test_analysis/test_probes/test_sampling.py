@@ -91,7 +91,8 @@ def test_points_that_are_not_there_have_no_row_and_no_density() -> None:
     """Of a level with one point and one with two."""
     xy = np.full((1, 1, 2, 2, 2), np.nan)
     xy[0, 0, 0, 0] = 1.0
-    xy[0, 0, 1] = [[2.0, 5.0], [3.0, 4.0]]
+    # Not on one line with their mirror images, which would have no density.
+    xy[0, 0, 1] = [[2.0, 5.0], [3.0, 1.0]]
     weights = np.array([[0.5, 0.0], [0.3, 0.2]])[None, None]
 
     def of(counts: tuple[int, ...], levels: list[int]) -> SamplingPoints:
