@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import platform
 import sys
 from collections.abc import Sequence
@@ -40,11 +41,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device(args.device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     dtypes = args.dtype or (list(DTYPES) if device.type == 'cuda' else ['float32'])
     scale = args.sizes or ('full' if args.calibrate else 'tiny')
-    rows = list(compare(device, dtypes, scale, args.limit))
-    # Times of tiny calls mean nothing for real ones.
-    if args.calibrate and scale == 'full':
-        keep(rows, device)
-    print(page(rows, device, timed=args.calibrate or scale == 'full'))
+    timed = args.calibrate or scale == 'full'
+    print(before(device, timed), flush=True)
+    rows: list[Row] = []
+    # Rows are printed as they come, and an operator's choices kept once it is compared, so that a run which is ended
+    # has what it found. Times of tiny calls mean nothing for real ones.
+    for _, of_operator in itertools.groupby(compare(device, dtypes, scale, args.limit), lambda row: row.op):
+        found = []
+        for row in of_operator:
+            found.append(row)
+            print(line(row, timed), flush=True)
+        if args.calibrate and scale == 'full':
+            keep(found, device)
+        rows += found
+    print(choices(device))
     return int(any(row.out for row in rows))
 
 
@@ -75,18 +85,26 @@ def _packages() -> str:
     return ', '.join([*found, f'cuda {torch.version.cuda or torch.version.hip or "-"}'])
 
 
-def page(rows: Sequence[Row], device: torch.device, timed: bool) -> str:
-    """Return the results as text; ``timed`` adds the times."""
+def before(device: torch.device, timed: bool) -> str:
+    """Return the page up to the rows: versions, and the backends with the reason why one cannot run."""
     lines = [_packages(), choice.machine(device), '', 'Backends']
     for op, backends in choice.OPERATORS.items():
         for backend in backends:
             why_not = backend.why_not(torch.empty(1, 1, 1, 1, device=device))
             lines.append(f'  {op:16} {backend.name:20} {why_not or "can run"}')
     lines += ['', 'Beside the float64 reference, output and every gradient' + timed * '; ms forward, forward+backward']
-    for row in rows:
-        times = ' '.join(f'{ms:10.4g}' for ms in row.ms.values()) if timed else ''
-        lines.append(f'  {row.op:16} {row.dtype:9} {row.size:7} {row.backend:20} {row.out or f"agrees {times}"}')
-    lines += ['', f"Choices of 'auto', by {choice.path() or 'no file'}"]
+    return '\n'.join(lines)
+
+
+def line(row: Row, timed: bool) -> str:
+    """Return a result as text; ``timed`` adds the times."""
+    times = ' '.join(f'{ms:10.4g}' for ms in row.ms.values()) if timed else ''
+    return f'  {row.op:16} {row.dtype:9} {row.size:7} {row.backend:20} {row.out or f"agrees {times}"}'
+
+
+def choices(device: torch.device) -> str:
+    """Return the end of the page: the backends that ``'auto'`` takes by calibration."""
+    lines = ['', f"Choices of 'auto', by {choice.path() or 'no file'}"]
     winners = {op: choice.winners(op, device.type, device.index) for op in choice.OPERATORS}
     lines += [f'  {op:16} {call:24} {name}' for op, calls in winners.items() for call, name in calls.items()]
     if not any(winners.values()):

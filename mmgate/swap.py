@@ -146,10 +146,18 @@ def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     takes or has taken.
     """
     held: set[str] = set()
+    hosts: list[str] = []
     for name, module in model.named_modules(remove_duplicate=False):
         called_so = re.search(r'Attention$|Attn$|MSA$', type(module).__name__)
-        if name in held or not (called_so or isinstance(module, GatedModule) or gates_for(module)):
+        is_host = isinstance(module, GatedModule) or bool(gates_for(module))
+        if name in held or not (called_so or is_host):
             continue
+        # transformers' deformable attention holds its operator as a module.
+        inner = any(name.startswith(f'{host}.') for host in hosts) and next(module.parameters(), None) is None
+        if inner and not is_host:
+            continue
+        if is_host:
+            hosts.append(name)
         inside = dict(held_attention(module))
         if any(_was_chosen(part) for part in inside.values()):
             continue
@@ -167,7 +175,8 @@ class Attention:
     Attributes:
         path: Its name in the model.
         class_name: Name of its class; of a gated module, that of its vanilla class.
-        sizes: The attributes in :data:`SIZES` that it has, by the names that its package gives them.
+        sizes: The attributes in :data:`SIZES` that it has, by the names that its package gives them; ``embed_dims`` and
+            ``num_heads`` where its package gives its heads no name and a gate fits.
         gates: Names that rules may give as ``type`` for it.
         gate: Name of the class of its gate, or None.
     """
@@ -188,9 +197,25 @@ def list_attention(model: nn.Module) -> list[Attention]:
     listed = []
     for path, module in attention_modules(inside_peft(model)):
         sizes = {size: getattr(module, size) for size in SIZES if hasattr(module, size)}
-        gates = tuple(gate.__name__ for gate in gates_for(module))
-        listed.append(Attention(path, host_class(module).__name__, sizes, gates, names_of_gates(module) or None))
+        gates = gates_for(module)
+        if not any('heads' in size for size in sizes):
+            sizes.update(_sizes_of_heads(module, gates))
+        names = tuple(gate.__name__ for gate in gates)
+        listed.append(Attention(path, host_class(module).__name__, sizes, names, names_of_gates(module) or None))
     return listed
+
+
+def _sizes_of_heads(attention: nn.Module, gates: Sequence[type]) -> dict[str, int]:
+    """Return the channels and the number of heads, read off an attention's gate or by the adapter of one that fits."""
+    if isinstance(attention, GatedModule):
+        gate: Any = attention.gates()[0]
+        return dict(embed_dims=gate.embed_dims, num_heads=gate.num_heads)
+    found = adapter_for(gates[0], attention) if gates else None
+    if found is None:
+        return {}
+    adapter, child = found
+    sizes = adapter.sizes(attention.get_submodule(child))
+    return dict(embed_dims=sizes.channels, num_heads=sizes.heads)
 
 
 def names_of_gates(attention: nn.Module) -> str:

@@ -16,6 +16,7 @@ CROSSING = {
     'test_checkpoints/test_old_names.py',
     'test_configs.py',
     'test_downstream_project.py',
+    'test_fake_tensors.py',
     'test_hosts/test_swapped_rates.py',
     'test_hosts/test_zoo.py',
     'test_layers/test_any_tokens.py',
@@ -39,6 +40,8 @@ CROSSING = {
     'test_transformers/test_exported.py',
     'test_transformers/test_from_pretrained.py',
     'test_transformers/test_hosts_of_transformers.py',
+    'test_transformers/test_matching.py',
+    'test_transformers/test_pages.py',
     'test_transformers/test_pattern.py',
     'test_transformers/test_peft.py',
     'test_transformers/test_readings.py',
@@ -96,6 +99,7 @@ TESTED_BY = {
         'benchmarks/backbones.py',
     ),
     'test_transformers/test_from_pretrained.py': ('transformers.py',),
+    'test_transformers/test_matching.py': ('speed/matching/transformers.py',),
     'test_transformers/test_hosts_of_transformers.py': ('hosts/transformers.py',),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,28 @@ def test_calibration_and_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(doctor, 'compare', lambda *args: iter(rows('the output is off by 1.0e+00')))
     assert doctor.main(['--device', 'cpu']) == 1
     assert 'the output is off by' in capsys.readouterr().out
+
+
+def test_a_calibration_that_is_ended_leaves_what_it_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a time limit ends it: rows are printed, and the first operator's choices kept while the second runs."""
+
+    def ended(*args: object) -> Iterator[Row]:
+        first, *others = rows()
+        yield first
+        assert first.op == 'ms_deform_attn' and first.backend in capsys.readouterr().out.splitlines()[-1]
+        for row in others:
+            yield row
+            if row.op != first.op:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, 'compare', ended)
+    with pytest.raises(KeyboardInterrupt):
+        doctor.main(['--device', 'cpu', '--calibrate'])
+    assert '2.5' in capsys.readouterr().out
+    assert choice.winners('ms_deform_attn', 'cpu', None) == {'torch.float32 large': 'grid_sample'}
+    assert choice.winners('plug_attention', 'cpu', None) == {}
 
 
 def test_a_build_that_fails_is_said(

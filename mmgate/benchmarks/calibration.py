@@ -176,10 +176,9 @@ def work(told: Any, rows: Sequence[Row], scale: str, device: torch.device, folde
         told.send(row)
 
 
-def _apart(rows: list[Row], limit: int, task: tuple[Any, ...]) -> list[Row]:
-    """Return the rows as a separate process fills them in; rows that it did not reach are out."""
+def _apart(rows: list[Row], limit: int, task: tuple[Any, ...]) -> Iterator[Row]:
+    """Yield the rows as a separate process fills them in; rows that it did not reach are out."""
     context = multiprocessing.get_context('spawn')
-    found: list[Row] = []
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=work, args=(sender, rows, *task))
     # Without the mm packages a process starts in a tenth of the time. mmcv's operator is imported when it is used.
@@ -187,16 +186,20 @@ def _apart(rows: list[Row], limit: int, task: tuple[Any, ...]) -> list[Row]:
         process.start()
     sender.close()
     why = f'took longer than {limit} s'
+    found = 0
     try:
-        while len(found) < len(rows) and receiver.poll(limit):
-            found.append(receiver.recv())
+        while found < len(rows) and receiver.poll(limit):
+            row = receiver.recv()
+            found += 1
+            yield row
     except EOFError:
         process.join()
         why = f'its process ended with {process.exitcode}'
-    process.kill()
-    process.join()
+    finally:
+        process.kill()
+        process.join()
     reasons = [why, *['not tried, as its process was lost before'] * len(rows)]
-    return found + [replace(row, out=reason) for row, reason in zip(rows[len(found) :], reasons, strict=False)]
+    yield from (replace(row, out=reason) for row, reason in zip(rows[found:], reasons, strict=False))
 
 
 def compare(

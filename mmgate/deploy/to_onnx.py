@@ -100,8 +100,9 @@ def export_onnx(
         tolerance: Largest difference of an output, divided by its largest value where that is above 1.
 
     Returns:
-        The largest difference of each output by its name. Rows of ``(B, Q, ...)`` are compared in any order, and 1 % of
-        them may be missing: detectors choose their queries by scores, and rounding exchanges those that are tied.
+        The largest difference of each output by its name. Where several outputs are ``(B, Q, ...)``, as logits and
+        boxes of Q queries, their rows are compared in any order, and 1 % of them may be missing: detectors choose
+        queries by scores, and rounding exchanges those that are tied.
 
     Raises:
         ConfigError: A package is missing, torch is too old, the model returns no such output, it cannot be exported, or
@@ -118,7 +119,7 @@ def export_onnx(
         batches.append(tuple(torch.cat([tensor, tensor, tensor]) for tensor in tensors))
     with torch.no_grad():
         network.outputs = tuple(network.named(network.model(**inputs)))
-        expected = [network(*batch) for batch in batches]
+        expected = [[one.cpu() for one in network(*batch)] for batch in batches]
     _by_our_sampler(network.model)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -142,7 +143,8 @@ def export_onnx(
         run = Exported(new)
         found: dict[str, float] = {}
         for batch, wanted in zip(batches, expected, strict=True):
-            for name, apart in _differences(network.outputs, run(*batch), wanted).items():
+            by_file = run(*(one.cpu() for one in batch))
+            for name, apart in _differences(network.outputs, by_file, wanted).items():
                 found[name] = max(found.get(name, 0.0), apart)
         listed = ', '.join(f'{name} to {apart:.2g}' for name, apart in found.items())
         if not all(apart <= tolerance for apart in found.values()):
@@ -241,7 +243,7 @@ def _captured(network: Tensors, tensors: tuple[Tensor, ...], msda: str, dynamic_
 
 def _differences(names: Sequence[str], found: Sequence[Tensor], expected: Sequence[Tensor]) -> dict[str, float]:
     """Return the largest difference of each output by its name, see :func:`export_onnx`."""
-    shapes = [one.shape[:2] for one in expected if one.dim() > 1]
+    shapes = [one.shape[:2] for one in expected if one.dim() > 2]
     queries = max(shapes, default=None, key=shapes.count)
     apart: dict[str, Tensor] = {}
     of_rows: list[str] = []
@@ -250,14 +252,15 @@ def _differences(names: Sequence[str], found: Sequence[Tensor], expected: Sequen
         if one.shape != other.shape:
             apart[name] = torch.tensor([math.inf])
             continue
-        if partners is not None and other.shape[:2] == queries:
+        if partners is not None and other.dim() > 2 and other.shape[:2] == queries:
             of_rows.append(name)
             one = one[torch.arange(len(one))[:, None], partners]
         # Masked logits are infinite in both.
-        gap = (one.double() - other.double()).masked_fill(one == other, 0.0).abs().nan_to_num(nan=math.inf)
+        gap = (one.double() - other.double()).masked_fill(one == other, 0.0).abs()
+        gap = gap.nan_to_num(nan=math.inf, posinf=math.inf)
         largest = other.double().nan_to_num(posinf=0.0, neginf=0.0).abs().amax() if other.numel() else 0.0
         gap = gap / max(float(largest), 1.0)
-        apart[name] = gap.flatten(2).amax(-1).flatten() if name in of_rows and gap.dim() > 2 else gap.flatten()
+        apart[name] = gap.flatten(2).amax(-1).flatten() if name in of_rows else gap.flatten()
     if of_rows:
         worst = torch.stack([apart[name] for name in of_rows]).amax(0)
         kept = worst.argsort()[: len(worst) - len(worst) // 100]
@@ -270,9 +273,10 @@ def _partners(queries: Any, found: Sequence[Tensor], expected: Sequence[Tensor])
     pairs = [
         (one, other)
         for one, other in zip(found, expected, strict=True)
-        if other.shape[:2] == queries and one.shape == other.shape
+        if other.dim() > 2 and other.shape[:2] == queries and one.shape == other.shape
     ]
-    if queries is None or not pairs:
+    # The order of the classes of a single map matters.
+    if len(pairs) < 2:
         return None
     rows = []
     for side in zip(*pairs, strict=True):

@@ -42,11 +42,11 @@ class GatedConditionalAttention(DenseHost):
 
     @classmethod
     def refuses(cls, host: ConditionalAttention, gate: DenseGate) -> str | None:
-        """Refuse a gate of two streams in cross-attention, where the halves of a head are content and position."""
-        if host.cross_attn and gate.two_streams:
+        """Refuse two attentions in cross-attention, where the halves of a head are content and position."""
+        if host.cross_attn and gate.attends_twice:
             return (
-                'the gate splits heads into two streams, but those of a conditional cross-attention are content and '
-                'position already'
+                f'the gate {gate.attends_twice}, but those of a conditional cross-attention are content and position '
+                'already'
             )
         return None
 

@@ -58,9 +58,9 @@ class GatedWindowMSAV2(DenseHost):
 
     @classmethod
     def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Refuse two streams: halves of unit vectors are none."""
-        if gate.two_streams:
-            return 'the gate splits heads into two streams, but a WindowMSAV2 attends by the cosine of whole heads'
+        """Refuse two attentions: neither halves of unit vectors nor queries that a gate projects are unit vectors."""
+        if gate.attends_twice:
+            return f'the gate {gate.attends_twice}, but a WindowMSAV2 attends by the cosine of whole heads'
         return None
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -137,6 +137,8 @@ class GatedTokenAttention(DenseHost):
         """
         refuse_extras(host)
         gate: Any = super().make_gate(host, gate_type, **options)
+        if logit_factor(host) != 1 and isinstance(gate, DenseGate) and gate.adds_queries:
+            raise ValueError(f'it has a qk_scale, which its queries carry, but the gate {gate.attends_twice}.')
         added = isinstance(gate, SDPAGate) and (gate.position, gate.form) == ('G4', 'additive')
         if logit_factor(host) != 1 and added:
             raise ValueError(

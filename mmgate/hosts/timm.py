@@ -156,6 +156,13 @@ class TokenProjections(DenseHost):
         """Return the sizes of a host."""
         return sizes_of(host)
 
+    @classmethod
+    def refuses(cls, host: Any, gate: Any) -> str | None:
+        """Refuse a second set of queries where the host normalises its queries."""
+        if gate.adds_queries and not isinstance(host.q_norm, nn.Identity):
+            return f'the gate {gate.attends_twice}, but this {type(host).__name__} normalises its queries (qk_norm)'
+        return None
+
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return normalised queries and keys, and values, ``(B, H|h, N, d)``; ``h`` heads where several share one."""
         if self.qkv is None:
@@ -208,12 +215,10 @@ class GatedRotaryAttention(TokenProjections):
 
     @classmethod
     def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Refuse two streams, of heads whose channels are rotated in pairs."""
-        if gate.two_streams:
-            return (
-                f'the gate splits heads into two streams, but {type(host).__name__} rotates channels of both together'
-            )
-        return None
+        """Refuse two attentions of heads whose channels are rotated in pairs."""
+        if gate.attends_twice:
+            return f'the gate {gate.attends_twice}, but {type(host).__name__} rotates channels of both together'
+        return super().refuses(host, gate)
 
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False

@@ -213,13 +213,13 @@ class GatedInterfaceAttention(DenseHost):
 
     @classmethod
     def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Refuse two streams where the halves of a head are rotated together, or changed otherwise."""
+        """Refuse two attentions where the halves of a head are rotated together, or changed otherwise."""
         changes = read(type(host), host).changes
-        if gate.two_streams and changes:
+        if gate.attends_twice and changes:
             name = type(host).__name__
             return (
-                f'the gate splits heads into two streams, but {name} rotates their halves together or changes them '
-                f'otherwise, by {", ".join(changes)}'
+                f'the gate {gate.attends_twice}, but {name} rotates their halves together or changes them otherwise, '
+                f'by {", ".join(changes)}'
             )
         return None
 

@@ -5,7 +5,12 @@ from mmgate.layers.base.deformable import MultiScaleDeformableAttention
 from .agent import AgentAttention, AgentGate
 from .cross_window import CrossWindowAttention, CrossWindowGate
 from .dgsa import DGSAGate, DifferentialGatedMultiheadAttention
-from .differential import DifferentialGate, DifferentialMultiheadAttention
+from .differential import (
+    DifferentialGate,
+    DifferentialMultiheadAttention,
+    DifferentialV2Gate,
+    DifferentialV2MultiheadAttention,
+)
 from .gml import GatingModulation
 from .linear.angular import LinearAngularAttention, LinearAngularGate
 from .linear.efficient import EfficientAttention, EfficientGate
@@ -31,6 +36,8 @@ __all__ = [
     'DifferentialGate',
     'DifferentialGatedMultiheadAttention',
     'DifferentialMultiheadAttention',
+    'DifferentialV2Gate',
+    'DifferentialV2MultiheadAttention',
     'EfficientAttention',
     'EfficientGate',
     'EnhancedLinearAttention',

@@ -1,4 +1,4 @@
-"""Differential attention, that of the differential transformer."""
+"""Differential attention, that of the differential transformer and of its second version."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ from torch import Tensor, nn
 
 from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
 from mmgate.layers.base.gate import Sizes
-from mmgate.ops.differential_attention import differential_streams, stream_maps
+from mmgate.ops.differential_attention import (
+    differential_streams,
+    shared_key_attention,
+    shared_key_map,
+    stream_maps,
+)
 from mmgate.registry import MODELS
 
+from .parts.options import check_option
 from .parts.rms_norm import RMSNorm
 
 LAMBDAS = ('lambda_q1', 'lambda_k1', 'lambda_q2', 'lambda_k2')
@@ -96,3 +102,111 @@ class DifferentialMultiheadAttention(GatedMultiheadAttention):
     """Differential attention in mmcv's ``MultiheadAttention``; it takes the options of :class:`DifferentialGate`."""
 
     gate_type = DifferentialGate
+
+
+class DifferentialV2Gate(DenseGate):
+    """The difference of two softmax attentions over the same keys and values: ``(A1 - lambda A2) V``.
+
+    The first attention is the vanilla one. The second has other queries, as wide as the first, so that there are twice
+    as many queries for the same keys and values. ``lambda = sigmoid(x W + b)`` is a weight of each token and
+    head, of the query input ``x``. No norm follows.
+
+    With ``init='paper'`` the second queries are ``x W2 + b2`` with weights drawn as torch's Linear, as is ``W``, and
+    ``sigmoid(b)`` is ``lambda_init``. The start is that of the source, whose lambda has no bias, and no vanilla
+    attention. The closer ``lambda_init`` is to 0, the closer it is to the vanilla one. But the gradients of all
+    parameters have lambda as a factor: where float32 rounds the difference away, nothing is learnt any more.
+
+    With ``init='identity'`` the second queries are the host's plus ``x W2 + b2``, and the heads are divided by
+    ``1 - lambda_init``. ``W``, ``W2`` and ``b2`` start at 0. Then both maps are ``A1``, and their difference is
+    ``(1 - lambda_init) A1``. The start equals the vanilla attention for any ``lambda_init``, and all parameters learn
+    from the first step on. Trained, it is the source's attention as well: the sum of two projections of ``x`` is a
+    projection of ``x``, and the output projection can have any factor.
+
+    The second projection is called ``query_proj`` in the one and ``query_shift`` in the other, so that neither loads a
+    checkpoint of the other. Beside the vanilla attention, the cost is one more projection and one more attention.
+
+    Args:
+        sizes: Sizes of the host's attention.
+        init: ``'paper'`` (default) or ``'identity'``.
+        lambda_init: Lambda at the start, above 0 and below 1. Default 0.5, about that of the source.
+
+    Raises:
+        ConfigError: ``init`` is unknown.
+        ValueError: ``lambda_init`` is not between 0 and 1.
+
+    Source: Differential Transformer V2 (Ye, Dong, Sun, Wei; January 2026, huggingface.co/blog/microsoft/diff-attn-v2).
+    The identity start is ours.
+    """
+
+    gate_readings = {'gate': 'heads'}
+    adds_queries = True
+
+    def __init__(self, sizes: Sizes, *, init: str = 'paper', lambda_init: float = 0.5) -> None:
+        check_option('init', init, ('paper', 'identity'))
+        super().__init__(sizes)
+        if not 0 < lambda_init < 1:
+            raise ValueError(f'lambda_init={lambda_init} must be above 0 and below 1.')
+        self.init = init
+        self.lambda_init = lambda_init
+        added = nn.Linear(self.qdim, self.embed_dims)
+        if init == 'paper':
+            self.query_proj = added
+        else:
+            self.query_shift = added
+        self.lambda_proj = nn.Linear(self.qdim, self.num_heads)
+
+    @torch.no_grad()
+    def reset_gate(self) -> None:
+        """Start the projections as ``init`` says, and lambda around ``lambda_init``."""
+        if self.init == 'paper':
+            self.query_proj.reset_parameters()
+            self.lambda_proj.reset_parameters()
+        else:
+            nn.init.zeros_(self.query_shift.weight)
+            nn.init.zeros_(self.query_shift.bias)
+            nn.init.zeros_(self.lambda_proj.weight)
+        # The inverse of the sigmoid.
+        self.lambda_proj.bias.fill_(math.log(self.lambda_init / (1 - self.lambda_init)))
+
+    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
+        """Return lambda of every token and head, ``(B, H, N, 1)``."""
+        return self._lambda(inputs[0])
+
+    def unchanged_value(self, name: str) -> float | None:
+        """Return 0, or None with an identity start, where a lambda of 0 leaves a factor."""
+        return 0 if self.init == 'paper' else None
+
+    def _lambda(self, query_input: Tensor) -> Tensor:
+        return self.lambda_proj(query_input).sigmoid().transpose(1, 2)[..., None]  # (B, H, N, 1)
+
+    def _second_query(self, query: Tensor, query_input: Tensor) -> Tensor:
+        """Return the queries of the second attention, ``(B, H, N, d)``."""
+        if self.init == 'paper':
+            return self.split_heads(self.query_proj(query_input))
+        return query + self.split_heads(self.query_shift(query_input))
+
+    @property
+    def _factor(self) -> float:
+        """Factor of the heads."""
+        return 1.0 if self.init == 'paper' else 1 / (1 - self.lambda_init)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
+        """Return the heads."""
+        second = self._second_query(query, inputs[0])
+        weight = self._lambda(inputs[0])
+        return self._factor * shared_key_attention(query, second, key, value, weight, bias, dropout=self.drop_rate)
+
+    def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
+        """Return the signed map ``A1 - lambda A2``, with the factor of the heads."""
+        second = self._second_query(query, inputs[0])
+        return self._factor * shared_key_map(query, second, key, self._lambda(inputs[0]), bias)
+
+
+@MODELS.register_module()
+class DifferentialV2MultiheadAttention(GatedMultiheadAttention):
+    """Differential attention of the second version in mmcv's ``MultiheadAttention``.
+
+    It takes the options of :class:`DifferentialV2Gate`.
+    """
+
+    gate_type = DifferentialV2Gate

@@ -29,8 +29,8 @@ GRANULARITIES = {
 class PLuGDeformableGate(DeformableGate):
     """PLuG's gate on the logits of multi-scale deformable attention: ``gate_proj`` and ``gml``.
 
-    Where the levels have different numbers of points, N of them in all, a gate of each point has N values, and a gate of
-    each level is the same for all points of that level.
+    Where the levels have different numbers of points, N of them in all, a gate of each point has N values, and a gate
+    of each level is the same for all points of that level.
 
     Args:
         sizes: Sizes of the host's attention.
@@ -53,6 +53,8 @@ class PLuGDeformableGate(DeformableGate):
     """
 
     identity_start = True
+    # At rest the gate moves through two scalars alone.
+    trial_rate = 20.0
     undecayed = ('gml',)
     gate_readings = {'gate': 'levels'}
 

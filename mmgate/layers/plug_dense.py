@@ -40,6 +40,8 @@ class PLuGGate(DenseGate):
     """
 
     identity_start = True
+    # At rest the gate moves through two scalars alone.
+    trial_rate = 20.0
     operator = 'plug_attention'
     undecayed = ('gml',)
     gate_readings = {'gate': 'pairs'}

@@ -196,6 +196,10 @@ class SDPAGate(DenseGate):
         heads = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=self.drop_rate)
         return self._gated_at('G1', heads, inputs)
 
+    def weighed_values(self, value: Tensor, inputs: Inputs) -> Tensor:
+        """Return the values, gated at G2."""
+        return self._gated_at('G2', value, inputs)
+
     @property
     def acts_after_projection(self) -> bool:
         """True if the gate is at G5."""

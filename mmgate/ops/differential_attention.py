@@ -1,7 +1,7 @@
-r"""Differential gated attention: the difference of two softmax attentions over the same values.
+r"""Differential attention: the difference of two softmax attentions over the same values.
 
 Layout: query (B, H, N, d) and key (B, H, M, d), each two streams of d' = d / 2; value (B, H, M, d);
-gate (B, H, N, 1); output (B, H, N, d).
+gate (B, H, N, 1); output (B, H, N, d). Where keys are shared, query and second_query have a whole d each.
 """
 
 from __future__ import annotations
@@ -80,3 +80,57 @@ def stream_maps(query: Tensor, key: Tensor, bias: Tensor | None = None) -> tuple
         logits = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
         maps.append(torch.softmax(logits if bias is None else logits + bias, -1))
     return maps[0], maps[1]
+
+
+def shared_key_attention(
+    query: Tensor,
+    second_query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dropout: float = 0.0,
+) -> Tensor:
+    r"""Return :math:`(A_1 - w A_2) V` of two queries over the same keys, by two fused attentions.
+
+    Args:
+        query: Queries of the first attention ``(B, H, N, d)``.
+        second_query: Queries of the second attention ``(B, H, N, d)``.
+        key: Keys of both ``(B, H, M, d)``.
+        value: Values of both ``(B, H, M, e)``.
+        weight: Weight of the second attention ``(B, H, N, 1)``, 0 to 1.
+        bias: Bias of both attentions' logits, broadcastable to ``(B, H, N, M)``.
+        dropout: Probability of dropping an attention weight, separately in each attention.
+
+    Returns:
+        ``(B, H, N, e)``.
+
+    Raises:
+        ValueError: Shapes or dtypes do not go together, or there are no keys.
+
+    Source: Differential Transformer V2 (Ye et al., January 2026, huggingface.co/blog/microsoft/diff-attn-v2).
+    """
+    check_layout(
+        ('query', query, 'B H N d'),
+        ('second_query', second_query, 'B H N d'),
+        ('key', key, 'B H M d'),
+        ('value', value, 'B H M e'),
+        ('weight', weight, 'B H N 1'),
+        ('bias', bias, 'B|1 H|1 N|1 M|1'),
+        filled='M d',
+    )
+    first = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout)
+    second = F.scaled_dot_product_attention(second_query, key, value, attn_mask=bias, dropout_p=dropout)
+    return first - weight * second
+
+
+def shared_key_map(
+    query: Tensor, second_query: Tensor, key: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Return the signed attention map ``(B, H, N, M)`` of :func:`shared_key_attention`, whose reference it is."""
+    maps = []
+    for q in (query, second_query):
+        logits = q @ key.transpose(-1, -2) / q.shape[-1] ** 0.5
+        maps.append(torch.softmax(logits if bias is None else logits + bias, -1))
+    return maps[0] - weight * maps[1]

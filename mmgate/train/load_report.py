@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from logging.handlers import BufferingHandler
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 from mmengine.hooks import Hook
+from mmengine.logging import print_log
 from mmengine.model import is_model_wrapper
 from mmengine.runner import CheckpointLoader, Runner, load_checkpoint
 from torch import Tensor, nn
@@ -156,8 +158,15 @@ def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> N
     runner = SimpleNamespace(model=model)
     with guarded_loaders():
         hook.after_load_checkpoint(runner, CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu'))
-        load_checkpoint(model, checkpoint, map_location='cpu')
+        # mmengine warns of every gate that a vanilla checkpoint does not have.
+        kept = BufferingHandler(100)
+        of_loading = logging.Logger('loading')
+        of_loading.addHandler(kept)
+        load_checkpoint(model, checkpoint, map_location='cpu', logger=of_loading)
     found, share = hook.report(runner)
+    for record in kept.buffer if share < 1 else ():
+        if record.levelno >= logging.WARNING:
+            print_log(record.getMessage(), logger='current', level=record.levelno)
     if share < 0.5:
         raise ConfigError(f'{found}. It is of another model; give the config that it belongs to, or one of this model.')
     parameters = {name for name, _ in model.named_parameters() if name.partition('.')[0] not in OF_TRAINING}

@@ -12,8 +12,9 @@ from mmengine.registry import OPTIMIZERS
 from torch import nn
 from torch.optim import Optimizer
 
+from mmgate.errors import ConfigError
 from mmgate.finetune import gate_parameters
-from mmgate.layers.base.gate import undecayed_parameters
+from mmgate.layers.base.gate import Gate, gate_classes, undecayed_parameters
 from mmgate.registry import OPTIM_WRAPPER_CONSTRUCTORS
 
 GATES = 'mmgate.gates'  # in custom_keys
@@ -64,7 +65,11 @@ class GateOptimWrapperConstructor(ChangesGroups):
 
     ``paramwise_cfg`` is the other constructor's, with its registered name under ``constructor``. Its ``custom_keys``
     may have the key ``'mmgate.gates'``, whose ``lr_mult`` and ``decay_mult`` apply to every parameter of a gate, even
-    if the other constructor has no ``custom_keys``.
+    if the other constructor has no ``custom_keys``; and keys such as ``'mmgate.gates.SDPAGate'``, which apply to gates
+    of that class instead.
+
+    Raises:
+        ConfigError: A key names no class of gates.
     """
 
     named = 'constructor'
@@ -72,16 +77,38 @@ class GateOptimWrapperConstructor(ChangesGroups):
     def settings(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the other constructor's settings without the key of gates."""
         options = dict(self.options)
-        keys = {name: key for name, key in (options.pop('custom_keys', None) or {}).items() if name != GATES}
+        keys = {name: key for name, key in (options.pop('custom_keys', None) or {}).items() if not _is_of_gates(name)}
         return self.wrapper, {**options, **({'custom_keys': keys} if keys else {})}
 
     def change(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """Apply the key of gates, then take the weight decay off the undecayed parameters."""
-        of_gates = (self.options.get('custom_keys') or {}).get(GATES, {})
-        factors = dict(lr=of_gates.get('lr_mult'), weight_decay=of_gates.get('decay_mult'))
-        settings = {name: optimizer.defaults[name] * by for name, by in factors.items() if by is not None}
-        _set(optimizer, gate_parameters(model).values() if settings else (), **settings)
+        """Apply the keys of gates, then take the weight decay off the undecayed parameters."""
+        keys = {name: key for name, key in (self.options.get('custom_keys') or {}).items() if _is_of_gates(name)}
+        # The key of all gates comes first, those of classes after it.
+        for name in sorted(keys):
+            factors = dict(lr=keys[name].get('lr_mult'), weight_decay=keys[name].get('decay_mult'))
+            settings = {name: optimizer.defaults[name] * by for name, by in factors.items() if by is not None}
+            _set(optimizer, _parameters_of(name, model) if settings else (), **settings)
         _set(optimizer, [parameter for _, parameter in undecayed_parameters(model)], weight_decay=0.0)
+
+
+def _is_of_gates(key: str) -> bool:
+    return key == GATES or key.startswith(f'{GATES}.')
+
+
+def _parameters_of(key: str, model: nn.Module) -> Iterable[nn.Parameter]:
+    """Return the parameters of all gates of a model, or of those of the class that a key names.
+
+    Raises:
+        ConfigError: There is no such class.
+    """
+    if key == GATES:
+        return gate_parameters(model).values()
+    name = key.removeprefix(f'{GATES}.')
+    known = {kind.__name__ for kind in gate_classes()}
+    if name not in known:
+        raise ConfigError(f'custom_keys: {key} names no gate; classes of gates are {", ".join(sorted(known))}.')
+    found = [module for module in model.modules() if isinstance(module, Gate) and type(module).__name__ == name]
+    return [parameter for module in found for parameter in module.parameters()]
 
 
 def _set(optimizer: Optimizer, parameters: Iterable[nn.Parameter], **settings: float) -> None:

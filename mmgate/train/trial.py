@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -37,7 +37,7 @@ def make_trial(
     iters: int | None = None,
     epochs: int | None = None,
     checkpoint: str | None = None,
-    gate_rate: float = 1.0,
+    gate_rate: float | Mapping[str, float] = 1.0,
     validations: int = 4,
 ) -> None:
     """Turn a config into that of a short training which stops at Ctrl-C and resumes exactly.
@@ -50,7 +50,7 @@ def make_trial(
         iters: Length in iterations.
         epochs: Length in epochs, instead.
         checkpoint: Vanilla checkpoint to go on from; without one the training begins as the config says.
-        gate_rate: Learning rate of gates, as a multiple of the model's.
+        gate_rate: Learning rate of gates, as a multiple of the model's; or one for each class of gates, by its name.
         validations: Number of validations, evenly spaced.
 
     Raises:
@@ -170,7 +170,7 @@ def _set_loader(cfg: Config, *, infinite: bool) -> None:
         loader.sampler = ConfigDict(type='InfiniteSampler', shuffle=sampler.get('shuffle', True))
 
 
-def _set_gate_rate(cfg: Config, rate: float) -> None:
+def _set_gate_rate(cfg: Config, rate: float | Mapping[str, float]) -> None:
     """Let the optimizer's constructor know gates, and give them another rate."""
     wrapper = cfg.optim_wrapper
     options = wrapper.setdefault('paramwise_cfg', ConfigDict()) or ConfigDict()
@@ -180,6 +180,8 @@ def _set_gate_rate(cfg: Config, rate: float) -> None:
         if given is not None:
             options['constructor'] = given
         wrapper.constructor = f'mmgate.{_CONSTRUCTOR}'
-    if rate != 1:
+    by_key = {f'{GATES}.{kind}': own for kind, own in rate.items()} if isinstance(rate, Mapping) else {GATES: rate}
+    keys = {key: dict(lr_mult=own) for key, own in by_key.items() if own != 1}
+    if keys:
         # A name with a dot is no path here, so that it cannot be merged as an option.
-        options['custom_keys'] = {**(options.get('custom_keys') or {}), GATES: dict(lr_mult=rate)}
+        options['custom_keys'] = {**(options.get('custom_keys') or {}), **keys}

@@ -23,6 +23,8 @@ DENSE: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     'sdpa_g5': (layers.SDPAGate, dict(position='G5', act='ns_sigmoid')),
     'dgsa': (layers.DGSAGate, {}),
     'differential': (layers.DifferentialGate, {}),
+    'differential_v2': (layers.DifferentialV2Gate, {}),
+    'differential_v2_identity': (layers.DifferentialV2Gate, dict(init='identity')),
 }
 MAP: dict[str, tuple[type[MapAttention], dict[str, Any]]] = {
     'agent': (layers.AgentAttention, dict(map_size=(4, 4), agent_num=4)),

@@ -29,6 +29,19 @@ class Placed(Given):
     """The same, with the place where its windows lie."""
 
 
+class Valued(Given):
+    """The same, with values ``(images, B, H|h, M, d)``."""
+
+    def __init__(self, weights: Tensor, values: Tensor) -> None:
+        super().__init__(weights)
+        self.values = values
+
+
+reads(
+    f'{__name__.split(".")[0]}.Valued',
+    attention=lambda module, given: module.weights[given['image']],
+    values=lambda module, given: module.values[given['image']],
+)
 for kind in ('Given', 'Placed'):
     places = {'geometry': lambda module, given: torch.tensor(module.geometry)} if kind == 'Placed' else {}
     reads(f'{__name__.split(".")[0]}.{kind}', attention=lambda module, given: module.weights[given['image']], **places)

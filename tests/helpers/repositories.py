@@ -10,17 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def summed(value: Tensor, shapes: Any, locations: Tensor, weights: Tensor) -> Tensor:
-    """Return ``(B, Q, H d)``: values ``(B, S, H, d)`` at ``(B, Q, H, L, P, 2)`` times weights ``(B, Q, H, L, P)``."""
+def summed(value: Tensor, shapes: Any, locations: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Return ``(B, Q, H d)``: values ``(B, S, H, d)`` at each level's ``(B, Q, H, P, 2)`` times ``(B, Q, H, P)``."""
     batch, _, heads, width = value.shape
     total: Any = 0
     start = 0
     for level, (rows, columns) in enumerate(torch.as_tensor(shapes).tolist()):
         of_level = value[:, start : start + rows * columns].permute(0, 2, 3, 1).reshape(-1, width, rows, columns)
         start += rows * columns
-        grid = 2 * locations[:, :, :, level].transpose(1, 2).flatten(0, 1) - 1  # (B H, Q, P, 2)
+        grid = 2 * locations[level].transpose(1, 2).flatten(0, 1) - 1  # (B H, Q, P, 2)
         samples = F.grid_sample(of_level, grid, align_corners=False)  # (B H, d, Q, P)
-        of_weights = weights[:, :, :, level].transpose(1, 2).flatten(0, 1)[:, None]
+        of_weights = weights[level].transpose(1, 2).flatten(0, 1)[:, None]
         total = total + (samples * of_weights).sum(-1)
     return total.view(batch, heads * width, -1).transpose(1, 2)
 
@@ -28,30 +28,33 @@ def summed(value: Tensor, shapes: Any, locations: Tensor, weights: Tensor) -> Te
 class Deformable(nn.Module):
     """Base: the projections, and a call by names that a subclass gives."""
 
-    def __init__(self, channels: int, heads: int, levels: int, points: int, *, values: bool = True) -> None:
+    def __init__(self, channels: int, heads: int, levels: int, points: int | list[int], *, values: bool = True) -> None:
         super().__init__()
-        self.of = (heads, levels, points)
-        self.sampling_offsets = nn.Linear(channels, 2 * heads * levels * points)
-        self.attention_weights = nn.Linear(channels, heads * levels * points)
+        counts = points if isinstance(points, list) else [points] * levels
+        self.heads, self.counts = heads, counts
+        self.sampling_offsets = nn.Linear(channels, 2 * heads * sum(counts))
+        self.attention_weights = nn.Linear(channels, heads * sum(counts))
         if values:
             self.value_proj = nn.Linear(channels, channels)
             self.output_proj = nn.Linear(channels, channels)
 
     def attended(self, query: Tensor, value: Tensor, points: Tensor, shapes: Any, scale: float = 0.5) -> Tensor:
-        offsets = self.sampling_offsets(query).unflatten(-1, (*self.of, 2))
-        weights = self.attention_weights(query).unflatten(-1, self.of).flatten(-2).softmax(-1)
-        around = points[:, :, None, :, None]
-        if points.shape[-1] == 2:
-            locations = around + offsets / torch.as_tensor(shapes).flip(-1)[:, None]
-        else:
-            locations = around[..., :2] + offsets / self.of[2] * around[..., 2:] * scale
-        return summed(value, shapes, locations, weights.unflatten(-1, self.of[1:]))
+        offsets = self.sampling_offsets(query).unflatten(-1, (self.heads, -1, 2)).split(self.counts, 3)
+        weights = self.attention_weights(query).unflatten(-1, (self.heads, -1)).softmax(-1).split(self.counts, 3)
+        locations = []
+        for level, (of_level, count) in enumerate(zip(offsets, self.counts, strict=True)):
+            around = points[:, :, None, min(level, points.shape[2] - 1), None]  # (B, Q, 1, 1, 2|4)
+            if points.shape[-1] == 2:
+                locations.append(around + of_level / torch.as_tensor(shapes)[level].flip(-1))
+            else:
+                locations.append(around[..., :2] + of_level / count * around[..., 2:] * scale)
+        return summed(value, shapes, locations, weights)
 
     def values(self, value: Tensor, padding: Tensor | None) -> Tensor:
         value = self.value_proj(value)
         if padding is not None:
             value = value.masked_fill(padding[..., None], 0.0)
-        return value.unflatten(-1, (self.of[0], -1))
+        return value.unflatten(-1, (self.heads, -1))
 
 
 class MSDeformAttn(Deformable):
@@ -188,8 +191,8 @@ class OfRTDETRv2(Deformable):
         method: str = 'default',
         offset_scale: float = 0.5,
     ) -> None:
-        points = num_points if isinstance(num_points, list) else [num_points] * num_levels
-        super().__init__(embed_dim, num_heads, num_levels, points[0], values=self.projects)
+        super().__init__(embed_dim, num_heads, num_levels, num_points, values=self.projects)
+        points = self.counts
         self.embed_dim, self.num_heads, self.num_levels, self.num_points_list = embed_dim, num_heads, num_levels, points
         self.method, self.offset_scale = method, offset_scale
         self.register_buffer('num_points_scale', torch.tensor([1 / n for n in points for _ in range(n)]))

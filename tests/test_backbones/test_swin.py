@@ -25,6 +25,24 @@ def test_windows_of_small_maps_shift_as_mmpretrains(size: tuple[int, int]) -> No
     torch.testing.assert_close(ours(x, size), host(x, size))
 
 
+@torch.no_grad()
+def test_windows_of_small_maps_shift_as_mmdets_unless_they_are_told_not_to() -> None:
+    """The map of the third stage, 7 x 10, is as high as a window."""
+    sizes: dict[str, Any] = dict(embed_dims=32, depths=(2, 2, 2, 2), num_heads=(1, 2, 4, 8), drop_path_rate=0.0)
+    kinds = [dict(type='mmdet.SwinTransformer'), dict(type='LinearSwin'), dict(type='LinearSwin', pad_small_map=False)]
+    models: list[Any] = [MODELS.build(dict(kind, **sizes)) for kind in kinds]
+    x = torch.randn(1, 3, 112, 160)
+    maps = []
+    for model in models:
+        model.load_state_dict(models[0].state_dict())
+        model.eval()  # mmdet's returns nothing
+        maps.append(model(x))
+    expected, usual, unshifted = maps
+    torch.testing.assert_close(usual, expected)
+    found = [torch.allclose(*pair, atol=1e-5) for pair in zip(unshifted, expected, strict=True)]
+    assert found == [True, True, False, False]
+
+
 def test_windows_of_odd_blocks_shift() -> None:
     """Two blocks carry a token beyond its window, as in the authors' code; Swin's even blocks stay where they are."""
     sizes: dict[str, Any] = dict(depths=(2, 2, 2, 2), blocks=(2, 0, 0, 0), pretrain_img_size=64, pad_small_map=False)

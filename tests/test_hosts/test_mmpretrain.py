@@ -142,6 +142,11 @@ def test_the_papers_start_is_that_of_the_host() -> None:
             'which the queries carry, and what .* adds to them would not',
         ),
         (
+            lambda: MultiheadAttention(C, HEADS, qk_scale=0.3),
+            dict(type='DifferentialV2MultiheadAttention'),
+            'which its queries carry, but the gate adds a second set of queries',
+        ),
+        (
             lambda: WindowMSAV2(C, (4, 4), HEADS),
             dict(type='DifferentialMultiheadAttention'),
             'attends by the cosine of whole heads',
@@ -160,6 +165,7 @@ def test_the_papers_start_is_that_of_the_host() -> None:
         'tokens-to-token',
         'own product',
         'scale and G4',
+        'scale and second queries',
         'cosines',
         'cosines in windows',
     ],

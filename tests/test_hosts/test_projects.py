@@ -14,6 +14,7 @@ from helpers.repositories import PLACES, Layer
 from torch import Tensor, nn
 
 from mmgate import adapts, gate_parameters, restore_attention, swap_attention
+from mmgate.analysis.probes.attention import POINTS
 from mmgate.analysis.probes.recording import record
 from mmgate.hosts.table import _ADAPTERS, adapter_for, gates_for, host_names
 from mmgate.layers import PLuGMultiScaleDeformableAttention
@@ -133,12 +134,22 @@ def gradients(model: nn.Module, given: list[Tensor]) -> dict[str, Tensor]:
     return {**found, 'query': query.grad}
 
 
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in PLACES),
+    *((name, dict(num_points=[3, 6])) for name in ('rt_detr_v2', 'd_fine')),
+    ('d_fine', dict(num_points=[4, 1], offset_scale=0.25)),
+    ('d_fine', dict(num_points=[3, 3])),
+]
+
+
 @pytest.mark.parametrize('gate', DEFORMABLE)
 @pytest.mark.parametrize('columns, levels', [(2, 2), (4, 2), (4, 1)])
-@pytest.mark.parametrize('name', PLACES)
-def test_a_gated_class_computes_what_its_host_does(name: str, columns: int, levels: int, gate: str) -> None:
+@pytest.mark.parametrize('name, options', CASES, ids=str)
+def test_a_gated_class_computes_what_its_host_does(
+    name: str, options: dict[str, Any], columns: int, levels: int, gate: str
+) -> None:
     """Its gradients are the host's as well; a box of all levels is one for each."""
-    model = filled(Layer(name), 0.2)
+    model = filled(Layer(name, **options), 0.2)
     gated, given = copy.deepcopy(model), inputs(columns, levels)
     swap_attention(gated, dict(type=gate, path='attn'))
     gated = copy.deepcopy(gated)  # its class goes with it
@@ -171,7 +182,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ('dino', dict(use_4D_normalizer=True), 'has use_4D_normalizer=True, which moves points by the size of a level'),
     ('rt_detr_v2', dict(method='discrete'), "has method='discrete', and the gates sample bilinearly"),
     ('d_fine', dict(method='discrete'), "has method='discrete', and the gates sample bilinearly"),
-    ('d_fine', dict(num_points=[3, 6]), r'has num_points=\[3, 6\], and the gates need one number of points'),
 ]
 
 
@@ -198,6 +208,17 @@ def test_a_class_with_more_options_is_refused(name: str) -> None:
         model.attn.__class__ = type(host.__name__, (host,), {**place, **changed})
         with pytest.raises(ValueError, match=f'{words}.* may compute something else'):
             swap_attention(model, dict(type=PLUG, path='attn'))
+
+
+def test_sampling_points_of_levels_with_different_numbers_are_read() -> None:
+    model, given = filled(Layer('d_fine', num_points=[3, 6]), 0.2), inputs()
+    swap_attention(model, dict(type=PLUG, path='attn', granularity='head_level_point'))
+    with record(model, (*POINTS, 'gate')) as recording, torch.no_grad():
+        model(*given)
+    found = {name: reading.last for name, reading in recording['attn'].items()}
+    assert found['num_points'].tolist() == [3, 6]
+    assert found['locations'].shape == (2, 5, 4, 9, 2) and found['gate'].shape == found['weights'].shape == (2, 5, 4, 9)
+    torch.testing.assert_close(found['weights'].sum(-1), torch.ones(2, 5, 4))
 
 
 def test_sampling_points_are_read() -> None:

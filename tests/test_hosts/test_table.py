@@ -38,41 +38,47 @@ from mmgate.layers.base.gate import named_gate_parameters
 from mmgate.layers.base.gated import gated_modules
 from mmgate.layers.base.map import MapGate
 
-TWO_STREAMS = ('DifferentialMultiheadAttention', 'DifferentialGatedMultiheadAttention')
+TWICE = {
+    'DifferentialMultiheadAttention': 'splits heads into two streams',
+    'DifferentialGatedMultiheadAttention': 'splits heads into two streams',
+    'DifferentialV2MultiheadAttention': 'adds a second set of queries',
+}
 # by host and gate, with default options, why the one refuses the other; all other pairs run
 REFUSED: dict[tuple[str, str], str] = {
     **{
         (f'{LAYERS}.utils.ConditionalAttention', gate): (
-            'cross_attn: the gate splits heads into two streams, but those of a conditional cross-attention are '
-            'content and position already.'
+            f'cross_attn: the gate {attends}, but those of a conditional cross-attention are content and position '
+            'already.'
         )
-        for gate in TWO_STREAMS
+        for gate, attends in TWICE.items()
     },
     **{
         (f'{UTILS}.WindowMSAV2', gate): (
-            'attn.w_msa: the gate splits heads into two streams, but a WindowMSAV2 attends by the cosine of whole '
-            'heads.'
+            f'attn.w_msa: the gate {attends}, but a WindowMSAV2 attends by the cosine of whole heads.'
         )
-        for gate in TWO_STREAMS
+        for gate, attends in TWICE.items()
     },
     **{
         (f'{PRE}.xcit.XCA', gate): (
             'attn: the gate is of tokens, but in a cross-covariance attention (XCA) the channels attend to each '
             'other; PLuGMultiheadAttention gates their pairs.'
         )
-        for gate in (*TWO_STREAMS, 'SDPAGatedMultiheadAttention')
+        for gate in (*TWICE, 'SDPAGatedMultiheadAttention')
     },
     **{
         (host, gate): (
-            f'attn: the gate splits heads into two streams, but {host.partition(" ")[0].rpartition(".")[2]} rotates '
-            'channels of both together.'
+            f'attn: the gate {attends}, but {host.partition(" ")[0].rpartition(".")[2]} rotates channels of both '
+            'together.'
         )
         for host in (
             f'{TIMM_ATTENTION}.AttentionRope',
             *(f'{TIMM_MODELS}.eva.EvaAttention {kind}' for kind in ('joint', 'apart', 'plain', 'half')),
         )
-        for gate in TWO_STREAMS
+        for gate, attends in TWICE.items()
     },
+    (f'{TIMM_ATTENTION}.Attention normed', 'DifferentialV2MultiheadAttention'): (
+        'attn: the gate adds a second set of queries, but this Attention normalises its queries (qk_norm).'
+    ),
     ('timm.models.visformer.Attention 0.5', 'DifferentialGatedMultiheadAttention'): (
         'attn: the gate acts after an output projection as wide as the heads, but this one goes from 16 to 32 channels.'
     ),

@@ -37,7 +37,7 @@ def test_a_model_starts_as_it_was_and_learns(name: str, rule: dict[str, Any]) ->
     names = swap_attention(model, dict(rule, path=PATHS[name]))
     assert len(names) == (4 if name == 'swin' else 2)
     assert {one.path for one in list_attention(vanilla) if rule['type'] in one.gates} == set(names)
-    assert {one.path: one.kind for one in list_attention(model) if one.gate} == {
+    assert {one.path: one.class_name for one in list_attention(model) if one.gate} == {
         path: type(vanilla.get_submodule(path)).__name__ for path in names
     }
     torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)

@@ -16,6 +16,7 @@ from mmgate.layers import (
     CrossWindowAttention,
     DifferentialGatedMultiheadAttention,
     DifferentialMultiheadAttention,
+    DifferentialV2MultiheadAttention,
     MultiScaleDeformableAttention,
     PLuGMultiheadAttention,
     PLuGMultiScaleDeformableAttention,
@@ -23,7 +24,7 @@ from mmgate.layers import (
     SDPAGatedMultiheadAttention,
 )
 from mmgate.ops.agent_attention import agent_attention
-from mmgate.ops.differential_attention import differential_attention, differential_streams
+from mmgate.ops.differential_attention import differential_attention, differential_streams, shared_key_attention
 from mmgate.ops.plug_attention import plug_attention
 
 C, H, B, N = 16, 4, 2, 6
@@ -32,6 +33,7 @@ DENSE = {
     SDPAGatedMultiheadAttention: {},
     DifferentialGatedMultiheadAttention: dict(residual='none'),
     DifferentialMultiheadAttention: {},
+    DifferentialV2MultiheadAttention: {},
 }
 every_dense = pytest.mark.parametrize('kind', DENSE, ids=lambda kind: kind.__name__)
 
@@ -92,6 +94,12 @@ def test_both_streams_of_differential_attention_drop() -> None:
     assert values(plus) == values(minus) == {0.0, 2.0} and not torch.equal(plus, minus)
     out = differential_attention(q, one, one, torch.full((1, 1, 500, 1), 0.25), dropout=0.5)
     assert values(out) == {0.0, 0.5, -1.5, -1.0}
+
+
+def test_both_attentions_of_shared_keys_drop() -> None:
+    q, one = torch.ones(1, 1, 500, 2), torch.ones(1, 1, 1, 2)
+    out = shared_key_attention(q, q, one, one, torch.full((1, 1, 500, 1), 0.25), dropout=0.5)
+    assert values(out) == {0.0, 2.0, -0.5, 1.5}
 
 
 @pytest.mark.parametrize('kind', [AgentAttention, CrossWindowAttention])

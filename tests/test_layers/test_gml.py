@@ -36,7 +36,8 @@ def test_start_of_vision_transformers(variant: str) -> None:
         dict(type='PLuGMultiScaleDeformableAttention', gml=variant, init='vit', granularity='head_level_point'),
     ]
     layers = initialised('mask2former', (dense, rules[0]), (deformable, rules[1])).layers
-    for layer in (*layers, PLuGMultiheadAttention(C, H, gml=variant, init='vit').attn):
+    read = str(b'vit', 'ascii')  # equal to the literal and another object, as from a file
+    for layer in (*layers, PLuGMultiheadAttention(C, H, gml=variant, init=read).attn):
         for name, parameter in layer.named_parameters():
             if name.startswith('g') and name.endswith('bias'):
                 assert not parameter.any(), name

@@ -110,9 +110,15 @@ def test_a_gate_on_levels_with_different_numbers_of_points_is_the_equation(
     granularity = options.get('granularity', 'head_level')
     raw = layer.gate.gate_proj(z).view(2, 5, 2 if 'head' in granularity else 1, -1)
     factor = modulated(layer.gate.gml, raw) + options.get('residual', True)
-    kinds = {'point': lambda: factor.split(COUNTS, 3), 'level': lambda: factor.split(1, 3), 'head': lambda: [factor] * 2}
+    kinds = {
+        'point': lambda: factor.split(COUNTS, 3),
+        'level': lambda: factor.split(1, 3),
+        'head': lambda: [factor] * 2,
+    }
     factors = kinds[granularity.split('_')[-1]]()
-    assert layer.gate.gate_proj.out_features == raw.shape[2] * dict(point=4, level=2, head=1)[granularity.split('_')[-1]]
+    assert (
+        layer.gate.gate_proj.out_features == raw.shape[2] * dict(point=4, level=2, head=1)[granularity.split('_')[-1]]
+    )
     before = 'position' not in options
     gated = [a * f if before else a for a, f in zip(logits, factors, strict=True)]
     weights = torch.cat(gated, 3).softmax(-1).split(COUNTS, 3)

@@ -19,7 +19,7 @@ from mmgate.layers import GatingModulation
 from mmgate.ops import agent_attention, differential_attention, gated_linear_attention, ms_deform_attn, plug_attention
 from mmgate.ops import linear_attention as linear
 from mmgate.ops.agent_attention import agent_attention_reference
-from mmgate.ops.differential_attention import differential_map
+from mmgate.ops.differential_attention import differential_map, shared_key_attention, shared_key_map
 from mmgate.ops.gated_linear_attention import gated_linear_attention_reference
 from mmgate.ops.plug_attention import attention_map, chunked
 
@@ -52,6 +52,12 @@ def differential(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, bias: 
     return differential_map(query, key, gate, bias) @ value
 
 
+def shared_keys(
+    query: Tensor, second_query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Any = None
+) -> Tensor:
+    return shared_key_map(query, second_query, key, weight, bias) @ value
+
+
 def rank_augmented(q: Tensor, k: Tensor) -> Tensor:
     weights = torch.softmax((q.mean(2, keepdim=True) * k).sum(-1) / k.shape[-1] ** 0.5, -1)
     return k * weights[..., None] * k.shape[2]
@@ -78,9 +84,11 @@ def plug_reference(position: str) -> Callable[..., Tensor]:
 LINEAR = dict(q='BHNd', k='BHMd', v='BHMe')
 PLUG = dict(query='BHNd', key='BHMd', value='BHMe', gate_query='BhNg', gate_key='BhMg', bias='BHNM')
 DIFFERENTIAL = dict(query='BHNd', key='BHMd', value='BHMe', gate='BHN1', bias='B1NM')
+SHARED_KEYS = dict(query='BHNd', second_query='BHNd', key='BHMd', value='BHMe', weight='BHN1', bias='B1NM')
 OPS = {
     'agent': Op(agent_attention, agent, {**LINEAR, 'agents': 'BHnd', 'bias1': '1HnM', 'bias2': '1HNn'}),
     'differential': Op(differential_attention, differential, DIFFERENTIAL, dict(gate='share'), dict(d=2)),
+    'shared_keys': Op(shared_key_attention, shared_keys, SHARED_KEYS, dict(weight='share')),
     'saga': Op(
         gated_linear_attention,
         saga,

@@ -20,7 +20,14 @@ from PIL import Image
 from torch import nn
 
 from mmgate.errors import ConfigError
-from mmgate.train.data_check_hook import DataCheckHook, label_beyond, other_numbers, refuse_foreign_classes
+from mmgate.train import data_check_hook
+from mmgate.train.data_check_hook import (
+    DataCheckHook,
+    label_beyond,
+    lacking_categories,
+    other_numbers,
+    refuse_foreign_classes,
+)
 
 
 class Head(nn.Module):
@@ -127,6 +134,21 @@ def test_classes_that_are_no_category_are_refused(tmp_path: Path) -> None:
     hook.before_val_epoch(run)
     hook.before_test_epoch(run)
     assert [text.partition(':')[0] for text in run.said] == ['val_dataloader']  # once
+
+
+@pytest.mark.parametrize('where', ['here', 'large', 'elsewhere'])
+def test_the_classes_of_a_large_or_remote_file_are_counted_and_not_named(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The data set knows the number of its labels; names would need the file to be read again."""
+    data = DATASETS.build(coco(tmp_path, ('cat', 'cow')))
+    if where == 'large':
+        monkeypatch.setattr(data_check_hook, 'LARGEST_FILE', Path(data.ann_file).stat().st_size - 1)
+    if where == 'elsewhere':
+        Path(data.ann_file).unlink()
+    found, lacks_all = lacking_categories(data)
+    assert 'a.json has 1 of the 2 classes as categories' in found and not lacks_all
+    assert ('it lacks cow' in found) == (where == 'here')
 
 
 @pytest.mark.parametrize('validates', [True, False])

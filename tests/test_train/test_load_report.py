@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import nn
 
@@ -157,3 +158,22 @@ def test_weights_without_a_run_are_counted_too(
         load_weights(model, str(tmp_path / 'weights.pth'), whole=whole)
     assert all(torch.equal(model.state_dict()[key], value) for key, value in given.items())
     assert [level for level, _ in lines] == [said] * logged
+
+
+def test_mmengines_list_of_missing_keys_comes_only_where_something_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Gates that a vanilla checkpoint does not have are no reason to warn; a tensor of another size is."""
+    said: list[str] = []
+    monkeypatch.setattr(load_report, 'print_log', lambda text, **options: said.append(text))
+    model = nn.Sequential(MultiheadAttention(16, 2))
+    torch.save(model.state_dict(), tmp_path / 'vanilla.pth')
+    swap_attention(model, dict(path='0', type='PLuGMultiheadAttention'))
+    load_weights(model, str(tmp_path / 'vanilla.pth'))
+    assert not said and 'match exactly' not in capsys.readouterr().out and [level for level, _ in lines] == ['INFO']
+    given = dict(model.state_dict())
+    name = next(key for key, value in given.items() if value.ndim == 2 and 'gate' not in key)
+    torch.save({**given, name: given[name][:-1]}, tmp_path / 'other.pth')
+    load_weights(model, str(tmp_path / 'other.pth'))
+    (reason,) = said
+    assert f'size mismatch for {name}' in reason

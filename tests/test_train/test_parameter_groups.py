@@ -13,6 +13,7 @@ from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
 from torch import nn
 
 import mmgate
+from mmgate.errors import ConfigError
 from mmgate.layers import PLuGMultiheadAttention
 from mmgate.layers.base.gate import undecayed_parameters
 from mmgate.registry import MODELS
@@ -113,6 +114,22 @@ def test_one_key_for_every_gate(host: dict[str, Any]) -> None:
             if name in gates - spared.keys():
                 assert found[id(parameter)]['weight_decay'] == DECAY / 2, name
     assert 'mmgate.gates' in keys
+
+
+def test_a_key_for_the_gates_of_one_class() -> None:
+    """It wins over the key of all gates, leaves those of other classes at that, and names a class that there is."""
+    keys = {'mmgate.gates.SDPAGate': dict(lr_mult=2.0), 'mmgate.gates': dict(lr_mult=10.0)}
+    optimizer = dict(type='AdamW', lr=1.0, weight_decay=DECAY)
+    gated = model()
+    built = GateOptimWrapperConstructor(dict(type='OptimWrapper', optimizer=optimizer), dict(custom_keys=keys))(gated)
+    found = {id(p): group['lr'] for group in built.optimizer.param_groups for p in group['params']}
+    gates = mmgate.gate_parameters(gated)
+    rates = {name: found[id(parameter)] for name, parameter in gates.items()}
+    assert {rate for name, rate in rates.items() if name.startswith('sdpa.')} == {2.0}
+    assert {rate for name, rate in rates.items() if not name.startswith('sdpa.')} == {10.0}
+    wrong = dict(custom_keys={'mmgate.gates.SDPA': dict(lr_mult=2.0)})
+    with pytest.raises(ConfigError, match=r'mmgate.gates.SDPA names no gate; classes of gates are .*SDPAGate'):
+        GateOptimWrapperConstructor(dict(type='OptimWrapper', optimizer=optimizer), wrong)(gated)
 
 
 MERGED, PLAIN = 'mmgate.GroupedOptimWrapperConstructor', 'DefaultOptimWrapperConstructor'

@@ -101,6 +101,10 @@ CHANGES = {
     'of_the_second': (rules('', "gml='mlp'"), r"it has no second.*since: model.attention.1.gml: not set -> 'mlp'"),
     'fewer_gates': (rules('', None), r'it has second.attn.gate.*no such gate.*model.attention.1: {.*} -> not set'),
     'no_gates': (VANILLA, r'it has first.attn.gate.*no such gate.*model.attention: \['),
+    'many_settings': (
+        rules("gml='single', activation='tanh', init='paper'", "gml='single', activation='tanh'"),
+        r'first.attn.gate.gml.weight is .* since: model.attention.0.*; .*; .* and 2 more\. Give the config',
+    ),
     'a_rate_of_their_own': (
         f'optim_wrapper = {LR}',
         r'its optimizer has .*optim_wrapper.paramwise_cfg: not set',

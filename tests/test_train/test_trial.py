@@ -79,6 +79,13 @@ def test_gates_get_their_rate_through_any_constructor() -> None:
     assert again.paramwise_cfg.constructor == 'LearningRateDecayOptimizerConstructor'
 
 
+def test_classes_of_gates_get_separate_rates() -> None:
+    cfg = trial(DETR, iters=10, gate_rate=dict(PLuGGate=20.0, SDPAGate=1.0))
+    keys = cfg.optim_wrapper.paramwise_cfg.custom_keys
+    assert keys['mmgate.gates.PLuGGate'] == dict(lr_mult=20.0)
+    assert not {'mmgate.gates', 'mmgate.gates.SDPAGate'} & set(keys)
+
+
 def test_hooks_of_the_config_stay_and_are_not_doubled() -> None:
     cfg = read_config(DETR)
     cfg.custom_hooks = [dict(type='mmgate.SaveOnInterruptHook', signals=['SIGINT']), dict(type='EMAHook')]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,19 +22,22 @@ import mmgate
 from mmgate.deploy.to_onnx import export_onnx
 
 OUTPUTS = ('logits', 'pred_boxes')
-# The model, and the form of its deformable attention.
-CASES = [
-    ('deformable_detr', 'gather'),
-    ('rt_detr', 'gather'),
-    ('rt_detr_v2', 'grid'),
-    ('d_fine', 'gather'),
-    ('rf_detr', 'gather'),
+UNEVEN = dict(decoder_n_points=[3, 6, 3])  # as D-FINE is published
+# The model, its options, and the form of its deformable attention.
+CASES: list[tuple[str, dict[str, Any], str]] = [
+    ('deformable_detr', {}, 'gather'),
+    ('rt_detr', {}, 'gather'),
+    ('rt_detr_v2', {}, 'grid'),
+    ('d_fine', UNEVEN, 'gather'),
+    ('d_fine', UNEVEN, 'grid'),
+    ('deimv2', UNEVEN, 'grid'),
+    ('rf_detr', {}, 'gather'),
 ]
 
 
-def lively(name: str) -> nn.Module:
+def lively(name: str, **options: Any) -> nn.Module:
     """Return a model whose outputs depend on its image, and which chooses queries by scores that are apart."""
-    model = build(name)
+    model = build(name, **options)
     torch.manual_seed(2)
     with torch.no_grad():
         for part, parameter in model.named_parameters():
@@ -55,9 +59,11 @@ def largest(found: list[Tensor], expected: list[Tensor]) -> float:
     return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize('name, msda', CASES)
-def test_a_file_computes_what_the_gated_model_does(name: str, msda: str, tmp_path: Path) -> None:
-    model, images = lively(name), feed(name)['pixel_values']
+@pytest.mark.parametrize('name, options, msda', CASES)
+def test_a_file_computes_what_the_gated_model_does(
+    name: str, options: dict[str, Any], msda: str, tmp_path: Path
+) -> None:
+    model, images = lively(name, **options), feed(name)['pixel_values']
     rules = [dict(path='**', type='PLuGMultiScaleDeformableAttention')]
     mmgate.swap_attention(model, rules)
     names = [one.path for one in mmgate.list_attention(model) if 'PLuGMultiheadAttention' in one.gates]

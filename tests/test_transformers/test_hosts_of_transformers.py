@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 import mmgate
 from mmgate.layers.base.gate import Gate
 from mmgate.layers.base.gated import GatedModule
+from mmgate.layers.plug import GRANULARITIES
 
 PLUG = dict(path='**', type='PLuGMultiScaleDeformableAttention')
 SUFFIX = 'MultiscaleDeformableAttention'
@@ -75,9 +76,12 @@ def check_layers(model: nn.Module, rule: dict[str, Any], fed: dict[str, Any]) ->
             assert torch.equal(model.get_submodule(name)(**given)[0], expected[0])
 
 
+PUBLISHED = ('d_fine', 'deimv2')  # with another number of points on each level
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in DEFORMABLE),
     ('d_fine', dict(decoder_n_points=[3, 3, 3])),
+    *((name, dict(decoder_n_points=[3, 6, 3])) for name in PUBLISHED),
+    ('d_fine', dict(decoder_n_points=[1, 2, 6], decoder_offset_scale=0.25)),
     *(('rt_detr_v2', dict(decoder_offset_scale=scale)) for scale in (0.25, 1.0)),
 ]
 
@@ -87,12 +91,42 @@ def test_a_deformable_layer_starts_as_the_vanilla_one(name: str, options: dict[s
     check_layers(build(name, **options), PLUG, feed(name))
 
 
+@pytest.mark.parametrize('granularity', GRANULARITIES)
+@pytest.mark.parametrize('name', PUBLISHED)
+def test_a_published_detector_starts_as_the_vanilla_one_and_trains(name: str, granularity: str) -> None:
+    """With 3, 6 and 3 points on its levels; D-FINE s to x, DEIM and DEIMv2 have them."""
+    fed = feed(name)
+    model = build(name, decoder_n_points=[3, 6, 3])
+    expected = outputs(model, fed)
+    names = mmgate.swap_attention(model, dict(PLUG, granularity=granularity))
+    assert len(names) == 2
+    found = outputs(model, fed)
+    largest = max(float(x[x.isfinite()].abs().max()) for x in expected)
+    assert largest_difference(found, expected) < 1e-6 * largest
+    before = {key: parameter.detach().clone() for key, parameter in mmgate.gate_parameters(model).items()}
+    optimizer = torch.optim.SGD(mmgate.gate_parameters(model).values(), lr=0.1)
+    boxes = dict(class_labels=torch.tensor([0, 2]), boxes=torch.tensor([[0.5, 0.5, 0.3, 0.4], [0.3, 0.6, 0.2, 0.2]]))
+    model.train()
+    for _ in range(2):  # one step moves one factor of a product, from then on the other moves as well
+        optimizer.zero_grad()
+        loss = model(**fed, labels=[boxes, boxes]).loss
+        loss.backward()
+        optimizer.step()
+        assert loss.isfinite()
+    for key, parameter in mmgate.gate_parameters(model).items():
+        assert parameter.isfinite().all() and not torch.equal(parameter, before[key]), key
+    model.eval()
+    mmgate.restore_attention(model)
+    assert not mmgate.gate_parameters(model)
+
+
 @pytest.mark.parametrize('name', {**DENSE, **DEFORMABLE})
 def test_attention_is_listed_by_the_paths_that_rules_take(name: str) -> None:
     """With sizes, before and after it is gated; and what the list has no gate for is refused."""
     model = build(name)
     listed = {one.path: one for one in mmgate.list_attention(model)}
     assert all(any('heads' in size for size in one.sizes) for one in listed.values() if one.gates)
+    assert not [path for path in listed if path.endswith('.attn') and path.removesuffix('.attn') in listed]
     expected: dict[str, str] = {}
     for kind, gate in ((PLUG['type'], 'PLuGDeformableGate'), ('PLuGMultiheadAttention', 'PLuGGate')):
         fits = [path for path, one in listed.items() if kind in one.gates]
@@ -105,7 +139,10 @@ def test_attention_is_listed_by_the_paths_that_rules_take(name: str) -> None:
     assert expected
     after = {one.path: one for one in mmgate.list_attention(model)}
     assert {path: one.gate for path, one in after.items() if one.gate} == expected
-    assert {path: one.kind for path, one in after.items()} == {path: one.kind for path, one in listed.items()}
+    assert {path: one.class_name for path, one in after.items()} == {
+        path: one.class_name for path, one in listed.items()
+    }
+    assert all(any('heads' in size for size in one.sizes) for one in after.values() if one.gate)
 
 
 CLASSES = [  # of models that are too large for a test, by themselves
@@ -196,8 +233,9 @@ def test_rows_that_may_attend_to_nothing_get_zeros() -> None:
 
 
 @pytest.mark.parametrize('name, options, kind, words', [
-    ('d_fine', dict(decoder_n_points=[4, 4, 2]), PLUG['type'], r'DFine\w+ has \[4, 4, 2\]'),
     ('rt_detr_v2', dict(decoder_method='discrete'), PLUG['type'], "decoder_method='discrete'"),
+    ('d_fine', dict(decoder_n_points=[3, 6, 3], decoder_method='discrete'), PLUG['type'], "decoder_method='discrete'"),
+    ('deimv2', dict(decoder_method='discrete'), PLUG['type'], "decoder_method='discrete'"),
     ('dinov3', {}, 'DifferentialMultiheadAttention', 'rotates their halves together'),
 ])  # fmt: skip
 def test_a_gate_refuses_what_it_does_not_fit(name: str, options: dict[str, Any], kind: str, words: str) -> None:

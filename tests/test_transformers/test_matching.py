@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-transformers = pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
+pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
 
+import transformers
 from helpers.hub_models import build, feed
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -77,6 +78,29 @@ def test_losses_and_gradients_are_transformers_bit_for_bit(name: str, case: str)
     assert len(theirs[2]) > 20
 
 
+@pytest.mark.parametrize('name', ['ForSegmentationLoss', 'DeformableDetrForSegmentationLoss'])
+def test_losses_of_masks_are_transformers_bit_for_bit(name: str) -> None:
+    from transformers.loss import loss_utils
+
+    loss = getattr(loss_utils, name)
+    config = transformers.DeformableDetrConfig(num_labels=3, auxiliary_loss=True, decoder_layers=2)
+    targets = labels('detr', (3, 2))
+    for target in targets:
+        target['masks'] = (torch.rand(len(target['boxes']), 16, 16) > 0.5).float()
+    found = []
+    shapes = dict(logits=(2, 8, 4), boxes=(2, 8, 4), masks=(2, 8, 4, 4), classes=(2, 2, 8, 4), coordinates=(2, 2, 8, 4))
+    given = {key: torch.rand(*shape) for key, shape in shapes.items()}
+    if name.startswith('Deformable'):
+        given['logits'] = given['logits'][..., :3]
+        given['classes'] = given['classes'][..., :3]
+    for function in (loss, MatchedOnceLoss(loss)):
+        logits, boxes, masks, *layers = [x.clone().requires_grad_() for x in given.values()]
+        total, losses, _ = function(logits, targets, torch.device('cpu'), boxes, masks, config, *layers)
+        grads = torch.autograd.grad(total, [logits, boxes, masks, *layers])
+        found.append((total, losses, grads))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 class OnDevice(Tensor):
     """A tensor as on a device: it counts what would wait for it."""
 
@@ -122,6 +146,12 @@ def waits(name: str, once: bool, monkeypatch: pytest.MonkeyPatch) -> Counter[str
     monkeypatch.setattr(matching, 'to_device', lambda x, device: usual(x, device).as_subclass(OnDevice))
     model(**feed(kind), labels=labels(kind, (3, 5)))
     return OnDevice.waits
+
+
+def test_in_a_process_group_the_number_of_objects_waits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is added up over the processes on the device."""
+    monkeypatch.setattr(matching, '_in_process_group', lambda: True)
+    assert waits('deformable_detr', True, monkeypatch) == {'cpu': 1, 'item': 1}
 
 
 WAITING = {'d_fine', 'deimv2', 'deimv2_dense', 'grounding_dino', 'mm_grounding_dino'}

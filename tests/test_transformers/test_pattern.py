@@ -30,6 +30,7 @@ GATES: dict[str, dict[str, Any]] = {
     'plug': PLUG,
     'sdpa': dict(type='SDPAGatedMultiheadAttention', init='identity', act='silu'),
     'sdpa_g5': dict(type='SDPAGatedMultiheadAttention', init='identity', act='silu', position='G5'),
+    'sdpa_narrow': dict(type='SDPAGatedMultiheadAttention', init='identity', act='silu', gate_channels=3),
 }
 NARROWED = ('SamAttention', 'SamHQAttention', 'Sam2Attention', 'Sam2VideoAttention', 'EdgeTamAttention')
 NARROWED += ('Sam3TrackerAttention',)  # whose heads together are narrower than their output
@@ -98,10 +99,11 @@ def test_what_does_not_pass_is_refused_with_what_was_found(name: str) -> None:
         mmgate.swap_attention(model, dict(PLUG, path='attn'))
 
 
+@pytest.mark.parametrize('gate', ['DifferentialMultiheadAttention', 'DifferentialV2MultiheadAttention'])
 @pytest.mark.parametrize('name', [known(name) for name in ROTATED])
-def test_gates_that_split_heads_refuse_rotated_ones(name: str) -> None:
+def test_gates_that_attend_twice_refuse_rotated_heads(name: str, gate: str) -> None:
     with pytest.raises(ConfigError, match=f'{name} rotates their halves together .* apply_rotary_pos_emb'):
-        mmgate.swap_attention(build(name), dict(type='DifferentialMultiheadAttention', path='attn'))
+        mmgate.swap_attention(build(name), dict(type=gate, path='attn'))
 
 
 def test_every_vision_model_of_the_interface_is_in_the_table() -> None:
@@ -172,12 +174,13 @@ def test_shared_heads_of_keys_are_refused() -> None:
 
 
 def test_gates_beside_adapters_of_low_rank() -> None:
-    """A projection that something is put around after the swap is still read."""
+    """A projection that something is put around after the swap, or before and taken off, is still read."""
 
     class Around(nn.Module):
         def __init__(self, base: nn.Linear) -> None:
             super().__init__()
             self.base_layer, self.down = base, nn.Linear(C, 2, bias=False)
+            self.in_features, self.out_features, self.weight = base.in_features, base.out_features, base.weight
             self.up = nn.Linear(2, C, bias=False)
             nn.init.zeros_(self.up.weight)
 
@@ -189,8 +192,17 @@ def test_gates_beside_adapters_of_low_rank() -> None:
     mmgate.swap_attention(model, dict(PLUG, path='attn'))
     model['attn'].q_proj = Around(model['attn'].q_proj)
     torch.testing.assert_close(run(model, fed), expected, rtol=1e-4, atol=1e-4)
-    g5 = build('ViTAttention')
-    mmgate.swap_attention(g5, dict(GATES['sdpa_g5'], path='attn'))
-    g5['attn'].o_proj = Around(g5['attn'].o_proj)
-    with pytest.raises(ValueError, match='o_proj of attn was replaced after it was gated'):
-        run(g5, fed)
+    for kind in ('plug', 'sdpa_g5'):
+        gated = build('ViTAttention')
+        for name in ('q_proj', 'o_proj'):
+            setattr(gated['attn'], name, Around(getattr(gated['attn'], name)))
+        mmgate.swap_attention(gated, dict(GATES[kind], path='attn'))
+        for parameter in mmgate.gate_parameters(gated).values():
+            nn.init.normal_(parameter)
+        changed = run(gated, fed)
+        assert not torch.allclose(changed, expected, atol=1e-3)
+        for name in ('q_proj', 'o_proj'):
+            setattr(gated['attn'], name, getattr(gated['attn'], name).base_layer)
+        torch.testing.assert_close(run(gated, fed), changed, rtol=1e-4, atol=1e-4)
+        gated['attn'].o_proj = Around(gated['attn'].o_proj)
+        torch.testing.assert_close(run(gated, fed), changed, rtol=1e-4, atol=1e-4)

@@ -210,6 +210,22 @@ def test_gates_alone_train_beside_frozen_updates() -> None:
     assert all(one.requires_grad for name, one in model.named_parameters() if 'lora_' in name)
 
 
+def test_updates_that_transformers_adds_itself(tmp_path: Path) -> None:
+    """By a method of its models, which puts PEFT's layers into them without a model of PEFT's around."""
+    vanilla, run = of_transformers('vit')
+    model: Any = copy.deepcopy(vanilla)
+    model.add_adapter(LoraConfig(r=2, target_modules=['q_proj'], init_lora_weights=False))
+    mmgate.swap_attention(model, dict(path='**', type=PLUG))
+    moved(model)
+    both = run(model)
+    model.disable_adapters()
+    gates_alone = run(model)
+    assert_apart(gates_alone, both)
+    mmgate.save_gates(model, tmp_path / 'gates.safetensors')
+    mmgate.load_gates(vanilla, tmp_path / 'gates.safetensors')
+    assert_same(run(vanilla), gates_alone)
+
+
 def test_layers_that_peft_saves_whole_are_left_out_too(tmp_path: Path) -> None:
     vanilla, run = of_timm('vit')
     model = copy.deepcopy(vanilla)

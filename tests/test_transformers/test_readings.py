@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +12,91 @@ from torch import Tensor
 
 pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
 
-from helpers.hub_models import build, feed, largest_difference, outputs
+from helpers.hub_models import build, feed, largest_difference, moved, outputs
 
 import mmgate
 from mmgate.analysis.probes.gates import gate_statistics
 from mmgate.analysis.probes.recording import readable, record
-from mmgate.analysis.probes.sampling import ImageSample, chosen_points, layers_of, record_sampling
+from mmgate.analysis.probes.sampling import ImageSample, chosen_points, layers_of, mean_density, record_sampling
 
 PLUG = 'PLuGMultiScaleDeformableAttention'
+
+
+@pytest.mark.parametrize('gated', [False, True])
+@pytest.mark.parametrize('counts', [[3, 6, 3], 4], ids=str)
+@pytest.mark.parametrize('name', ['d_fine', 'deimv2'])
+def test_sampling_points_of_d_fine_are_recorded(name: str, counts: Any, gated: bool) -> None:
+    """Also where levels have different numbers of points, which transformers' own sampler is told."""
+    vanilla = build(name, decoder_n_points=counts)
+    model = build(name, decoder_n_points=counts)
+    fed = feed(name)
+    seen: dict[str, tuple[Any, ...]] = {}
+    for path, module in vanilla.named_modules():
+        if hasattr(module, 'ms_deformable_attn_core'):
+            core = module.ms_deformable_attn_core
+
+            def note(*args: Any, path: str = path, core: Any = core) -> Tensor:
+                seen[path] = args
+                return core(*args)
+
+            module.ms_deformable_attn_core = note
+    outputs(vanilla, fed)
+    if gated:
+        mmgate.swap_attention(model, dict(path='**', type=PLUG))
+    with record_sampling(model) as recording, torch.no_grad():
+        model(**fed)
+    assert len(seen) == 2
+    for path, (_, _, locations, weights, of_levels, _) in seen.items():
+        found = recording[path]
+        assert found['num_points'].last.tolist() == list(of_levels)
+        torch.testing.assert_close(found['locations'].last.flatten(3, -2), locations, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found['weights'].last.flatten(3), weights, rtol=1e-4, atol=1e-6)
+
+
+def test_statistics_and_maps_of_gates_on_levels_with_different_numbers_of_points() -> None:
+    """The map has the mean over the points of each level."""
+    model = build('d_fine', decoder_n_points=[3, 6, 3])
+    mmgate.swap_attention(model, dict(path='**', type=PLUG, granularity='head_level_point'))
+    moved(model)
+    model.test_step = lambda batch: [model(**batch)]
+    with record(model, ('gate',)) as recording:
+        outputs(model, feed('d_fine'))
+    for gate in gate_statistics(model, [feed('d_fine')]):
+        read = recording[gate.path]['gate'].last  # (B, Q, H, N)
+        expected = torch.stack([part.mean((0, 1, 3)) for part in read.split([3, 6, 3], 3)], 1)
+        assert gate.coefficients is not None and expected.std() > 0
+        torch.testing.assert_close(torch.from_numpy(gate.coefficients).float(), expected, rtol=1e-4, atol=1e-5)
+        assert gate.statistics.count == read.numel()
+
+
+@pytest.mark.parametrize('level', [None, 0, 1])
+def test_sampling_points_of_levels_with_different_numbers_are_drawn(level: int | None, tmp_path: Path) -> None:
+    """No point that is not there is in the table of points or in the picture."""
+    pytest.importorskip('matplotlib', reason='needs matplotlib')
+    from PIL import Image
+
+    from mmgate.analysis.figures.sampling import draw_sampling
+
+    pixels = np.random.default_rng(0).integers(0, 255, (128, 128, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / 'image.png')
+    sample = ImageSample(str(tmp_path / 'image.png'), (128, 128), (64, 64), (64, 64))
+    model = build('d_fine', decoder_n_points=[3, 6, 3])
+    with record_sampling(model) as recording, torch.no_grad():
+        model(**feed('d_fine'))
+    points = chosen_points(recording, sample, part='decoder', queries=[0, 3], level=level)
+    counts = [3, 6, 3] if level is None else [3, 6, 3][level : level + 1]
+    rows = [*points.rows()]
+    assert len(rows) == 2 * 4 * sum(counts) and points.there.sum(1).tolist() == counts
+    assert all(np.isfinite([row['x'], row['y'], row['weight']]).all() for row in rows)
+    if level is None:
+        assert abs(sum(row['weight'] for row in rows) - 8) < 1e-4  # of two queries and four heads
+        read = recording[points.path]['locations'].last[0, 3, 1]  # (N, 2) of query 3 and head 1
+        of_one = [(row['x'], row['y']) for row in rows if row['query'] == 3 and row['head'] == 1]
+        np.testing.assert_allclose(of_one, 128 * read.numpy(), rtol=1e-4, atol=1e-3)
+    if level in (None, 0):
+        assert np.isfinite(mean_density([points], [sample])).all()
+    picture = draw_sampling([('D-FINE', points, sample)], tmp_path / 'points.png')
+    assert np.asarray(Image.open(picture)).std() > 10
 
 
 @pytest.mark.parametrize('gated', [False, True])

@@ -70,7 +70,7 @@ def test_the_model_starts_as_it_was_and_its_loss_trains_the_gates(tmp_path: Path
     assert len(space['names']) == 4 and len(gated) == 2
     listed = {one.path: one for one in mmgate.list_attention(model)}
     assert {path for path, one in listed.items() if one.gate} == set(space['names'])
-    assert {listed[name].kind for name in space['names']} == {'MSDeformAttn', 'MultiheadAttention'}
+    assert {listed[name].class_name for name in space['names']} == {'MSDeformAttn', 'MultiheadAttention'}
     assert all(any('heads' in size for size in listed[name].sizes) for name in space['names'])
     start = boxes(model)
     with mmgate.gates_disabled(model):
@@ -102,7 +102,9 @@ def test_its_trainer_trains_the_gates(tmp_path: Path, monkeypatch: pytest.Monkey
     config = TrainConfig(
         dataset_dir=str(tmp_path), output_dir=str(tmp_path), epochs=1, accelerator='cpu', use_ema=False
     )
-    space['train_config'] = config
+    page = PAGE[1].replace("TrainConfig(dataset_dir='data', output_dir='work')", 'given')
+    assert page != PAGE[1]
+    space['given'] = config
 
     class Batches(torch.utils.data.Dataset):
         def __len__(self) -> int:
@@ -123,7 +125,7 @@ def test_its_trainer_trains_the_gates(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     space['detector'].model_config.pretrain_weights = None
     mmgate.restore_attention(space['detector'].model.model)
-    exec(PAGE[1], space)
+    exec(page, space)
     module = space['module'].model
     before = {name: one.clone() for name, one in mmgate.gate_parameters(build()[0]).items()}
     after = mmgate.gate_parameters(module)
@@ -160,6 +162,25 @@ def test_an_export_holds_the_gates(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert isinstance(space['detector'].model.model.transformer.decoder.layers[0].cross_attn, GatedMSDeformAttn)
 
 
+def test_predictions_have_the_gates(tmp_path: Path) -> None:
+    """Of the detector's method, which preprocesses images and chooses boxes."""
+    pytest.importorskip('supervision', reason='needs supervision, which rfdetr predicts with')
+    from PIL import Image
+
+    model, space = build()
+    pixels = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
+    found = []
+    for std in (0.0, 2.0):
+        for parameter in mmgate.gate_parameters(model).values():
+            nn.init.normal_(parameter, std=std)
+        found.append(space['detector'].predict(Image.fromarray(pixels), threshold=0.0))
+    with mmgate.gates_disabled(model):
+        found.append(space['detector'].predict(Image.fromarray(pixels), threshold=0.0))
+    at_start, gated, vanilla = (one.confidence for one in found)
+    np.testing.assert_allclose(at_start, vanilla, rtol=1e-4, atol=1e-5)
+    assert len(gated) and (len(gated) != len(vanilla) or np.abs(gated - vanilla).max() > 1e-4)
+
+
 def test_sampling_points_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the gated model, which at the start are the vanilla one's."""
     pytest.importorskip('matplotlib', reason='needs matplotlib')
@@ -169,7 +190,7 @@ def test_sampling_points_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     pixels = np.random.default_rng(0).integers(0, 255, (480, 640, 3), np.uint8)
     Image.fromarray(pixels).save('street.jpg')
-    exec(PAGE[4], dict(space, samples=samples()))
+    exec(PAGE[4], dict(space, images=samples().tensors))
     assert (tmp_path / 'points.png').stat().st_size > 10_000
     found = []
     for _ in range(2):

@@ -82,7 +82,7 @@ def test_the_model_starts_as_it_was_and_its_loss_trains_the_gates(tmp_path: Path
     assert len(space['names']) == 13 and 'model.28.decoder.layers.5.cross_attn' in space['names']
     listed = {one.path: one for one in mmgate.list_attention(model)}
     assert {path for path, one in listed.items() if one.gate} == set(space['names'])
-    assert listed['model.28.decoder.layers.5.cross_attn'].kind == 'MSDeformAttn'
+    assert listed['model.28.decoder.layers.5.cross_attn'].class_name == 'MSDeformAttn'
     assert all(any('heads' in size for size in listed[name].sizes) for name in space['names'])
     start = predictions(model)
     with mmgate.gates_disabled(model):

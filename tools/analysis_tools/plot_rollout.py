@@ -94,7 +94,8 @@ def _panels(drawn: Any) -> tuple[int, Any]:
         for head, values in enumerate(maps):
             first = len(panels) % columns == columns - 1
             panels += [('', None)] * first  # the column of the image
-            panels.append((f'{name}, head {head}' if not head else f'head {head}', crop_to_image(values, sample)))
+            named = not head and len(drawn) > 1
+            panels.append((f'{name}, head {head}' if named else f'head {head}', crop_to_image(values, sample)))
     return columns, panels
 
 

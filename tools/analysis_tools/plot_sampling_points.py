@@ -78,7 +78,7 @@ def main(argv: list[str]) -> None:
     names = picture_names(shown)
     for image, drawn in shown.items():
         if args.difference:
-            _draw_difference(drawn, classes, Path(args.out) / f'sampling_difference_{names[image]}.png')
+            _draw_difference(drawn, Path(args.out) / f'sampling_difference_{names[image]}.png', bool(args.against))
             continue
         out = Path(args.out) / f'sampling_points_{names[image]}.png'
         draw_sampling(drawn, out, classes=[classes[title] for title, *_ in drawn])
@@ -99,15 +99,16 @@ def _runs(
         yield f'{loaded.name}, gates off', loaded, partial(mmgate.gates_disabled, loaded.model)
 
 
-def _draw_difference(drawn: list[tuple[str, SamplingPoints, Any]], classes: dict[str, Any], out: Path) -> None:
-    (title, after, sample), (other, before, sample_before) = drawn
+def _draw_difference(drawn: list[tuple[str, SamplingPoints, Any]], out: Path, of_two: bool) -> None:
+    (title, after, sample), (other, before, _) = drawn
     change = compare_points(before, after)
-    height, width = sample.ori_shape[:2]
-    if change.apart > FAR * max(height, width):
-        words = f'look at places up to {change.apart:.0f} pixels apart in the two models: they may be after other objects.'
+    if change.apart > FAR * max(sample.ori_shape[:2]):
+        words = f'look at places up to {change.apart:.0f} pixels apart in the two models, and so at other objects.'
         print_log(f'{out.stem}: the same queries {words}', logger='current', level=logging.WARNING)
-    of_both = (classes[other], classes[title])
-    draw_difference(change, (sample_before, sample), out, titles=(other, title), classes=of_both)
+    titles = (
+        (f'weights of {other}', 'their change') if of_two else ('weights with gates off', 'their change by the gates')
+    )
+    draw_difference(change, sample.img_path, out, titles=titles, model=title)
     print(out, write_csv(out.with_suffix('.csv'), change.rows()))
     most = f'a point gained {change.weights.max():.3g} at most and lost {max(0, -change.weights.min()):.3g}'
     print(f'{change.moved:.2%} of the attention moved; {most}.')

@@ -10,7 +10,7 @@ import html
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from mmgate.errors import ConfigError
 from mmgate.train import cli
 
 TOOLS = Path(__file__).resolve().parent
+LINES = 15  # of the output of a command that failed
 SHAPES = 'shapes'
 REAL = 'real'
 TITLES = {
@@ -204,11 +205,16 @@ def is_trained(work_dir: Path, config: str) -> bool:
     return number.isdigit() and int(number) >= (loop.get('max_epochs') or loop.max_iters)
 
 
-def drawn(title: str, text: str, command: list[str], out: Path) -> Section:
-    """Run a tool of this folder and return its pictures; delete those of an earlier report."""
+def drawn(
+    title: str, text: str, command: list[str], out: Path, *, execute: Callable[[list[str]], None] | None = None
+) -> Section:
+    """Run a tool of this folder, by :func:`run` unless told otherwise, and return its pictures.
+
+    Those of an earlier report are deleted.
+    """
     for old in (*out.glob('*.png'), *out.glob('*.csv')):
         old.unlink()
-    run([str(TOOLS / f'{command[0]}.py'), *command[1:], '--out', str(out)])
+    (execute or run)([str(TOOLS / f'{command[0]}.py'), *command[1:], '--out', str(out)])
     shown = f'python tools/analysis_tools/{command[0]}.py {shlex.join(command[1:])} --out DIR'
     return Section(title, text, shown, sorted(out.glob('*.png')))
 
@@ -231,6 +237,19 @@ def run(command: list[str]) -> None:
     code = subprocess.run([sys.executable, '-W', 'ignore', *command], check=False).returncode
     if code:
         raise ConfigError(f'python {" ".join(command)} ended with {code}; see above.')
+
+
+def run_quietly(command: list[str]) -> None:
+    """Run Python and show its output only if it fails.
+
+    Raises:
+        ConfigError: It failed.
+    """
+    call = [sys.executable, '-W', 'ignore', *command]
+    done = subprocess.run(call, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        last = '\n'.join(done.stdout.splitlines()[-LINES:])
+        raise ConfigError(f'python {" ".join(command)} ended with {done.returncode}:\n{last}')
 
 
 def write_page(out: Path, title: str, sections: Sequence[Section]) -> Path:

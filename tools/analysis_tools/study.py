@@ -257,7 +257,7 @@ def report_study(
     sees = f'{max(reaches):.3f}' if reaches else 'unknown: it takes seeds whose differences vary'
     table = (
         f'{study.metric}, seeds {", ".join(map(str, seeds))} (of {len(study.seeds)} planned)\n\n{as_table(rows)}\n\n'
-        f'The widest interval reaches to either side by {sees}. {len(reaches)} comparisons were made, each at 95 %.\n'
+        f'The widest interval reaches to either side by {sees}. {_comparisons(len(reaches))} made, each at 95 %.\n'
     )
     if costs is not None:
         table += f'{VISIBLE}\n\n' + ''.join(f'- {sentence}\n' for sentence in conclusions(rows))
@@ -266,6 +266,10 @@ def report_study(
     if all(study.metric in run.curves for listed in runs.values() for run in listed):
         draw_curves_of_runs(runs, study.metric, out / 'curves.png', starts=starts)
     return table
+
+
+def _comparisons(count: int) -> str:
+    return '1 comparison was' if count == 1 else f'{count} comparisons were'
 
 
 def interaction(

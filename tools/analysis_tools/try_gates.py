@@ -19,7 +19,7 @@ from typing import Any
 from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.logging import MMLogger
-from report import Section, drawn, write_page
+from report import Section, drawn, run, run_quietly, write_page
 from study import Study, add_processes, report_study, run_study, run_tool, write_study
 
 import mmgate  # noqa: F401
@@ -27,6 +27,8 @@ from mmgate.analysis.loading import check_folder, positive, write_csv
 from mmgate.benchmarks.costs import costs_table, first_batch, measure_costs, plan_iters, run_seconds
 from mmgate.errors import ConfigError
 from mmgate.finetune import TRAINS
+from mmgate.hosts.table import gate_of_type
+from mmgate.registry import MODELS
 from mmgate.rules import FORM, check_rules, read_rules
 from mmgate.train import cli
 from mmgate.train.config_file import (
@@ -48,8 +50,8 @@ SHORTENED = ('MultiScaleDeformableAttention', 'MultiheadAttention', 'Attention')
 PICTURES = (
     (
         ['plot_sampling_points', '--difference', '--top-k', '1'],
-        'Points that the best query of the gated model looks at, and the weight that each has gained or lost against the '
-        'vanilla model, which was trained on the same images.',
+        'Points that the best query of the gated model looks at, and the weight that each has gained or lost against '
+        'the vanilla model, which was trained on the same images.',
     ),
     (['plot_rollout'], 'Attention on the image, of the gated model and the vanilla one.'),
     (['plot_attention_sink'], 'Share of attention on the most attended key, of the gated model and the vanilla one.'),
@@ -60,8 +62,8 @@ CAPTIONS = dict(
 )
 COSTS = 'On the first batch, all models in one process. The rows of gates have what these add to the first row.'
 OPERATOR = (
-    "A gate of deformable attention also replaces the host's operator by mmgate's, so that a part of its time and memory "
-    'is that of the operator. The type MultiScaleDeformableAttention, which has no gate, shows this part.'
+    "A gate of deformable attention also replaces the host's operator by mmgate's, so that a part of its time and "
+    'memory is that of the operator. The type MultiScaleDeformableAttention, which has no gate, shows this part.'
 )
 
 
@@ -156,7 +158,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         '--gate-rate',
         type=float,
-        help="learning rate of gates, times the model's (default: 20 with --checkpoint, 1 without)",
+        help="learning rate of gates, times the model's (default 1; with --checkpoint 20 for PLuG's)",
     )
     parser.add_argument('--metric', help="figure to compare, by its name in the test's log (default: the evaluator's)")
     parser.add_argument('--max-images', type=positive, default=2, help='images on the page (default %(default)s)')
@@ -171,9 +173,21 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not (args.iters or args.epochs or args.budget):
         args.iters = 500
-    if args.gate_rate is None:
-        args.gate_rate = 20.0 if args.checkpoint else 1.0
     return args
+
+
+def rates_of(gates: Sequence[str], rate: float | None, *, trained: bool) -> float | dict[str, float]:
+    """Return the learning rate of gates as a multiple of the model's: one for all, or one by the class of a gate.
+
+    Args:
+        gates: Texts of ``--gate``.
+        rate: The rate that was asked for, or None for the gates' own.
+        trained: True if they join a trained model.
+    """
+    if rate is not None:
+        return rate
+    kinds = (gate_of_type(MODELS.get(rule['type'])) for text in gates for rule in read_rules(text))
+    return {kind.__name__: kind.trial_rate for kind in kinds if kind is not None} if trained else 1.0
 
 
 def _gated(args: argparse.Namespace, text: str) -> list[str]:
@@ -195,7 +209,8 @@ def _plan(args: argparse.Namespace, original: Config, gated: Mapping[str, list[s
     MMLogger.get_current_instance().setLevel(logging.WARNING)
     batch, steps_in_epoch, _ = first_batch(original, 'train')
     tested, _, images = first_batch(original, 'test')
-    of_trial = dict(steps_in_epoch=steps_in_epoch, checkpoint=args.checkpoint, gate_rate=args.gate_rate)
+    rates = rates_of(args.gate, args.gate_rate, trained=bool(args.checkpoint))
+    of_trial: dict[str, Any] = dict(steps_in_epoch=steps_in_epoch, checkpoint=args.checkpoint, gate_rate=rates)
     of_trial['validations'] = args.validations
     cfg = deepcopy(original)
     make_trial(cfg, iters=args.iters or 100, **of_trial)
@@ -245,12 +260,22 @@ def _said(args: argparse.Namespace, plan: Mapping[str, Any], names: Sequence[str
     of_run = run_seconds(plan['costs'], iters=plan['iters'], images=plan['images'], validations=args.validations)
     minutes = of_run * args.seeds * len(names) / 60
     start = f'go on from {args.checkpoint}' if args.checkpoint else 'begin as the config says'
-    rate = f"gates learn at {args.gate_rate:g} times the model's rate"
     several = f', in {processes} processes' if processes > 1 else ''
+    seeds = f'{args.seeds} seed{"s" if args.seeds > 1 else ""}'
     return (
-        f'{len(names)} models with {args.seeds} seeds {start}, for {plan["iters"]} iterations each{several}; {rate}. '
-        f'By the measured steps that takes about {minutes:.0f} minutes. Ctrl-C and the same command again go on.'
+        f'{len(names)} models with {seeds} {start}, for {plan["iters"]} iterations each{several}; '
+        f'{_rates_in_words(args)}. '
+        f'By the measured steps that takes {max(minutes, 0.1):.2g} minutes. Ctrl-C and the same command again go on.'
     )
+
+
+def _rates_in_words(args: argparse.Namespace) -> str:
+    rates = rates_of(args.gate, args.gate_rate, trained=bool(args.checkpoint))
+    by_class = rates if isinstance(rates, dict) else {'': rates}
+    if len(set(by_class.values())) == 1:
+        return f"gates learn at {next(iter(by_class.values())):g} times the model's rate"
+    listed = ' and '.join(f'{rate:g} ({name})' for name, rate in by_class.items())
+    return f"gates learn at {listed} times the model's rate"
 
 
 def page(study: Study, out: Path, table: str, costs: list[dict[str, Any]], args: argparse.Namespace) -> Path:
@@ -272,11 +297,12 @@ def page(study: Study, out: Path, table: str, costs: list[dict[str, Any]], args:
         against = ['--against', study.runs[VANILLA], checkpoints[VANILLA]]
         for (tool, *options), text in PICTURES:
             title = f'{name}, seed {seed}: {tool[5:].replace("_", " ")}'
-            section = _drawn(title, text, [tool, *shared, *against, *options], out)
+            section = _drawn(title, text, [tool, *shared, *against, *options], out, args.verbose)
             if section is not None:
                 sections.append(section)
                 break
-        gates = _drawn(f'{name}, seed {seed}: gates', 'The gates after the training.', ['plot_gates', *shared], out)
+        command = ['plot_gates', *shared]
+        gates = _drawn(f'{name}, seed {seed}: gates', 'The gates after the training.', command, out, args.verbose)
         sections += [gates] if gates is not None else []
     return write_page(out, f'{", ".join(study.gated)} in {Path(args.config).stem}', sections)
 
@@ -287,12 +313,14 @@ def _on_operator(study: Study) -> str:
     return OPERATOR if any(str(kind).endswith('MultiScaleDeformableAttention') for kind in types) else ''
 
 
-def _drawn(title: str, text: str, command: list[str], out: Path) -> Section | None:
+def _drawn(title: str, text: str, command: list[str], out: Path, verbose: bool) -> Section | None:
     """Return the pictures of a tool, or None, said in a line, where the tool refuses the models."""
+    print(f'drawing {title}', flush=True)
+    folder = out / 'pictures' / re.sub(r'[^\w.-]+', '_', title)
     try:
-        return drawn(title, text, command, out / 'pictures' / re.sub(r'[^\w.-]+', '_', title))
-    except ConfigError:
-        print(f'{command[0]} draws nothing of these models, see above.', flush=True)
+        return drawn(title, text, command, folder, execute=run if verbose else run_quietly)
+    except ConfigError as error:
+        print(f'{command[0]} draws nothing of these models: {str(error).splitlines()[-1]}', flush=True)
         return None
 
 

@@ -18,10 +18,12 @@ SECONDS=0
 
 echo 'sanitize: addresses and undefined behaviour'
 compile "$folder/address.so" '-fsanitize=address,undefined -fno-sanitize-recover=undefined'
-# libstdc++ is named as well, or the sanitizer does not find what throws exceptions
+# libstdc++ is named as well, or the sanitizer does not find what throws exceptions. If pytest captured more than
+# Python's output, the report of a process that ends would be lost.
 MMGATE_NATIVE=$folder/address.so ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
   LD_PRELOAD="$(preloaded libasan.so)$(preloaded libubsan.so)$(preloaded libstdc++.so)" \
-  "$PY" -m pytest -q -p no:cacheprovider -k 'not auto_takes' tests/test_ops/test_ms_deform_attn/test_native.py \
+  "$PY" -m pytest -q -p no:cacheprovider --capture=sys -k 'not auto_takes' \
+  tests/test_ops/test_ms_deform_attn/test_native.py \
   tests/test_ops/test_plug_attention/test_softmax.py tests/test_ops/test_plug_attention/test_chunked.py
 took 'addresses and undefined behaviour'
 

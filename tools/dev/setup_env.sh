@@ -42,7 +42,7 @@ case $SET in
       "pytest>=8" scipy matplotlib polars "onnx>=1.18" "onnxscript>=0.5" "onnxruntime>=1.22" peft==0.21.2)
     # Detectors with their trainers, and what those import: what else they name pulls in another torchvision and a
     # second OpenCV.
-    ALONE=(timm==1.0.31 rfdetr==1.11.2 supervision "pyDeprecate>=0.9,<0.10" pytorch-lightning lightning-utilities
+    ALONE=(timm==1.0.31 rfdetr==1.11.2 supervision defusedxml "pyDeprecate>=0.9,<0.10" pytorch-lightning lightning-utilities
       torchmetrics faster-coco-eval ultralytics==8.4.190 ultralytics-thop opencv-python-headless)
     ;;
   *) echo "usage: $0 [forks|originals|transformers]" >&2; exit 2 ;;

@@ -31,8 +31,9 @@ MODELS: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {
     'Deformable DETR R50': ('DeformableDetr', SIZE, dict(with_box_refine=True)),
     'RT-DETR R50': ('RTDetr', (640, 640), {}),
     'RT-DETRv2 R50': ('RTDetrV2', (640, 640), {}),
-    'D-FINE': ('DFine', (640, 640), dict(decoder_n_points=4)),
-    'DEIMv2': ('Deimv2', (640, 640), dict(decoder_n_points=4)),
+    # their published points, where the default config has 4 on each level
+    'D-FINE': ('DFine', (640, 640), dict(decoder_n_points=[3, 6, 3])),
+    'DEIMv2': ('Deimv2', (640, 640), dict(decoder_n_points=[3, 6, 3])),
     'LW-DETR': ('LwDetr', (640, 640), dict(projector_scale_factors=[1.0])),
     'RF-DETR': ('RfDetr', (560, 560), {}),
     'Grounding DINO': ('GroundingDino', SIZE, {}),

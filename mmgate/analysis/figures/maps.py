@@ -12,6 +12,7 @@ import numpy as np
 from mmgate.analysis.figures import style
 from mmgate.analysis.probes.relevance import Query, padded_size
 
+LINE_INCHES = 0.15  # height of a line of a title
 LEAST_COLUMNS = 3  # fewer queries do not fill a page
 
 
@@ -27,10 +28,13 @@ def draw_maps(
     picture = seen_part(style.read_image(sample.img_path), sample)
     height, width = picture.shape[:2]
     rows = -(-(len(maps) + 1) // columns)
-    figure, axes = style.panels(rows, columns, height=style.WIDTH / columns * height / width * 0.88 + 0.3)
+    titles = [fill(title, style.LINE // columns) for title, _ in maps]
+    # Titles of several lines would be taken from the panels' height.
+    of_titles = 0.3 + LINE_INCHES * max(title.count('\n') for title in titles)
+    figure, axes = style.panels(rows, columns, height=style.WIDTH / columns * height / width * 0.88 + of_titles)
     shown = [
         (axis, title, values / max(float(np.abs(values).mean()), 1e-12))
-        for axis, (title, values) in zip(axes.flat[1:], maps, strict=False)
+        for axis, title, (_, values) in zip(axes.flat[1:], titles, maps, strict=False)
         if values is not None
     ]
     high = max(2.0, *(float(np.abs(values).max()) for *_, values in shown))
@@ -42,7 +46,7 @@ def draw_maps(
     axes.flat[0].set_title('image')
     for axis, title, values in shown:
         drawn = style.show_map(axis, values, picture, alpha=0.65, **scale)
-        axis.set_title(fill(title, style.LINE // columns))
+        axis.set_title(title)
     of_what = f'{label},\ntimes its mean{" size; blue inhibits" if signed else ""}'
     bar = style.colour_bar(figure, drawn, axes, of_what, fraction=0.03)
     # The bar's colours are as transparent as the map's, so it gets a grey ground like the image.

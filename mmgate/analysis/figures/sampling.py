@@ -20,8 +20,12 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
 CONTOURS = np.array([0.1, 0.3, 0.5, 0.7, 0.9])  # shares of the highest density
+# Of a difference: no colour of it has another meaning in the same figure.
 GAINED = style.COLOURS[5]
 LOST = style.COLOURS[0]
+BOX = style.COLOURS[2]
+WEIGHT = '0.2'
+LARGEST = 70  # points squared of the largest dot
 SEEN = 0.05  # points of a smaller share of the largest weight may lie outside of a close-up
 
 
@@ -59,49 +63,44 @@ def draw_sampling(
 
 
 def draw_difference(
-    change: SamplingChange,
-    samples: tuple[Sample, Sample],
-    out: str | Path,
-    *,
-    titles: tuple[str, str],
-    classes: Sequence[Sequence[str]] = ((), ()),
+    change: SamplingChange, image_path: str, out: str | Path, *, titles: tuple[str, str], model: str = ''
 ) -> Path:
-    """Draw an image, the points of queries before on a close-up, and the weight that each gained or lost; return the path.
+    """Draw an image, the points of queries before on a close-up, and the weight that each gained or lost after.
 
     Args:
         change: The points.
-        samples: The data samples of the image, before and after (with predictions, if any).
+        image_path: The image.
         out: PNG to write.
-        titles: The two models.
-        classes: The names of their classes, as far as they are known.
+        titles: Titles of the two close-ups.
+        model: Name of the model that has the points after, for the note.
+
+    Returns:
+        The path of the PNG.
     """
-    image = style.read_image(samples[0].img_path)
+    image = style.read_image(image_path)
     height, width = image.shape[:2]
     window = _window(change, width, height)
-    of_rest = 1.35  # titles, legend
+    of_rest = 1.2  # titles, legend
     across = (style.WIDTH - 0.3) / 3
     figure, (axes,) = style.panels(1, 3, height=across * height / width + of_rest)
     whole, weights, changed = axes
     whole.imshow(image, extent=(0, width, height, 0))
-    style.add_box(whole, (window[0], window[2], window[1], window[3]), edgecolor='black', linewidth=1.8)
-    style.add_box(whole, (window[0], window[2], window[1], window[3]), edgecolor='yellow', linewidth=1.0)
-    whole.set(title='image, and the close-up', xlim=(0, width), ylim=(height, 0))
+    corners = (window[0], window[2], window[1], window[3])
+    style.add_box(whole, corners, edgecolor='black', linewidth=2.4)
+    style.add_box(whole, corners, edgecolor='white', linewidth=1.2)
+    whole.set(title='the image, and the close-up', xlim=(0, width), ylim=(height, 0))
     largest = max(float(np.abs(change.before.weights).max()), 1e-12)
-    _draw_points(weights, image, change.before, largest, contours=False)
-    weights.set_title(f'weights\n{fill(titles[0], style.LINE // 3)}')
     most = float(np.abs(change.weights).max())
-    _draw_changes(changed, image, change, max(most, 1e-12))
-    changed.set_title(f'{change.moved:.1%} of the attention moved\n{fill(titles[1], style.LINE // 3)}')
-    boxes = [draw_boxes(axis, sample) for axis, sample in ((weights, samples[0]), (changed, samples[1]))]
+    colours = np.where(change.weights > 0, GAINED, LOST)
+    _draw_sizes(weights, image, change.before, np.abs(change.before.weights) / largest, WEIGHT)
+    _draw_sizes(changed, image, change.after, np.abs(change.weights) / max(most, 1e-12), colours)
+    for axis, title in zip((weights, changed), titles, strict=True):
+        axis.set_title(fill(title, style.LINE // 2))
     for axis in axes:
         axis.set(xticks=[], yticks=[])
     for axis in (weights, changed):
         axis.set(xlim=window[:2], ylim=(window[3], window[2]))
-    _legend_of_changes(figure, change, largest, most, boxes)
-    figure.draw_without_rendering()
-    figure.set_layout_engine('none')
-    for axis, (_, found), names in zip((weights, changed), boxes, classes, strict=True):
-        label_boxes(axis, found, names)
+    _legend_of_changes(figure, change, largest, model)
     return style.save(figure, out)
 
 
@@ -111,6 +110,7 @@ def _window(change: SamplingChange, width: int, height: int) -> tuple[float, flo
     for points in (change.before, change.after):
         weights = np.abs(points.weights)
         xy += [points.xy[weights >= SEEN * weights.max()], points.reference]
+        xy += [] if points.boxes is None else [points.boxes[:, :2], points.boxes[:, 2:]]
     shown = np.concatenate(xy).clip((0, 0), (width, height))
     middle = (shown.min(0) + shown.max(0)) / 2
     sides = (shown.max(0) - shown.min(0)) * 1.2
@@ -122,21 +122,22 @@ def _window(change: SamplingChange, width: int, height: int) -> tuple[float, flo
     return float(left), float(right), float(top), float(bottom)
 
 
-def _draw_changes(axis: Axes, image: np.ndarray, change: SamplingChange, largest: float) -> None:
-    _draw_image(axis, image)
+def _draw_sizes(axis: Axes, image: np.ndarray, points: SamplingPoints, shares: np.ndarray, colours: Any) -> None:
+    """Draw points as large as their ``shares``, 0 to 1, over the boxes of their queries."""
+    _draw_image(axis, image, dim=0.75)
+    for box in () if points.boxes is None else points.boxes:
+        style.add_box(axis, box, edgecolor='white', linewidth=2.2)
+        style.add_box(axis, box, edgecolor=BOX, linewidth=1.2)
     # A level with fewer points than another is padded.
-    there = change.after.there
-    before = change.before.xy[:, :, there].reshape(-1, 2)
-    after = change.after.xy[:, :, there].reshape(-1, 2)
-    gained = change.weights[:, :, there].ravel()
-    for start, end in zip(before, after, strict=True):
-        axis.plot(*np.stack([start, end], -1), color='black', linewidth=0.5, alpha=0.5)
-    # The largest changes are drawn first, so that they hide no smaller one.
-    for place in np.argsort(-np.abs(gained)):
-        look: dict[str, Any] = dict(edgecolors='white', linewidths=0.25, alpha=0.85)
-        colour = GAINED if gained[place] > 0 else LOST
-        axis.scatter(*after[place], s=1 + 60 * abs(gained[place]) / largest, color=colour, **look)
-    _draw_references(axis, change.after)
+    there = points.there
+    sizes = shares[:, :, there].ravel()
+    # Large dots are drawn first, so that they hide no small one.
+    order = np.argsort(-sizes)
+    xy = points.xy[:, :, there].reshape(-1, 2)[order]
+    colours = np.broadcast_to(colours, shares.shape)[:, :, there].ravel()[order]
+    look: dict[str, Any] = dict(edgecolors='white', linewidths=0.25, alpha=0.9)
+    axis.scatter(xy[:, 0], xy[:, 1], s=1 + LARGEST * sizes[order], color=colours, **look)
+    _draw_references(axis, points)
 
 
 def draw_densities(models: Sequence[tuple[str, np.ndarray]], out: Path, *, images: int) -> Path:
@@ -150,11 +151,11 @@ def draw_densities(models: Sequence[tuple[str, np.ndarray]], out: Path, *, image
     return style.save(figure, out)
 
 
-def _draw_image(axis: Axes, image: np.ndarray) -> None:
+def _draw_image(axis: Axes, image: np.ndarray, dim: float = 0.6) -> None:
     """Draw a dim, grey image, on which colours can be seen."""
     height, width = image.shape[:2]
     grey = image.mean(-1, keepdims=True)
-    pale = 255 - (255 - (0.6 * grey + 0.4 * image)) * 0.6
+    pale = 255 - (255 - (0.6 * grey + 0.4 * image)) * dim
     axis.imshow(pale.clip(0, 255).astype(np.uint8), extent=(0, width, height, 0))
 
 
@@ -212,18 +213,24 @@ def _legend(
     style.legend(figure, entries, note=note, columns=3)
 
 
-def _legend_of_changes(
-    figure: Figure, change: SamplingChange, largest: float, most: float, boxes: Sequence[tuple[int, Sized]]
-) -> None:
-    entries = _dots_of_levels(set(change.before.levels))
-    entries.append(_dot(f'size: weight, largest here {largest:.2f}', 'grey', 42**0.5))
-    entries.append(_dot('right: gained weight', GAINED, 6))
-    entries.append(_dot('right: lost weight', LOST, 6))
-    entries.append(_dot(f'size: change, largest here {most:.2g}', 'grey', 61**0.5))
-    entries.append(_reference())
-    entries.append(_line('from the place before', color='black', linewidth=0.5))
-    entries += _lines_of_boxes(boxes)
-    style.legend(figure, entries, note='Each dot is a point that a query looks at.', columns=4)
+def _legend_of_changes(figure: Figure, change: SamplingChange, largest: float, model: str) -> None:
+    side = (1 + LARGEST) ** 0.5
+    entries = [
+        _dot(f'weight, at most {largest:.2g}', WEIGHT, side),
+        _dot(f'gained weight, at most {max(float(change.weights.max()), 0.0):.2g}', GAINED, side),
+        _dot(f'lost weight, at most {max(-float(change.weights.min()), 0.0):.2g}', LOST, side),
+        _reference(),
+    ]
+    if change.before.boxes is not None:
+        entries.append(_line("query's box", color=BOX))
+    where = 'encoder' if change.after.is_encoder else 'decoder'
+    lines = [
+        f'{model}, {where}: {change.after.path}'.removeprefix(', '),
+        'Each dot is a point that a query looks at, in all heads and levels; its size is its weight, or the change.',
+        f'{change.moved:.1%} of the attention moved from blue to red points. In the mean a point lies '
+        f'{change.shifted:.1f} pixels from its place before.',
+    ]
+    style.legend(figure, entries, note='\n'.join(lines), columns=3)
 
 
 def _dot(label: str, colour: str, size: float, marker: str = 'o', edge: str = 'white') -> Line2D:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
@@ -29,7 +30,7 @@ Given = dict[str, Any]  # the arguments of a call, by their names
 Read = Callable[[Any, Given], Tensor]  # takes a module and the arguments of its call
 PLACES = ('geometry', 'map_size')  # sizes of the map and of windows on it
 POINTS = ('locations', 'weights', 'reference_points', 'spatial_shapes', 'num_points')  # of deformable attention
-NAMES = ('attention', *POINTS, 'agents', 'kv', *PLACES)  # all but those that gates declare
+NAMES = ('attention', 'values', *POINTS, 'agents', 'kv', *PLACES)  # all but those that gates declare
 OF_TRANSFORMERS = (
     *('DeformableDetr', 'RTDetr', 'RTDetrV2', 'GroundingDino', 'MMGroundingDino', 'LwDetr', 'RfDetr'),
     *('Mask2FormerPixelDecoderEncoder', 'OneFormerPixelDecoderEncoder'),
@@ -86,6 +87,7 @@ def _gate_reads(module: Any, gate: Gate) -> dict[str, Read]:
         # XCiT attends over channels and has no map of tokens.
         if not getattr(module, 'over_channels', False):
             reads['attention'] = partial(_dense_attention, gate)
+            reads['values'] = partial(_dense_values, gate)
             reads.update({name: partial(_dense_gate, gate, name) for name in gate.gate_readings})
         return reads
     return {}
@@ -253,6 +255,25 @@ def _torch_attention(module: Any, given: Given) -> Tensor:
         return module.forward(**{**given, 'need_weights': True, 'average_attn_weights': False})[1]
 
 
+def _torch_values(module: Any, given: Given) -> Tensor:
+    """Return the projected values ``(B, H, M, d)`` of torch's MultiheadAttention, those that it appends included."""
+    value = given['value'] if module.batch_first else given['value'].transpose(0, 1)
+    weight = module.v_proj_weight if module.in_proj_weight is None else module.in_proj_weight.chunk(3)[2]
+    bias = None if module.in_proj_bias is None else module.in_proj_bias.chunk(3)[2]
+    projected = F.linear(value, weight, bias)
+    if module.bias_v is not None:
+        projected = torch.cat([projected, module.bias_v.expand(len(projected), 1, -1)], 1)
+    if module.add_zero_attn:
+        projected = F.pad(projected, (0, 0, 0, 1))
+    return projected.unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
+
+
+def _dense_values(gate: DenseGate, module: Any, given: Given) -> Tensor:
+    """Return the values ``(B, H, M, d)`` that the gate's attention weighs, gated if the gate is one of values."""
+    _, _, value, inputs, _ = arguments_of(gate, 'attend', module, given)
+    return gate.weighed_values(value, inputs)
+
+
 def _dense_attention(gate: DenseGate, module: Any, given: Given) -> Tensor:
     """Return the weights ``(B, H, N, M)``; a row whose keys are all masked is uniform, or 0 in torch's module."""
     if 'need_weights' in given:
@@ -278,4 +299,4 @@ reads(
     *(f'transformers.{name}MultiscaleDeformableAttention' for name in OF_TRANSFORMERS), **_deformable(_of_transformers)
 )
 reads('rfdetr.MSDeformAttn', 'ultralytics.MSDeformAttn', **_deformable(_of_ms_deform_attn))
-reads('torch.MultiheadAttention', attention=_torch_attention)
+reads('torch.MultiheadAttention', attention=_torch_attention, values=_torch_values)

@@ -20,7 +20,7 @@ LEVELS = 'levels'
 # ``gate_readings``.
 MAPS = {
     'pairs': lambda x: x.mean((0, 1)),  # of (B, H|1, N, M)
-    LEVELS: lambda x: x.mean((0, 1, 4)),  # of (B, Q, H|1, L|1, P|1)
+    LEVELS: lambda x: x.mean((0, 1, 4)),  # of (B, Q, H|1, L|1, P|1), see level_means for others
     'heads': lambda x: x.mean((0, 2, 3)),  # of (B, H, N, d|1)
 }
 
@@ -80,7 +80,7 @@ class LayerGate:
         self.axes = gate.gate_readings[name]
         self.unchanged = gate.unchanged_value(name)
         self.statistics = RunningStatistics(self.unchanged)
-        self._num_points = getattr(gate, 'num_points', 1)
+        self._num_points: Any = getattr(gate, 'num_points', 1)
         self._maps = torch.zeros(())  # sum over images
         self._count = 0
 
@@ -89,7 +89,7 @@ class LayerGate:
         self.statistics.add(x)
         if self.axes == 'heads' and x.shape[1] == 1:  # one gate for all heads
             self.axes = ''
-        if self.axes == LEVELS and not isinstance(self._num_points, int):
+        if self.axes == LEVELS and x.dim() == 4:
             x = level_means(x, self._num_points)
         if self.axes in MAPS:
             found = MAPS[self.axes](x.float()).to('cpu', torch.float64)

@@ -11,7 +11,7 @@ import numpy as np
 from torch import nn
 
 from mmgate.analysis.probes.attention import POINTS
-from mmgate.analysis.probes.recording import PREDICTIONS, Recording, Sample, best_queries, record
+from mmgate.analysis.probes.recording import PREDICTIONS, Recording, Sample, best_queries, predicted, record
 from mmgate.analysis.probes.relevance import padded_size
 from mmgate.errors import ConfigError
 from mmgate.ops.ms_deform_attn.uneven import padded
@@ -24,6 +24,7 @@ class SamplingPoints:
     Places are pixels of the image on disk. ``reference`` ``(q, 2)`` holds the queries' reference points, or the centres
     of their boxes; level 0 is the finest; an encoder's queries are the pixels of its levels. If levels have different
     numbers of points, ``num_points`` has that of each level, P is the largest, and :attr:`there` says which ones exist.
+    ``boxes`` ``(q, 4)`` are those that a head predicts for the queries of a decoder, as (x, y, x, y); None without one.
     """
 
     path: str
@@ -34,6 +35,7 @@ class SamplingPoints:
     levels: list[int]
     is_encoder: bool
     num_points: tuple[int, ...] | None = None
+    boxes: np.ndarray | None = None
 
     @property
     def there(self) -> np.ndarray:
@@ -79,6 +81,14 @@ class SamplingChange:
     def apart(self) -> float:
         """Return the largest distance of a query's reference point from that before, in pixels."""
         return float(np.linalg.norm(self.after.reference - self.before.reference, axis=-1).max())
+
+    @property
+    def shifted(self) -> float:
+        """Return the distance of a point from its place before, in pixels, in the mean by weight."""
+        there = self.after.there
+        distances = np.linalg.norm(self.after.xy - self.before.xy, axis=-1)[:, :, there]
+        weights = np.abs(self.before.weights)[:, :, there] + 1e-12
+        return float((distances * weights).sum() / weights.sum())
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield a row of the CSV for each point."""
@@ -210,7 +220,19 @@ def chosen_points(
     xy = to_image(locations.numpy()[:, :, levels], sample)
     of_levels = weights.numpy()[:, :, levels]
     centres = to_image(reference.numpy()[:, 0, :2], sample)
-    return SamplingPoints(path, xy, of_levels, centres, chosen, levels, is_encoder, num_points)
+    boxes = None if is_encoder else _boxes(layers, sample, image, chosen)
+    return SamplingPoints(path, xy, of_levels, centres, chosen, levels, is_encoder, num_points, boxes)
+
+
+def _boxes(layers: Recording, sample: Sample, image: int, queries: np.ndarray) -> np.ndarray | None:
+    """Return the boxes ``(q, 4)`` that the head predicts for queries, in pixels of the image on disk, if it does."""
+    head = predicted(layers)
+    if head is None or head[1].ndim != 3:
+        return None
+    height, width = sample.ori_shape[:2]
+    # Heads predict shares of the image without its padding: centre, width, height.
+    centre, sides = np.split(head[1][image, queries].double().numpy() * [width, height, width, height], 2, axis=-1)
+    return np.concatenate([centre - sides / 2, centre + sides / 2], axis=-1)
 
 
 def compare_points(before: SamplingPoints, after: SamplingPoints) -> SamplingChange:
@@ -221,11 +243,12 @@ def compare_points(before: SamplingPoints, after: SamplingPoints) -> SamplingCha
     """
 
     def identity(points: SamplingPoints) -> tuple[Any, ...]:
-        return points.path, points.queries.tolist(), points.levels, points.weights.shape
+        return points.path, points.queries.tolist(), points.levels, points.weights.shape, points.num_points
 
     if identity(before) != identity(after):
         shapes = ' and '.join(
             f'{points.path}, queries {points.queries.tolist()}, (queries, heads, levels, points) {points.weights.shape}'
+            + ('' if points.num_points is None else f', on levels {[*points.num_points]}')
             for points in (before, after)
         )
         raise ConfigError(f'a difference is of the same points of two models, and these have {shapes}.')

@@ -43,7 +43,11 @@ class DeformableGate(Gate):
         self.backend = backend
 
     def modulate(self, query: Tensor) -> dict[str, Any]:
-        """Return the operator's arguments ``gate``, ``residual`` and ``position`` for a query (B, Q, C): none here."""
+        """Return the operator's arguments ``gate``, ``residual`` and ``position`` for a query (B, Q, C): none here.
+
+        The gate broadcasts to the logits. These are ``(B, Q, H, L, P)``, or ``(B, Q, H, N)`` if :attr:`num_points` has
+        a number for each level.
+        """
         return {}
 
 
@@ -215,8 +219,8 @@ class MultiScaleDeformableAttention(GatedDeformableAttention, MMCVMultiScaleDefo
         **options: Options of :class:`DeformableGate`.
 
     Raises:
-        ValueError: The backend is unknown, ``embed_dims`` is no multiple of ``num_heads``, or a list of numbers of points
-            does not have a positive one for each level.
+        ValueError: The backend is unknown, ``embed_dims`` is no multiple of ``num_heads``, or a list of numbers of
+            points does not have a positive one for each level.
         TypeError: Neither mmcv's class nor the gate has an argument of that name.
 
     Attributes:

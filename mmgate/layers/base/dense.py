@@ -40,6 +40,8 @@ class DenseGate(Gate):
 
     Attributes:
         two_streams: True if the two halves of a head's channels attend separately.
+        adds_queries: True if the gate projects a second set of queries from the query input, to which a host does
+            not do what it does to its projected queries.
         acts_after_projection: True if :meth:`finish` changes the projected output, which then has to be as wide as the
             heads together.
         qdim: Channels of the query input.
@@ -48,6 +50,7 @@ class DenseGate(Gate):
     """
 
     two_streams = False
+    adds_queries = False
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
@@ -71,6 +74,15 @@ class DenseGate(Gate):
         """Return the attention weights ``(B, H, N, M)`` for analysis; the arguments are as in :meth:`attend`."""
         raise TypeError(f'{type(self).__name__} computes no attention; use a subclass.')
 
+    def weighed_values(self, value: Tensor, inputs: Inputs) -> Tensor:
+        """Return the values ``(B, H, M, d)`` that the attention weights are of, for analysis; a gate may change them.
+
+        Args:
+            value: Projected values ``(B, H, M, d)``.
+            inputs: Query, key and value before projection.
+        """
+        return value
+
     def finish(self, output: Tensor, query: Tensor, inputs: Inputs) -> Tensor:
         """Return the output of the attention; a gate that acts after the output projection changes it here.
 
@@ -85,6 +97,13 @@ class DenseGate(Gate):
     def acts_after_projection(self) -> bool:
         """True if :meth:`finish` changes the projected output."""
         return False
+
+    @property
+    def attends_twice(self) -> str:
+        """The way in which the gate attends a second time, in the words of a refusal; empty if it does not."""
+        if self.adds_queries:
+            return 'adds a second set of queries'
+        return 'splits heads into two streams' if self.two_streams else ''
 
 
 class WithSizes(Protocol):

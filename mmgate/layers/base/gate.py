@@ -51,7 +51,8 @@ class Sizes:
         scale: Factor of the logits; ``1 / sqrt(d)`` by default.
         bias: True if the host's projections of query, key and value have a bias.
         levels: Feature levels L of deformable attention.
-        points: Sampling points P of a head and level, of deformable attention; one number for each level if they differ.
+        points: Sampling points P of a head and level, of deformable attention; one number for each level if they
+            differ.
         shifted: True if the host shifts its windows over the map.
     """
 
@@ -96,9 +97,12 @@ class Gate(nn.Module):
         gate_readings: Readings that figures and statistics show of the gate. The key is the reading's name, which
             :meth:`read_gate` takes; any name will do that no other reading of attention has. The value says what each
             number belongs to, and with it the shape of the reading: ``'pairs'`` of queries and keys, ``(B, H|1, N,
-            M)``; ``'levels'``, ``(B, Q, H|1, L|1, P|1)``; ``'heads'``, ``(B, H|1, N|1, d|1)``; or ``'channels'``,
-            ``(B, N, C)``. B may be 1 where the reading does not depend on the image.
+            M)``; ``'levels'``, ``(B, Q, H|1, L|1, P|1)``, or ``(B, Q, H|1, N|1)`` with N points in all where levels
+            have different numbers of them; ``'heads'``, ``(B, H|1, N|1, d|1)``; or ``'channels'``, ``(B, N, C)``. B may
+            be 1 where the reading does not depend on the image.
         identity_start: True if, by default, the gated attention starts as the vanilla one.
+        trial_rate: Learning rate with which the gate moves in a short training of a trained model, as a multiple of the
+            model's: the default of a trial.
         in_vit: True if the host is a vision transformer, whose authors start linear layers in another way than those of
             detectors. A swap sets it.
         operator: Name of the operator that computes with the gate, one of :data:`mmgate.ops.backend.OPERATORS`, or
@@ -110,6 +114,7 @@ class Gate(nn.Module):
     undecayed: tuple[str, ...] = ()
     gate_readings: Mapping[str, str] = {}
     identity_start = False
+    trial_rate = 1.0
     in_vit = False
     operator: str | None = None
     backend = 'auto'
@@ -203,6 +208,13 @@ def named_gate_parameters(model: nn.Module, *, remove_duplicate: bool = True) ->
                 continue
             seen.add(id(parameter))
             yield f'{prefix}.{name}'.lstrip('.'), parameter
+
+
+def gate_classes(kind: type[Gate] = Gate) -> Iterator[type[Gate]]:
+    """Yield the classes of gates that are defined, ``kind`` and those derived from it."""
+    yield kind
+    for derived in kind.__subclasses__():
+        yield from gate_classes(derived)
 
 
 def is_gate_key(key: str) -> bool:

@@ -17,12 +17,10 @@ from .registered import sampling_operator
 def missing() -> str | None:
     """Return why mmcv has no operator for CUDA, or None."""
     try:
-        from mmcv.ops import get_compiling_cuda_version, multi_scale_deform_attn
+        from mmcv.ops import get_compiling_cuda_version
     except ImportError as error:
         return f'mmcv with compiled operators is not installed ({error})'
-    # A benchmark may have put another operator there.
-    from_mmcv = multi_scale_deform_attn.ext_module.__name__ == 'mmcv._ext'
-    if from_mmcv and get_compiling_cuda_version() == 'not available':
+    if get_compiling_cuda_version() == 'not available':
         return 'mmcv was built without CUDA; build it where torch.version.cuda is set and nvcc is found'
     return None
 

@@ -260,7 +260,8 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of values, points, logits, gate and reference points, see :func:`_empty_gradients`."""
     arguments = (
-        value, spatial_shapes, level_start_index, points, logits, gate, residual, position, reference_points, num_points,
+        value, spatial_shapes, level_start_index, points, logits,
+        gate, residual, position, reference_points, num_points,
     )  # fmt: skip
     gradients = _empty_gradients(grad, *arguments, value_needs_grad, reference_needs_grad)
     of_value, of_points, of_logits, of_gate, of_reference = gradients

@@ -1,11 +1,12 @@
 """Different numbers of sampling points on the levels of multi-scale deformable attention.
 
-With ``P_l`` points on level ``l``, a head has ``N = P_1 + .. + P_L`` samples, those of one level after those of another.
-Logits, gate and points then have one axis ``N`` instead of the axes ``L`` and ``P``, and the softmax goes over it.
+With ``P_l`` points on level ``l``, a head has ``N = P_1 + .. + P_L`` samples, those of one level after those of
+another. Logits, gate and points then have one axis ``N`` instead of the axes ``L`` and ``P``, and the softmax goes over
+it.
 
-A sampler of finished locations and weights gets such samples in one of three ways. :func:`by_sample` gives each sample a
-level with one point, which costs nothing if levels may overlap. :func:`by_padding` fills the levels up with samples of
-weight 0. :func:`as_given` leaves it to the sampler.
+A sampler of finished locations and weights gets such samples in one of three ways. :func:`by_sample` gives each sample
+a level with one point, which costs nothing if levels may overlap. :func:`by_padding` fills the levels up with samples
+of weight 0. :func:`as_given` leaves it to the sampler.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def check_points(num_points: Sequence[int], levels: int) -> tuple[int, ...]:
     Raises:
         ValueError: There is another number of them, or one is no positive integer.
     """
+    if not isinstance(num_points, Sequence):
+        raise ValueError(f'num_points={num_points!r} must be a list of {levels} positive integers, one for each level.')
     counts = tuple(num_points)
     if len(counts) != levels:
         raise ValueError(f'num_points={[*counts]} has {len(counts)} numbers for {levels} levels; give one for each.')

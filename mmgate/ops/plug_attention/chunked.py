@@ -18,7 +18,7 @@ from ..autocast import autocast_dtype, without_autocast
 from ..tracing import is_compiling
 from . import reference
 from .reference import Modulation
-from .rows import GatedRows, rows_of
+from .rows import Factor, GatedRows, rows_of
 
 # Elements of (B, H, rows, M) that are in memory at a time. On a CPU they fit into its cache. On a GPU larger chunks
 # need fewer launches.
@@ -69,10 +69,7 @@ def attend(
     if narrow is not None:
         query, key, value, gate_query, gate_key = (x.to(narrow) for x in tensors)
 
-    def factor(gate_query: Tensor, gate_key: Tensor, *parameters: Tensor) -> Tensor:
-        of_parameters = partial(functional_call, module, dict(zip(bound, parameters, strict=True)))
-        return reference.gate_factor(gate_query, gate_key, of_parameters, residual)
-
+    factor = Factor(module, list(bound), residual)
     with without_autocast(device_type):
         post_softmax = position == 'post_softmax'
         return GatedRows.apply(

@@ -31,12 +31,17 @@ def attention_map(
     return (weights if position == 'pre_softmax' else weights * factor).to(query.dtype)
 
 
+def raw_gates(gate_query: Tensor, gate_key: Tensor) -> Tensor:
+    """Return the scaled products of the gate's queries and keys, ``(B, H|1, N, M)``."""
+    return gate_query * gate_query.shape[-1] ** -0.5 @ gate_key.transpose(-1, -2)
+
+
 def gate_factor(gate_query: Tensor, gate_key: Tensor, modulation: Modulation, residual: bool) -> Tensor:
     """Return the factor of the logits, ``1 + G`` with the residual or ``G`` without, ``(B, H|1, N, M)``.
 
     It has at least 32 bits. In bfloat16 the sum would have only four values for all G below 0.015, where gates start.
     """
-    gate = modulation(gate_query * gate_query.shape[-1] ** -0.5 @ gate_key.transpose(-1, -2))
+    gate = modulation(raw_gates(gate_query, gate_key))
     gate = gate.float() if gate.dtype.itemsize < 4 else gate
     return 1 + gate if residual else gate
 

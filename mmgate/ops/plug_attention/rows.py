@@ -10,22 +10,52 @@ Autograd does the rest, from df to the gate: it is elementwise, on one map for a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 
-from .softmax import gated_softmax, gated_softmax_backward, sum_heads
+from .reference import gate_factor, raw_gates
+from .softmax import forms_factor, gated_softmax, gated_softmax_backward, sum_heads
+
+
+class Factor:
+    """The factor of the logits as a function of the gate's queries and keys, and of the parameters of a module.
+
+    Args:
+        modulation: Module that maps raw gates to gates.
+        names: Names of the parameters that are handed in, which replace the module's.
+        residual: True for the factor ``1 + G``, False for ``G``.
+    """
+
+    def __init__(self, modulation: nn.Module, names: Sequence[str], residual: bool) -> None:
+        self.modulation = modulation
+        self.names = list(names)
+        self.residual = residual
+
+    def __call__(self, gate_query: Tensor, gate_key: Tensor, *parameters: Tensor) -> Tensor:
+        """Return the factor ``(B, H|1, N, M)``."""
+        given = dict(zip(self.names, parameters, strict=True))
+        return gate_factor(gate_query, gate_key, partial(functional_call, self.modulation, given), self.residual)
+
+    def scalars(self, *parameters: Tensor) -> list[float] | None:
+        """Return a, b, c and e if the factor is ``1 + tanh((a r + b) (c r + e))``, else None."""
+        gate = (getattr(self.modulation, 'variant', None), getattr(self.modulation, 'activation', None))
+        if gate != ('product', 'tanh') or not self.residual or sorted(self.names) != ['bias', 'weight']:
+            return None
+        given = dict(zip(self.names, parameters, strict=True))
+        return torch.stack([given['weight'], given['bias']], 1).flatten().tolist()
 
 
 class GatedRows(torch.autograd.Function):
     """PLuG attention in chunks of rows as an autograd function.
 
     ``apply(step, post_softmax, factor, bias, query, key, value, gate_query, gate_key, *parameters)`` computes ``step``
-    rows at a time. ``factor(gate_query, gate_key, *parameters)`` returns f. The tensors have the layout of
-    :func:`mmgate.ops.plug_attention`; the bias gets no gradient.
+    rows at a time. The tensors have the layout of :func:`mmgate.ops.plug_attention`; the bias gets no gradient.
     """
 
     @staticmethod
@@ -33,7 +63,7 @@ class GatedRows(torch.autograd.Function):
         ctx: Any,
         step: int,
         post_softmax: bool,
-        factor: Callable[..., Tensor],
+        factor: Factor,
         bias: Tensor | None,
         query: Tensor,
         key: Tensor,
@@ -45,10 +75,15 @@ class GatedRows(torch.autograd.Function):
         """Return the output ``(B, H, N, e)``."""
         output = torch.empty((*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device)
         chunks = _Chunks(step, query, key)
+        scalars = factor.scalars(*parameters) if not post_softmax and forms_factor(query) else None
         for rows in chunks:
-            f = factor(gate_query[:, :, rows], gate_key, *parameters).contiguous()
+            gate_rows = gate_query[:, :, rows]
+            if scalars is None:
+                f = factor(gate_rows, gate_key, *parameters).contiguous()
+            else:
+                f = raw_gates(gate_rows, gate_key)
             logits = chunks.product(0, query[:, :, rows], key, query.shape[-1] ** -0.5)
-            weights = gated_softmax(logits, None if post_softmax else f, rows_of(bias, rows), logits)
+            weights = gated_softmax(logits, None if post_softmax else f, rows_of(bias, rows), logits, scalars)
             if post_softmax:
                 weights = weights.mul_(f)
             output[:, :, rows] = weights.to(value.dtype) @ value

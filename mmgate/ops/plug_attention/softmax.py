@@ -11,6 +11,7 @@ By torch each step goes over the chunk again. The loop, ``native/cpp/softmax.cpp
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,12 +26,19 @@ class GatedRows(ctypes.Structure):
     _fields_ = [
         *fields(ctypes.c_int64, 'batch heads gate_heads rows columns compute'),
         ('bias_stride', ctypes.c_int64 * 4),
-        *fields(ctypes.c_int64, 'threads widest'),
+        *fields(ctypes.c_int64, 'threads widest is_raw'),
+        ('scalars', ctypes.c_double * 4),
         *fields(ctypes.c_void_p, 'logits factor bias weights grad delta grad_factor'),
     ]
 
 
-def gated_softmax(logits: Tensor, factor: Tensor | None, bias: Tensor | None, out: Tensor) -> Tensor:
+def gated_softmax(
+    logits: Tensor,
+    factor: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    scalars: Sequence[float] | None = None,
+) -> Tensor:
     """Write ``softmax(logits * factor + bias)`` over the last axis into ``out`` and return it.
 
     Args:
@@ -38,10 +46,15 @@ def gated_softmax(logits: Tensor, factor: Tensor | None, bias: Tensor | None, ou
         factor: ``(B, H|1, N, M)`` in the dtype of the logits; None leaves the logits as they are.
         bias: Broadcasts to ``(B, H, N, M)``, any dtype; None for none.
         out: A contiguous tensor like ``logits``, or ``logits`` itself.
+        scalars: The numbers a, b, c and e of a gate where :func:`forms_factor` is true. Then ``factor`` holds raw gates
+            r, contiguous, and ``1 + tanh((a r + b) (c r + e))`` is written over them first.
     """
     if _is_native(logits, factor):
         call = _described(logits, factor)
         call.weights = out.data_ptr()
+        if scalars is not None:
+            call.is_raw = 1
+            call.scalars[:] = scalars
         if bias is not None:
             bias = bias.to(logits.dtype).expand(logits.shape)
             call.bias = bias.data_ptr()
@@ -87,6 +100,11 @@ def gated_softmax_backward(
 def sum_heads(grad: Tensor, factor: Tensor) -> Tensor:
     """Return a gradient of the factor's shape: the sum over the heads if they share the factor."""
     return grad.sum(1, keepdim=True) if factor.shape[1] == 1 else grad
+
+
+def forms_factor(query: Tensor) -> bool:
+    """Return whether :func:`gated_softmax` forms the factor for the logits of these queries from raw gates."""
+    return query.dtype in (torch.float32, torch.float64) and _is_native(query, None)
 
 
 def _is_native(logits: Tensor, factor: Tensor | None) -> bool:

@@ -44,8 +44,8 @@ def match_once(model: Model) -> Model:
     Losses and gradients are transformers' bit for bit, because transformers' code computes them. It waits four times
     for each layer to see if boxes are valid and once to match, and copies the pairs of every image separately. Here
     all costs and checks are copied in one transfer. Parts with their own waits keep them: the local losses of D-FINE
-    and DEIMv2, DEIMv2's dense matching, Grounding DINO's choice of valid tokens and the matching of its encoder. With
-    several processes the number of objects waits as well.
+    and DEIMv2, DEIMv2's dense matching, Grounding DINO's choice of valid tokens and the matching of its encoder. In a
+    process group (torchrun) the number of objects waits as well. Boxes of denoising queries are not checked.
 
     ``del model._loss_function`` undoes it. The state dict does not change.
 
@@ -62,7 +62,7 @@ def match_once(model: Model) -> Model:
     """
     loss = getattr(model, 'loss_function', None)
     if not isinstance(loss, MatchedOnceLoss):
-        model.loss_function = MatchedOnceLoss(loss)
+        model.loss_function = MatchedOnceLoss(loss)  # type: ignore[assignment]
     return model
 
 
@@ -80,7 +80,9 @@ class MatchedOnceLoss:
         name = getattr(loss, '__name__', type(loss).__name__)
         module = str(getattr(loss, '__module__', ''))
         if name not in LOSSES or not module.startswith('transformers.loss.'):
-            raise TypeError(f'match_once: {name} of {module} is no loss that matches once; those are {", ".join(LOSSES)}.')
+            raise TypeError(
+                f'match_once: {name} of {module} is no loss that matches once; those are {", ".join(LOSSES)}.'
+            )
         self.loss = loss
         self._matched = _with_criteria(loss)
 
@@ -259,7 +261,7 @@ class WithoutWaits(TorchFunctionMode):
             numbers = func(*args, **kwargs)
             # The number of objects, which the criterion takes back to the host, unless it adds up that of all
             # processes on the device.
-            if kwargs.get('dtype') == torch.float and not _in_several_processes():
+            if kwargs.get('dtype') == torch.float and not _in_process_group():
                 return numbers
             return to_device(numbers, device)
         if func is Tensor.to and len(args) == TO_ARGUMENTS and args[0].device.type == 'cpu':
@@ -267,7 +269,6 @@ class WithoutWaits(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _in_several_processes() -> bool:
-    """Return True if the model trains in more than one process."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+def _in_process_group() -> bool:
+    """Return True if numbers are added up over processes, on the device; there may be one process."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

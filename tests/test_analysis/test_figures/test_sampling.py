@@ -7,7 +7,6 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from mmengine.structures import BaseDataElement
 
 from mmgate.analysis.figures import sampling
 from mmgate.analysis.figures.sampling import draw_difference
@@ -21,19 +20,14 @@ def points(weights: list[float], *, wide: float = 10.0) -> SamplingPoints:
     return SamplingPoints('layer', xy, of_points, np.array([[100.0, 50.0]]), np.array([0]), [0], False)
 
 
-@pytest.fixture
-def sample(tmp_path: Path) -> BaseDataElement:
-    """The data sample of a grey image."""
-    cv2.imwrite(str(tmp_path / 'image.png'), np.full((100, 200, 3), 128, np.uint8))
-    return BaseDataElement(metainfo=dict(img_path=str(tmp_path / 'image.png'), img_shape=(100, 200)))
-
-
-def test_a_gain_is_red_and_a_loss_is_blue(sample: BaseDataElement, tmp_path: Path) -> None:
+def test_a_gain_is_red_and_a_loss_is_blue(tmp_path: Path) -> None:
     """In the third panel: the left point gains, the right one loses; with the change turned, colours are, too."""
+    image = str(tmp_path / 'image.png')
+    cv2.imwrite(image, np.full((100, 200, 3), 128, np.uint8))
     before = points([0.5, 0.5])
     for weights, sign in (([0.9, 0.1], 1), ([0.1, 0.9], -1)):
         change = compare_points(before, points(weights))
-        out = draw_difference(change, (sample, sample), tmp_path / 'out.png', titles=('a', 'b'))
+        out = draw_difference(change, image, tmp_path / 'out.png', titles=('a', 'b'))
         picture = cv2.imread(str(out)).astype(int)
         redness = sign * (picture[..., 2] - picture[..., 0])
         panel = redness[: picture.shape[0] * 3 // 5, picture.shape[1] * 2 // 3 :]
@@ -52,3 +46,21 @@ def test_a_close_up_holds_the_points_and_has_the_shape_of_the_image() -> None:
     # A point of hardly any weight does not count.
     light = compare_points(points([1.0, 0.01], wide=50), points([1.0, 0.01], wide=50))
     assert sampling._window(light, 200, 100)[1] < 150
+
+
+def test_points_that_are_not_there_are_not_drawn(sample: BaseDataElement, tmp_path: Path) -> None:
+    """A level of one point, left, beside one of two: what gains is left."""
+    xy = np.full((1, 1, 2, 2, 2), np.nan)
+    xy[0, 0, 0, 0] = (90.0, 50.0)
+    xy[0, 0, 1] = [[110.0, 50.0], [110.0, 54.0]]
+
+    def of(weights: list[list[float]]) -> SamplingPoints:
+        reference = np.array([[100.0, 50.0]])
+        return SamplingPoints('a', xy, np.array(weights)[None, None], reference, np.array([0]), [0, 1], False, (1, 2))
+
+    change = compare_points(of([[0.2, 0.0], [0.4, 0.4]]), of([[0.8, 0.0], [0.1, 0.1]]))
+    assert np.isfinite(sampling._window(change, 200, 100)).all()
+    out = draw_difference(change, (sample, sample), tmp_path / 'out.png', titles=('a', 'b'))
+    picture = cv2.imread(str(out)).astype(int)
+    panel = (picture[..., 2] - picture[..., 0])[: picture.shape[0] * 3 // 5, picture.shape[1] * 2 // 3 :]
+    assert panel[:, : panel.shape[1] // 2].max() > 100

@@ -31,6 +31,7 @@ GATES: dict[str, dict[str, Any]] = {
     'plug': dict(type='PLuGMultiheadAttention'),
     'sdpa': dict(type='SDPAGatedMultiheadAttention'),
     'dgsa': dict(type='DifferentialGatedMultiheadAttention', residual='none'),
+    'differential_v2': dict(type='DifferentialV2MultiheadAttention', init='identity'),
 }
 UNREAD = [('bidirectional', None), ('sam', None)]
 
@@ -145,7 +146,7 @@ def flat(output: Any) -> Tensor:
 @pytest.mark.parametrize('host', EVERY_HOST)
 def test_every_host_is_read_and_unchanged(host: str, gate: str | None) -> None:
     """What can be read is read, in the form that it has; output and random numbers stay the same bits."""
-    if (host, gate) in [('conditional_cross', 'dgsa'), ('swin_v2', 'dgsa')]:
+    if host in ('conditional_cross', 'swin_v2') and gate in ('dgsa', 'differential_v2'):
         pytest.skip('dgsa does not fit there')
     if (host, gate) in UNREAD:
         pytest.skip('nothing in it sees the weights')
@@ -187,6 +188,43 @@ def test_an_identity_gate_leaves_the_hosts_weights(host: str) -> None:
         torch.testing.assert_close(maps[1], maps[0], rtol=1e-4, atol=1e-5)
     if host == 'mmcv':
         assert not maps[0][0][1, ..., 3:].any()  # padding
+
+
+@pytest.mark.parametrize('gate', [None, 'plug'])
+@pytest.mark.parametrize('host', EVERY_HOST)
+def test_weights_times_values_are_what_a_host_projects(host: str, gate: str | None) -> None:
+    """In any order, because a host may put windows together before it projects, and crop their padding."""
+    if (host, gate) in UNREAD:
+        pytest.skip('nothing in it sees the weights')
+    model, given = held(host, gate)
+    model.eval()
+    projected: list[Tensor] = []
+    torchs = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    for name, module in model.named_modules():
+        if name.rpartition('.')[2] in ('out_proj', 'proj', 'out_v_proj', 'out_l_proj'):
+            module.register_forward_pre_hook(lambda module, args: projected.append(args[0]))
+    for module in torchs:
+        if gate is None:
+            module.register_forward_hook(lambda module, args, output: projected.append(output[0]))
+    with record(model, ['attention', 'values']) as recording:
+        model(**given)
+    found = [of for of in recording.values() if 'attention' in of]
+    assert found and len(projected) >= len(found)
+    for of in found:
+        heads = of['attention'].last @ of['values'].last
+        merged = heads.transpose(1, 2).flatten(2)
+        if torchs and gate is None:
+            merged = torchs[0].out_proj(merged)
+        distances = [farthest(x, merged) for x in projected if x.numel() <= merged.numel()]
+        assert min(distances) < 1e-4 * float(merged.abs().max()), distances
+
+
+def farthest(some: Tensor, every: Tensor) -> float:
+    """Return the largest distance of a number from the nearest among others; a host crops padded windows."""
+    ordered = every.flatten().sort().values
+    above = torch.searchsorted(ordered, some.flatten()).clamp(1, len(ordered) - 1)
+    apart = torch.stack([(some.flatten() - ordered[place]).abs() for place in (above, above - 1)])
+    return float(apart.amin(0).max())
 
 
 WITH_POSITIONS = ('FocusedLinearAttention', 'PolaFormerAttention', 'SAGAAttention')

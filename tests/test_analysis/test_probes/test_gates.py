@@ -24,6 +24,13 @@ GATES: dict[str, tuple[dict[str, Any], str, tuple[int, int], int | None]] = {
     'sdpa_headwise': (dict(SDPA, granularity='headwise'), 'heads', (2, HEADS), 1),
     'sdpa_additive': (dict(SDPA, form='additive'), 'heads', (2, HEADS), 0),
     'dgsa': (dict(type='DifferentialGatedMultiheadAttention'), 'heads', (2, HEADS), None),
+    'differential_v2': (dict(type='DifferentialV2MultiheadAttention'), 'heads', (2, HEADS), 0),
+    'differential_v2_identity': (
+        dict(type='DifferentialV2MultiheadAttention', init='identity'),
+        'heads',
+        (2, HEADS),
+        None,
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,3 +85,41 @@ def test_what_one_point_gains_another_loses() -> None:
 def test_points_of_other_queries_have_no_difference() -> None:
     with pytest.raises(ConfigError, match=r'layer, queries \[5\], .* and layer, queries \[6\]'):
         compare_points(points([0.5, 0.5]), points([0.5, 0.5], query=6))
+
+
+def test_points_that_are_not_there_have_no_row_and_no_density() -> None:
+    """Of a level with one point and one with two."""
+    xy = np.full((1, 1, 2, 2, 2), np.nan)
+    xy[0, 0, 0, 0] = 1.0
+    xy[0, 0, 1] = [[2.0, 5.0], [3.0, 4.0]]
+    weights = np.array([[0.5, 0.0], [0.3, 0.2]])[None, None]
+
+    def of(counts: tuple[int, ...], levels: list[int]) -> SamplingPoints:
+        return SamplingPoints('layer', xy, weights, np.zeros((1, 2)), np.array([0]), levels, False, counts)
+
+    uneven = of((1, 2), [1, 0])
+    assert [(row['level'], row['point'], row['x']) for row in uneven.rows()] == [(1, 0, 1.0), (0, 0, 2.0), (0, 1, 3.0)]
+    assert compare_points(uneven, uneven).moved == 0
+    sample = SimpleNamespace(ori_shape=(8, 8))
+    assert np.isfinite(mean_density([uneven, replace(uneven, xy=xy[..., ::-1])], [sample, sample])).all()
+    with pytest.raises(ConfigError, match=r'on levels \[1, 2\] and .* on levels \[2, 2\]'):
+        compare_points(uneven, of((2, 2), [1, 0]))
+
+
+def test_padding_of_a_level_with_fewer_points_counts_for_nothing() -> None:
+    """The first of two levels has one point of two; its padding has no place and no weight."""
+    before, after = (
+        SamplingPoints(
+            'layer',
+            np.array([[[[[x, 0.0], [np.nan, np.nan]], [[x, 1.0], [x, 2.0]]]]]),
+            np.array([[[[first, 0.0], [1 - first, 0.0]]]]),
+            np.zeros((1, 2)),
+            np.array([0]),
+            [0, 1],
+            False,
+            (1, 2),
+        )
+        for x, first in ((0.0, 0.5), (3.0, 0.6))
+    )
+    change = compare_points(before, after)
+    assert change.shifted == pytest.approx(3) and change.moved == pytest.approx(0.1) and len(list(change.rows())) == 3

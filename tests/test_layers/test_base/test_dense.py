@@ -17,6 +17,7 @@ from mmgate.layers import (
     DGSAGate,
     DifferentialGate,
     DifferentialGatedMultiheadAttention,
+    DifferentialV2Gate,
     PLuGGate,
     PLuGMultiheadAttention,
     SDPAGate,
@@ -63,12 +64,16 @@ ALL = {
     'plug_none_vit': (PLuGGate, dict(gml='none', init='vit')),
     **{f'sdpa_{k}': (SDPAGate, v) for k, v in SDPA.items()},
     **{f'dgsa_{k}': (DGSAGate, v) for k, v in DGSA.items()},
+    'differential_v2_paper': (DifferentialV2Gate, {}),
+    'differential_v2_identity': (DifferentialV2Gate, dict(init='identity', lambda_init=0.3)),
 }
 PADDING = torch.arange(M) >= torch.tensor([[M], [4]])  # of the second image's keys
 IDENTITIES = {
     **{f'plug_{k}': (PLuGGate, v) for k, v in PLUG.items()},
     'sdpa': (SDPAGate, dict(act='silu')),
     'sdpa_narrow': (SDPAGate, dict(act='silu', gate_channels=3)),
+    'differential_v2': (DifferentialV2Gate, {}),
+    'differential_v2_small': (DifferentialV2Gate, dict(lambda_init=0.01)),
 }
 MASKS: dict[str, dict[str, Tensor]] = {
     'none': {},
@@ -112,7 +117,7 @@ def test_identity_start_is_torchs_attention(kind: type, options: dict, mask: str
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     assert gated(*x, **MASKS[mask])[1] is None
     actual[0].square().sum().backward()
-    made_of = [p for name, p in gated.named_parameters() if name.startswith(('gate.gml', 'gate.gate_w'))]
+    made_of = [p for n, p in gated.named_parameters() if n.startswith(('gate.gml', 'gate.gate_w', 'gate.lambda'))]
     assert any(parameter.grad.abs().max() > 0 for parameter in made_of)
 
 
@@ -234,7 +239,7 @@ def test_torchs_start_can_be_drawn_anew(sizes: dict[str, int]) -> None:
 
 
 @one_graph
-@pytest.mark.parametrize('name', ['plug_default', 'sdpa_G1_elementwise', 'dgsa_query'])
+@pytest.mark.parametrize('name', ['plug_default', 'sdpa_G1_elementwise', 'dgsa_query', 'differential_v2_identity'])
 def test_compiles_without_graph_break(name: str) -> None:
     module, x = build(name), inputs()
     compiled = torch.compile(module, fullgraph=True, backend='aot_eager')
@@ -268,6 +273,9 @@ def test_compiles_without_graph_break(name: str) -> None:
         (DGSAGate, dict(residual='q'), 'query, input, none'),
         (DGSAGate, dict(gate_depth=0), 'gate_depth=0'),
         (DifferentialGate, dict(depth=0), 'depth=0'),
+        (DifferentialV2Gate, dict(init='zero'), 'paper, identity'),
+        (DifferentialV2Gate, dict(lambda_init=0.0), 'lambda_init=0.0 must be above 0 and below 1'),
+        (DifferentialV2Gate, dict(lambda_init=1.0), 'lambda_init=1.0 must be above 0 and below 1'),
     ],
 )
 def test_bad_options(cls: type, options: dict, message: str) -> None:

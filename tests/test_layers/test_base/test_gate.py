@@ -144,6 +144,7 @@ class Drawn(BaseModule):
         ('PLuGMultiheadAttention', {}),
         ('PLuGMultiScaleDeformableAttention', dict(gml='none')),
         ('DifferentialGatedMultiheadAttention', {}),
+        ('DifferentialV2MultiheadAttention', {}),
         ('AgentAttention', dict(map_size=(4, 4), agent_num=4)),
         ('SAGAAttention', dict(map_size=(4, 4))),
     ],

@@ -103,6 +103,28 @@ def test_any_number_of_threads_gives_the_same_bits(
         assert torch.equal(one, seven)
 
 
+@needs_native
+@pytest.mark.parametrize('widest', [0, 1, 2])
+@pytest.mark.parametrize('gate_heads', [1, 3])
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 2e-6), (torch.float64, 1e-13)], ids=['f32', 'f64'])
+def test_the_factor_is_formed_from_raw_gates(
+    dtype: torch.dtype, tolerance: float, gate_heads: int, widest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small, saturated and infinite ones as well as a gate that is no number, which spoils its row alone."""
+    monkeypatch.setattr(native, 'WIDEST', widest)
+    logits, raw, _ = chunk(dtype, gate_heads, columns=100)
+    raw[..., :8] = torch.tensor([0.0, 1e-30, -1e-30, 1e-4, 30.0, -30.0, torch.inf, 1e15])
+    raw[0, 0, 1, 9] = torch.nan
+    scalars = (0.5, -0.25, 1.5, 0.125)
+    a, b, c, e = scalars
+    gates = ((a * raw + b) * (c * raw + e)).tanh()
+    whole = (logits.double() * (1 + gates.double())).softmax(-1)
+    found = gated_softmax(logits, raw, None, torch.empty_like(logits), scalars)
+    assert torch.equal(found.isnan(), whole.isnan()) and found.isnan().any() and not found.isnan().all()
+    assert (found - whole).nan_to_num().abs().max() < tolerance
+    assert (raw - (1 + gates)).nan_to_num().abs().max() < tolerance
+
+
 @pytest.mark.parametrize('value', [torch.nan, torch.inf, -torch.inf])
 def test_a_logit_that_is_no_number_or_infinite_spoils_its_row_alone(loop: str, value: float) -> None:
     logits, _, _ = chunk(torch.float32, 1)

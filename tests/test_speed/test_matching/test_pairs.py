@@ -25,7 +25,9 @@ def test_distances_are_cdists_bit_for_bit(dtype: torch.dtype) -> None:
             second = scale * torch.rand(*shape[:-1], count, 4, dtype=dtype)
             assert torch.equal(l1_distances(first, second), torch.cdist(first, second, p=1))
     first[0, 0, 1], first[0, 1, 2], second[0, 0, 2] = torch.nan, torch.inf, torch.inf
-    torch.testing.assert_close(l1_distances(first, second), torch.cdist(first, second, p=1), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        l1_distances(first, second), torch.cdist(first, second, p=1), rtol=0, atol=0, equal_nan=True
+    )
     leaves = [torch.rand(count, 4, dtype=dtype, requires_grad=True) for count in (5, 3)]
     grads = [torch.autograd.grad((f(*leaves) ** 2).sum(), leaves) for f in (l1_distances, manhattan)]
     torch.testing.assert_close(*grads)

@@ -150,6 +150,16 @@ def test_names(gates: list[str], names: list[str]) -> None:
     assert try_gates.names_of(gates) == names
 
 
+def test_gates_have_the_rate_of_their_class_unless_one_is_given() -> None:
+    """PLuG's gates hardly move at the model's rate; the SDPA gate moves far enough at it."""
+    gates = [PLUG, 'a=SDPAGatedMultiheadAttention(init="identity", act="silu"); b=PLuGMultiheadAttention']
+    rates = dict(PLuGDeformableGate=20.0, SDPAGate=1.0, PLuGGate=20.0)
+    assert try_gates.rates_of(gates, None, trained=True) == rates
+    assert try_gates.rates_of(gates, None, trained=False) == 1 and try_gates.rates_of(gates, 5.0, trained=True) == 5
+    # An attention that only replaces the host's operator has the base class, without parameters.
+    assert try_gates.rates_of(['a=MultiScaleDeformableAttention'], None, trained=True) == dict(DeformableGate=1.0)
+
+
 @pytest.mark.parametrize(('text', 'seconds'), [('2h', 7200), ('90m', 5400), ('1h30m', 5400), ('45s', 45)])
 def test_durations(text: str, seconds: float) -> None:
     assert try_gates.seconds_of(text) == seconds

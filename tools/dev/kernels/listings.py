@@ -72,18 +72,27 @@ class Listing:
 
 
 def listings(
-    op: str, dtype: str, dim: int, capability: int, bias: int = 0, shared: bool = True, tokens: int = TOKENS
+    op: str,
+    dtype: str,
+    dim: int,
+    capability: int,
+    bias: int = 0,
+    shared: bool = True,
+    tokens: int = TOKENS,
+    width: int | None = None,
 ) -> list[Listing]:
     """Compile the kernels that a call of an operator and its gradient launch, and read their listings.
 
     Args:
-        op: One of :data:`OPS`: the sampler of an encoder, or PLuG attention of 8 heads with a gate of the same width.
+        op: One of :data:`OPS`: the sampler of an encoder, or PLuG attention of 8 heads.
         dtype: A key of :data:`DTYPES`.
         dim: Channels of a head.
         capability: Compute capability in :data:`CAPABILITIES`, the same in all calls of a process.
-        bias: For ``plug_attention``, 0 for none, 1 for one of all rows (padding), 2 for a full one.
+        bias: For ``plug_attention``, 0 for none, 1 for one of all rows (padding), 2 for a full one, 3 for a full one of
+            each head.
         shared: For ``plug_attention``, True if the heads share their gate.
         tokens: For ``plug_attention``, rows and columns.
+        width: For ``plug_attention``, channels of the gate's queries and keys; ``dim`` by default.
 
     Raises:
         RuntimeError: Triton's interpreter is on, or this Triton brings no disassembler.
@@ -101,8 +110,9 @@ def listings(
         queries = sum(height * width for height, width in SHAPES)
         sampler(DTYPES[dtype], 1, queries, 8, dim, 2, SHAPES, POINTS)
     else:
-        added = (None, torch.empty(1, 1, 1, tokens), torch.empty(1, 1, tokens, tokens))[bias]
-        plug(DTYPES[dtype], tokens, tokens, 8, 1 if shared else 8, dim, dim, added)
+        size = (None, (1, 1, 1, tokens), (1, 1, tokens, tokens), (1, 8, tokens, tokens))[bias]
+        added = None if size is None else torch.empty(size)
+        plug(DTYPES[dtype], tokens, tokens, 8, 1 if shared else 8, dim, width or dim, added)
     return found
 
 
@@ -192,7 +202,9 @@ def main() -> None:
     parser.add_argument('--op', choices=OPS, default=OPS[0])
     parser.add_argument('--dtype', choices=sorted(DTYPES), nargs='+', default=['fp32', 'bf16'])
     parser.add_argument('--dim', type=int, nargs='+', default=[16, 32, 64, 128], help='channels of a head')
-    parser.add_argument('--bias', type=int, choices=[0, 1, 2], default=0, help='of plug_attention: none, padding, full')
+    biases = 'of plug_attention: none, padding, full, full for each head'
+    parser.add_argument('--bias', type=int, choices=[0, 1, 2, 3], default=0, help=biases)
+    parser.add_argument('--width', type=int, help="channels of plug_attention's gate; default: those of a head")
     parser.add_argument('--gate', choices=['shared', 'per_head'], default='shared', help='of plug_attention')
     parser.add_argument('--tokens', type=int, default=TOKENS, help='of plug_attention')
     parser.add_argument(
@@ -207,7 +219,7 @@ def main() -> None:
     for dtype in args.dtype:
         for dim in args.dim:
             gate = args.gate == 'shared'
-            for row in listings(args.op, dtype, dim, args.capability, args.bias, gate, args.tokens):
+            for row in listings(args.op, dtype, dim, args.capability, args.bias, gate, args.tokens, args.width):
                 rows.append(asdict(row))
                 print(
                     f'| {row.kernel} | {dtype} | {dim} | {row.block} | {row.registers} | {row.spilled} '

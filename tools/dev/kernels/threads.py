@@ -1,4 +1,4 @@
-"""Calls of the CPU kernels that start their threads, forward and backward, for a thread sanitizer; see ../sanitize.sh."""
+"""Calls of the CPU kernels that start threads, for a thread sanitizer; see ../sanitize.sh."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def attend() -> None:
                 logits = torch.randn(1, 3, rows, 2000)
                 factor = torch.randn(1, gate_heads, rows, 2000)
                 torch.set_num_threads(threads)
-                weights = gated_softmax(logits, factor, torch.randn(1, 3, 1, 2000), torch.empty_like(logits))
+                bias = torch.randn(1, 3, 1, 2000)
+                # The factor is formed in its place.
+                weights = gated_softmax(logits, factor, bias, torch.empty_like(logits), (0.5, -0.2, 1.0, 0.1))
                 grad = torch.randn_like(logits)
                 delta = (grad * weights).sum(-1, keepdim=True)
                 gated_softmax_backward(logits, factor, weights, grad, delta)

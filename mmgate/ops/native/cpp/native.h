@@ -47,6 +47,7 @@ struct Plan {
 };
 
 // A chunk of PLuG attention's maps, with f the gate's factor: weights = softmax(f logits + bias) over the columns.
+// If is_raw, the factor's place holds raw gates r, over which f = 1 + tanh((a r + b)(c r + e)) is written first.
 struct GatedRows {
     // logits and weights (B, H, N, M), factor and its gradient (B, G, N, M), delta (B, H, N): contiguous, of one type
     int64_t batch, heads, gate_heads, rows, columns;  // G is 1, if heads share the gate, or H
@@ -54,8 +55,10 @@ struct GatedRows {
     int64_t bias_stride[4];  // of B, H, N and M, in numbers; 0 where the bias broadcasts
     int64_t threads;
     int64_t widest;          // the most of the instruction sets 0, 1 and 2 that may be taken
+    int64_t is_raw;          // in the forward pass
+    double scalars[4];       // a, b, c and e
     const void *logits;
-    const void *factor;      // or null, for a softmax without a gate
+    void *factor;            // or null, for a softmax without a gate
     const void *bias;        // or null
     void *weights;           // the forward pass's result, which may lie where the logits do
     // the backward pass

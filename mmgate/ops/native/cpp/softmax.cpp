@@ -3,6 +3,8 @@
 //     P = softmax(f S + bias)
 //     dL = P (dP - delta),   dS = f dL,   df = sum of dL S over the heads that share f
 //
+// In the forward pass f may be formed here, too, from raw gates r, as f = 1 + tanh((a r + b)(c r + e)).
+//
 // S, f and P are a chunk of the map that fits into a cache; matrix products before and after are torch's. By torch's own
 // operators the softmax alone goes over the chunk six times. Here a row stays in the first cache from the first step to
 // the last. A task is a row of all heads, so that the sum over the heads has one owner and one order.
@@ -67,12 +69,23 @@ template <class C> struct Place {
     }
 };
 
+// Write 1 + tanh((a r + b)(c r + e)) over a row of raw gates: 2 / (1 + exp(-2 u)), without a large exponential.
+template <class C> void make_factor(C *__restrict f, int64_t n, const double *scalars) {
+    const C a = (C)scalars[0], b = (C)scalars[1], c = (C)scalars[2], e = (C)scalars[3];
+    for (int64_t i = 0; i < n; i++) {
+        const C u = (a * f[i] + b) * (c * f[i] + e);
+        const C small = exp_of(u > 0 ? -2 * u : 2 * u);
+        f[i] = (u > 0 ? 2 : 2 * small) / (1 + small);
+    }
+}
+
 template <class C> void forward_of(const GatedRows &c, int64_t b, int64_t r) {
     const int64_t step = c.bias_stride[3];
     for (int64_t h = 0; h < c.heads; h++) {
         const Place<C> place(c, b, h, r);
         const C *s = (const C *)c.logits + place.at;
         const C *f = c.factor ? (const C *)c.factor + place.gate : nullptr;
+        if (c.is_raw && (h == 0 || c.gate_heads > 1)) make_factor((C *)c.factor + place.gate, c.columns, c.scalars);
         C *p = (C *)c.weights + place.at;
         const C *bias = (const C *)c.bias;
         if (bias) bias += b * c.bias_stride[0] + h * c.bias_stride[1] + r * c.bias_stride[2];

@@ -1,0 +1,66 @@
+"""The pages about other packages' models, run block by block as a reader does; models are small."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+
+pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
+
+from helpers.hub_models import build, feed
+
+import mmgate
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r'```python\n(.*?)```', (ROOT / 'docs' / page).read_text(), re.S)
+
+
+@pytest.fixture(autouse=True)
+def _scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    model = build('deformable_detr')
+    (block,) = blocks('hosts.md')
+    exec(block, dict(model=model))
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 6 and printed[0].startswith('model.encoder.layers.0.self_attn DeformableDetrMultiscale')
+    assert "'n_levels': 4" in printed[0] and 'PLuGMultiScaleDeformableAttention' in printed[0]
+    assert len([one for one in mmgate.list_attention(model) if one.gate]) == 4
+
+
+def test_transformers() -> None:
+    for package in ('matplotlib', 'onnxscript', 'onnxruntime'):
+        pytest.importorskip(package, reason='the page draws and exports')
+    from PIL import Image
+
+    pixels = np.random.default_rng(0).integers(0, 255, (480, 640, 3), np.uint8)
+    Image.fromarray(pixels).save('street.jpg')
+    build('deformable_detr').save_pretrained('vanilla')
+    space: dict[str, Any] = dict(feed('deformable_detr', padded=True))
+    for block in blocks('transformers.md'):
+        exec(block, space)
+    written = {path.name for path in Path().iterdir()}
+    assert {'gates.safetensors', 'gated', 'gated.onnx', 'points.png'} <= written
+    assert mmgate.gate_parameters(space['model'])
+
+
+def test_timm() -> None:
+    pytest.importorskip('timm', reason='needs timm')
+    space: dict[str, Any] = {}
+    first, *others = blocks('timm.md')
+    exec(first, space)
+    assert len([one for one in mmgate.list_attention(space['model']) if one.gate]) == 12
+    for block in others:
+        exec(block, space)
+    assert len(space['names']) == 12 and not mmgate.gate_parameters(space['model'])
+    torch.manual_seed(0)
+    assert space['model'].eval()(torch.randn(1, 3, 224, 224)).isfinite().all()
