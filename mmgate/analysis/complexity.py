@@ -1,4 +1,4 @@
-"""Multiply-accumulates of a model, counted as papers on attention count them.
+"""Count the multiply-accumulates (MACs) of a model in the way in which papers on attention count them.
 
 Every matrix product and convolution counts, in linear layers, einsum, linear attention and fused attention alike.
 Deformable sampling counts its interpolation and its weighted sum. Norms, activations, softmax, gates, other elementwise
@@ -38,7 +38,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Complexity:
-    """Size of a model.
+    """Number of a model's trainable parameters, and the MACs of one forward pass, by module and by gate.
 
     Attributes:
         parameters: Trainable parameters.
@@ -56,7 +56,7 @@ class Complexity:
 
 
 def count_config(cfg: Config, height: int, width: int) -> Complexity:
-    """Count a config's model, which may be a bare backbone, on one image of ``height`` x ``width``.
+    """Return the parameters and MACs of a config's model, or of a bare backbone, on one ``height`` x ``width`` image.
 
     Most models run on the meta device, where nothing is computed. A segmentor's auxiliary heads, which only training
     uses, are left out. A two-stage detector's box heads see 1000 proposals and its mask heads 100, instead of those of
@@ -84,7 +84,7 @@ def _count_host(model: Any, image: Tensor) -> Complexity:
 
 
 def count_model(model: nn.Module, *inputs: Any) -> Complexity:
-    """Count ``model(*inputs)``.
+    """Return the parameters and MACs of the call ``model(*inputs)``; it changes the model, so give a copy.
 
     The model is changed: it is left in evaluation mode, with no parameter that requires a gradient, and its gates lose
     computations that do not count, see :meth:`.Gate.prepare_count`. Give a copy of a model that goes on.
@@ -164,20 +164,26 @@ def _address(x: Tensor) -> int:
 
 
 def _of(module: nn.Module, name: str, counts: dict[str, int]) -> int:
-    """Return the count of ``module``, or the sum of its children's where the host calls its ``forward`` directly."""
+    """Return the MACs of a module: its entry in ``counts`` or, if it has none, the sum over its children.
+
+    A module has no entry if its parent calls its ``forward`` directly, so that no hook of the counter runs.
+    """
     if name in counts:
         return counts[name]
     return sum(_of(child, f'{name}.{child_name}', counts) for child_name, child in module.named_children())
 
 
 def empty_sample(size: tuple[int, int]) -> BaseDataElement:
-    """Return a data sample for a detector or a segmentor that holds only the image's height and width."""
+    """Return a data sample without annotations, which has only the height and width of an image."""
     meta = dict(img_shape=size, ori_shape=size, pad_shape=size, batch_input_shape=size, scale_factor=(1.0, 1.0))
     return BaseDataElement(metainfo=meta)
 
 
 def _fix_proposals(model: Any, image: Tensor) -> None:
-    """Let a two-stage detector's RPN return 1000 proposals and RoIAlign, which has no meta kernel, zeros."""
+    """Make a two-stage detector countable: its RPN returns 1000 fixed proposals, and its RoIAlign returns zeros.
+
+    An untrained RPN would return any number of proposals, and RoIAlign has no kernel for the device ``meta``.
+    """
     head = getattr(model, 'rpn_head', None)
     second = getattr(model, 'roi_head', None)
     if head is None or second is None:
@@ -232,6 +238,6 @@ _RULES: dict[tuple[Any, str], Callable[..., int]] = {
 
 
 def rules() -> dict[Any, Callable[..., int]]:
-    """Return the rules of the operators that are there; other packages' are once they are imported."""
+    """Return the function that counts each custom operator, by operator: mmgate's, and those of imported packages."""
     torch_ms_deform_attn.missing()
     return {getattr(space, name): rule for (space, name), rule in _RULES.items() if hasattr(space, name)}

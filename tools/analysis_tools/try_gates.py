@@ -1,4 +1,4 @@
-"""Try gates in a config's model: train vanilla and each gate from one start, in pairs over seeds, and compare them.
+"""Try gates in a config's model: for each seed train the vanilla model and each gate, and compare them.
 
 Example:
 try_gates.py CONFIG --checkpoint vanilla.pth --gate 'encoder.layers.*.self_attn=PLuGMultiheadAttention' --iters 500

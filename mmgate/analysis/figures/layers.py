@@ -1,4 +1,4 @@
-"""Figures over the layers of models: sinks, ranks, similarities."""
+"""Draw measures layer by layer: attention sinks, ranks of linear attention, similarity of attention patterns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Rows = list[dict[str, Any]]
 
 
 def draw_sinks(models: list[tuple[str, Rows]], out: Path, heads: Sequence[tuple[str, Rows]] = ()) -> Path:
-    """Draw shares, maximum activation and sparsity over the layers of each model; return the path.
+    """Draw over the layers of each model the attention on its sink, the largest activation, and the gates' sparsity.
 
     Empty markers are the first token's, where there is a class token. Attentions of different names, such as self- and
     cross-attention, get separate curves, in the order in which they run.
@@ -70,7 +70,7 @@ def draw_sinks(models: list[tuple[str, Rows]], out: Path, heads: Sequence[tuple[
 
 
 def _draw_heads(axes: np.ndarray, models: Sequence[tuple[str, Rows]]) -> None:
-    """Draw the sink of every head over the layers: its share, the size of its value, the rank of the outputs."""
+    """Draw each head's attention sink over the layers: its share, the size of its value, and the rank of outputs."""
     for number, (_, rows) in enumerate(models):
         colour = style.COLOURS[number % len(style.COLOURS)]
         layers = list(dict.fromkeys(row['layer'] for row in rows))
@@ -97,12 +97,12 @@ def _draw_heads(axes: np.ndarray, models: Sequence[tuple[str, Rows]]) -> None:
 
 
 def _kind(path: str) -> str:
-    """Return the last name in an attention's path that is neither a number nor ``attn``, as inside mmcv's attention."""
+    """Return the last name in an attention's path that tells its role, such as ``self_attn``, for a figure's label."""
     return next((name for name in reversed(path.split('.')) if name != 'attn' and not name.isdigit()), path)
 
 
 def draw_matrices(models: Sequence[tuple[str, Sequence[str], np.ndarray]], out: Path, *, label: str) -> Path:
-    """Draw matrices over layers, of values from 0 to 1, one panel each; return the path."""
+    """Draw matrices of similarities (0 to 1) between layers, one panel for each model; return the file's path."""
     figure, axes = style.panels(1, len(models), height=2.9, width=3.6 * len(models) + 0.6)
     for axis, (title, paths, values) in zip(axes[0], models, strict=True):
         drawn = style.show_map(axis, values, cmap=style.SEQUENTIAL, vmin=0, vmax=1)
@@ -116,7 +116,7 @@ def draw_matrices(models: Sequence[tuple[str, Sequence[str], np.ndarray]], out: 
 
 
 def draw_ranks(models: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path) -> Path:
-    """Draw mean and spread of the ranks over the layers, one panel for each kind of rank; return the path."""
+    """Draw mean and spread of the rank of ``K^T V`` over the layers, a panel for each kind of rank; return the path."""
     figure, (axes,) = style.panels(1, 2, height=3.0)
     most = ', '.join(map(str, sorted({row['channels'] for _, rows in models for row in rows})))
     for axis, kind in zip(axes, ('matrix_rank', 'effective_rank'), strict=True):

@@ -1,4 +1,4 @@
-"""Kinds of attention sinks by head: those that do nothing, which a gate can cure, and those that broadcast."""
+"""Classify the attention sinks of each head: no-op sinks, which a gate can cure, and broadcast sinks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ NO_SINK, NO_OP, BROADCAST, UNCLEAR = ('no sink', 'no-op', 'broadcast', 'unclear'
 
 
 def stable_rank(matrices: Tensor) -> Tensor:
-    """Return the sum of the squared singular values of ``(..., N, d)`` over the largest; 0 for a matrix of zeros.
+    """Return the stable rank of matrices ``(..., N, d)``: the sum of squared singular values over the largest.
+
+    It is 0 for a matrix of zeros.
 
     It is at least 1, and hardly changes with singular values that are small beside the largest.
     """
@@ -31,7 +33,7 @@ def stable_rank(matrices: Tensor) -> Tensor:
 
 
 def measure_heads(weights: Tensor, values: Tensor) -> Tensor:
-    """Return the share of the most attended key, the size of its value and the rank of the outputs, ``(3, H)``.
+    """Measure each head's sink: share of the most attended key, size of its value, rank of the outputs, ``(3, H)``.
 
     Each is the mean over images (or windows).
 
@@ -53,7 +55,7 @@ def measure_heads(weights: Tensor, values: Tensor) -> Tensor:
 
 
 class _Pairs:
-    """Keeps what two readings of each call have in common.
+    """Collects attention weights and values of each call, and measures the sinks when both are there.
 
     Attributes:
         found: Results of :func:`measure_heads`.
@@ -66,11 +68,11 @@ class _Pairs:
         self._waiting: dict[str, Tensor] = {}
 
     def half(self, name: str) -> _Half:
-        """Return the accumulator of the reading ``name``."""
+        """Return the accumulator for one of the two readings."""
         return _Half(self, name)
 
     def put(self, name: str, x: Tensor) -> None:
-        """Take a reading, and measure when the other is there."""
+        """Keep a reading of a call; when the other one is there as well, measure the sinks."""
         self._waiting[name] = x.detach()
         if len(self._waiting) == 2:
             weights, values = self._waiting.pop('attention'), self._waiting.pop('values')
@@ -88,7 +90,7 @@ class _Half:
 
 
 def kind_of_sink(share: float, value_norm: float, output_rank: float) -> str:
-    """Return the kind of a head's sink.
+    """Classify a head's sink, by its share, the size of its value and the rank of the outputs.
 
     Returns:
         ``'no sink'``; ``'no-op'``, if the sink's value is small, so that a head that attends to it adds little: the
@@ -105,7 +107,7 @@ def kind_of_sink(share: float, value_norm: float, output_rank: float) -> str:
 
 
 def sink_heads(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run a model over batches and return a row for every head of an attention whose values can be read.
+    """Run a model over batches and return a row with the sink of each attention head, if its values can be read.
 
     Returns:
         ``layer``, the attention's path; ``head``; ``sink_share``, the share of the head's attention on its most
@@ -136,7 +138,7 @@ def sink_heads(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict
 
 
 def describe_sinks(name: str, rows: Sequence[dict[str, Any]]) -> str:
-    """Return lines that count the kinds of a model's sinks, and name each head that has one.
+    """Describe a model's sinks in lines of text: their number by kind, and each head that has one.
 
     Args:
         name: Name of the model.
