@@ -20,6 +20,8 @@ from mmengine.logging import print_log
 from mmengine.registry import MODELS
 from mmengine.structures import BaseDataElement, InstanceData
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmgate.analysis.structure import build_structure
@@ -42,8 +44,9 @@ class Complexity:
         parameters: Trainable parameters.
         macs: Multiply-accumulates of a forward pass.
         by_module: Those of every direct child.
-        by_gate: Those of the layers in gates, by the class of the gate. They are part of the above. Products in an
-            operator, such as PLuG's of gate queries and keys, belong to the attention.
+        by_gate: Those of gates, by the class of the gate: products and convolutions with their parameters. They are
+            part of the above. Products of what these compute, such as PLuG's of gate queries and keys, belong to the
+            attention.
     """
 
     parameters: int
@@ -98,20 +101,66 @@ def count_model(model: nn.Module, *inputs: Any) -> Complexity:
         if isinstance(layer, Gate):
             layer.prepare_count()
     counter = FlopCounterMode(display=False, custom_mapping=rules())
+    of_gates = _CountOfGates(model, counter)
     # Under a torch function mode torch's attention leaves out its fused operator, which would hide the products.
-    with torch.no_grad(), torch.device('cpu'), counter:
+    with torch.no_grad(), torch.device('cpu'), counter, of_gates:
         model(*inputs)
     counts = {name: sum(by_op.values()) // 2 for name, by_op in counter.get_flop_counts().items()}
     prefix = type(model).__name__
     total = counter.get_total_flops() // 2
     by_module = {name: _of(module, f'{prefix}.{name}', counts) for name, module in model.named_children()}
     rest = total - sum(by_module.values())
-    by_gate: dict[str, int] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Gate):
-            kind = type(module).__name__
-            by_gate[kind] = by_gate.get(kind, 0) + _of(module, f'{prefix}.{name}'.rstrip('.'), counts)
+    by_gate = {gate: flops // 2 for gate, flops in of_gates.flops.items()}
     return Complexity(parameters, total, {**by_module, **({'itself': rest} if rest > 0 else {})}, by_gate)
+
+
+class _CountOfGates(TorchDispatchMode):
+    """Note what a counter adds in operators that take a gate's parameter, or what was computed from such alone.
+
+    A counter goes by modules, but a gate may use its parameters without calling a module.
+
+    Args:
+        model: Model with gates.
+        counter: Counter of the same pass, which has to be entered first.
+
+    Attributes:
+        flops: Operations by the class of the gate.
+    """
+
+    def __init__(self, model: nn.Module, counter: FlopCounterMode) -> None:
+        super().__init__()
+        self.flops: dict[str, int] = {}
+        self._counter = counter
+        # Class of the gate by the address of a storage, which views of a parameter share.
+        self._owners: dict[int, str] = {}
+        # Storages that were noted have to live, since another one could get their address.
+        self._noted: list[Tensor] = []
+        for module in model.modules():
+            if isinstance(module, Gate):
+                self.flops.setdefault(type(module).__name__, 0)
+                for parameter in module.parameters():
+                    self._note(parameter, type(module).__name__)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        owners = [self._owners.get(_address(x)) for x in given]
+        owner = next((owner for owner in owners if owner is not None), None)
+        before = self._counter.get_total_flops()
+        result = func(*args, **(kwargs or {}))
+        if owner is not None:
+            added = self._counter.get_total_flops() - before
+            self.flops[owner] += added
+            if not added and all(owners) and isinstance(result, Tensor):
+                self._note(result, owner)
+        return result
+
+    def _note(self, x: Tensor, owner: str) -> None:
+        self._owners[_address(x)] = owner
+        self._noted.append(x)
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
 
 
 def _of(module: nn.Module, name: str, counts: dict[str, int]) -> int:
