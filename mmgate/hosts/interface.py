@@ -254,7 +254,7 @@ class _Flow:
         return given if name in MOVES else given | {('function', name)}
 
     def child(self, name: str, given: frozenset[Origin]) -> frozenset[Origin]:
-        """Return what the result of calling a child, or a method of the module, comes from."""
+        """Return the origins of the value that a call of a child, or of a method of the module, returns."""
         if name in self.linear:
             self.reads.setdefault(name, set()).update(one for where, one in given if where == 'argument')
             if any(where == 'heads' for where, _ in given):

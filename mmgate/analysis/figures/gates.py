@@ -123,7 +123,7 @@ def _notes(models: Sequence[tuple[str, Sequence[LayerGate]]], maps: Sequence[Seq
 
 
 def _panels_of(value: float | None, gates: Sequence[LayerGate], found: Sequence[GateMap]) -> str:
-    """Return the names of the panels, in a model's row, of gates that leave attention unchanged at ``value``."""
+    """Return the names of the panels of a model whose gates change nothing if they are equal to ``value``."""
     numbers = [str(number) for number, of_kind in enumerate(found, 1) if of_kind.unchanged == value]
     panels = []
     if numbers and len(found) == 1:

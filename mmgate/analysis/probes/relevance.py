@@ -257,7 +257,7 @@ def _maps(layers: Recording, pattern: re.Pattern[str]) -> list[tuple[str, Tensor
 
 
 def query_relevance(layers: Recording, size: tuple[int, int], queries: Sequence[int]) -> list[Query]:
-    """Return for each of the given queries the relevance of one image's places to it, and its prediction.
+    """Return each query's predicted box and class, and a map of how relevant each place of the image was to it.
 
     Levels are resized to the finest and added. Relevance is rolled back through a dense encoder such as DETR's, but not
     through a deformable encoder or the backbone.

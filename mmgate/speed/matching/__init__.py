@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @MODELS.register_module()
 def MatchedOnce(*, host: str, **host_cfg: Any) -> nn.Module:
-    """Build a DETR-like head of mmdet that matches all layers and images of a step with one GPU synchronisation.
+    """Build a new DETR-like head, of the class ``host``, that matches all of a step with one GPU synchronisation.
 
     Assignments equal mmdet's, losses equal mmdet's up to rounding, and the state dict is the host's. mmdet's heads wait
     for the device eleven times for each image and layer, and five times for each layer. Here all costs are copied in
