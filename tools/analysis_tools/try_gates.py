@@ -60,7 +60,7 @@ CAPTIONS = dict(
     differences='Differences between runs of the same seed',
     curves='Validations in the course of the training; thin lines are runs, thick ones their means',
 )
-MOVED = (
+MOVED = 'Gates moved is the distance of gates from the value that changes nothing: its mean, in brackets the largest.'
     'Gates moved is the distance of gates from the value that changes nothing: the mean, and in brackets the largest.'
 )
 COSTS = 'On the first batch, all models in one process. The rows of gates have what these add to the first row.'
