@@ -230,7 +230,7 @@ def _legend_of_changes(figure: Figure, change: SamplingChange, largest: float, m
     lines = [
         f'{model}, {where}: {change.after.path}'.removeprefix(', '),
         'Each dot is a point that a query looks at, in all heads and levels; its size is its weight, or the change.',
-        f'{change.moved:.1%} of the attention moved from blue to red points. In the mean a point lies '
+        f'{change.moved:.1%} of the attention moved from blue to orange points. In the mean a point lies '
         f'{change.shifted:.1f} pixels from its place before.',
     ]
     style.legend(figure, entries, note='\n'.join(lines), columns=3)
