@@ -61,8 +61,6 @@ CAPTIONS = dict(
     curves='Validations in the course of the training; thin lines are runs, thick ones their means',
 )
 MOVED = 'Gates moved is the distance of gates from the value that changes nothing: its mean, in brackets the largest.'
-    'Gates moved is the distance of gates from the value that changes nothing: the mean, and in brackets the largest.'
-)
 COSTS = 'On the first batch, all models in one process. The rows of gates have what these add to the first row.'
 OPERATOR = (
     "A gate of deformable attention also replaces the host's operator by mmgate's, so that a part of its time and "
