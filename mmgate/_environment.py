@@ -49,7 +49,7 @@ def check_environment() -> None:
 
 
 def torch_alone() -> bool:
-    """Return True if mmengine is not installed; then mmgate has operators, layers and swaps, but no configs.
+    """Return True if mmengine is not installed: then operators, layers and ``swap_attention`` work, but no configs.
 
     ``MMGATE_TORCH_ALONE=1`` acts as if it were not, for processes that need no mm package and have to start quickly.
     """
@@ -58,12 +58,12 @@ def torch_alone() -> bool:
 
 
 def available(package: str) -> bool:
-    """Return True if ``package`` can be imported and is not excluded by :func:`torch_alone`."""
+    """Return True if the Python package of this name can be imported and is not excluded by :func:`torch_alone`."""
     return not (package in MM and torch_alone()) and why_not(package) is None
 
 
 def log(message: str, level: int = logging.INFO) -> None:
-    """Log a message by mmengine's current logger, or by Python's logger ``mmgate`` if mmengine is missing."""
+    """Write a message to mmengine's current logger or, without mmengine, to Python's logger named ``mmgate``."""
     if torch_alone():
         logging.getLogger('mmgate').log(level, message)
     else:
@@ -74,7 +74,7 @@ def log(message: str, level: int = logging.INFO) -> None:
 
 @functools.cache
 def why_not(package: str) -> str | None:
-    """Return the reason why ``package`` (and ``models`` of a host) cannot be imported, or None if it can."""
+    """Return the reason why a package (of an mm package, also its ``models``) cannot be imported, or None if it can."""
     module = package
     try:
         importlib.import_module(module)
@@ -95,7 +95,7 @@ def why_not(package: str) -> str | None:
 
 
 def _leave_multimodal_models_out() -> None:
-    """Keep mmpretrain from importing its multimodal models if transformers is too new for them.
+    """Keep mmpretrain from importing its multimodal models if the installed transformers is too new for them.
 
     The import would raise a TypeError, so that mmpretrain, mmdet and mmseg could not be imported either.
     """

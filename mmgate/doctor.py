@@ -1,4 +1,4 @@
-"""Check the backends on this machine and time them: ``python -m mmgate.doctor``.
+"""Check which backends run on this machine, and time them: ``python -m mmgate.doctor``.
 
 It prints one page for a bug report: packages, the backends of every operator with the reason why one cannot run, and a
 comparison of each with the float64 reference, of output and gradients. ``--calibrate`` compares at the sizes of
@@ -27,7 +27,7 @@ PACKAGES = ('torch', 'triton', 'mmgate', 'mmengine', 'mmcv', 'mmdet', 'mmseg', '
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
+    """Run the command line of ``python -m mmgate.doctor`` and return its exit status."""
     parser = argparse.ArgumentParser(prog='python -m mmgate.doctor', description=__doc__.split('\n')[0])
     parser.add_argument('--calibrate', action='store_true', help="time all backends and keep the fastest for 'auto'")
     parser.add_argument('--device', help='default: cuda, if torch sees it, else cpu')
@@ -72,7 +72,7 @@ def build_native() -> int:
 
 
 def _packages() -> str:
-    """Return the versions of packages, with the distribution if its name differs from the package's."""
+    """Return a text with the versions of the installed packages, and their distribution if it has another name."""
     found = [f'python {platform.python_version()}']
     distributions = importlib.metadata.packages_distributions()
     for name in PACKAGES:
@@ -86,7 +86,7 @@ def _packages() -> str:
 
 
 def before(device: torch.device, timed: bool) -> str:
-    """Return the page up to the rows: versions, and the backends with the reason why one cannot run."""
+    """Return the first part of the doctor's page: versions, and the reasons why backends cannot run."""
     lines = [_packages(), choice.machine(device), '', 'Backends']
     for op, backends in choice.OPERATORS.items():
         for backend in backends:
@@ -97,13 +97,13 @@ def before(device: torch.device, timed: bool) -> str:
 
 
 def line(row: Row, timed: bool) -> str:
-    """Return a result as text; ``timed`` adds the times."""
+    """Return the line of the doctor's page for one backend's result; ``timed`` adds its times."""
     times = ' '.join(f'{ms:10.4g}' for ms in row.ms.values()) if timed else ''
     return f'  {row.op:16} {row.dtype:9} {row.size:7} {row.backend:20} {row.out or f"agrees {times}"}'
 
 
 def choices(device: torch.device) -> str:
-    """Return the end of the page: the backends that ``'auto'`` takes by calibration."""
+    """Return the end of the doctor's page: the backends that ``'auto'`` takes after the calibration."""
     lines = ['', f"Choices of 'auto', by {choice.path() or 'no file'}"]
     winners = {op: choice.winners(op, device.type, device.index) for op in choice.OPERATORS}
     lines += [f'  {op:16} {call:24} {name}' for op, calls in winners.items() for call, name in calls.items()]

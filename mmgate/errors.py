@@ -1,17 +1,17 @@
-"""Errors that a user can mend: the command lines print their message and no traceback."""
+"""Exceptions for mistakes that a user can mend: command lines print the message without a traceback."""
 
 
 class ConfigError(ValueError):
-    """The user's input is wrong; the message has the fault, the expected input and the remedy."""
+    """Error: the user's input is wrong; the message names the fault, the expected input and the remedy."""
 
 
 class OptionError(ConfigError, TypeError):
-    """A rule or an option is malformed or unknown, which Python calls a TypeError."""
+    """Error: a rule or an option of a gate is malformed or unknown. It is also a TypeError."""
 
 
 class UntrustedCheckpoint(ConfigError):
-    """A checkpoint would run code, or unpack into far more than it is."""
+    """Error: a checkpoint would run code, or unpack into far more memory than the file has."""
 
 
 class UnsupportedCall(ConfigError):
-    """A backend does not have what a call asks for; the message names it, and another backend may have it."""
+    """Error: a backend cannot run this call of an operator; the message has the reason, and another backend may."""

@@ -1,4 +1,4 @@
-"""Registries of scope ``mmgate``, children of mmengine's roots, so that ``type='mmgate.X'`` works in any config.
+"""mmgate's registries below mmengine's, so that ``type='mmgate.X'`` works in any config.
 
 Without mmengine, :data:`MODELS` holds mmgate's layers by name, and there are no other registries.
 """
@@ -14,13 +14,13 @@ Registered = TypeVar('Registered', bound=Callable[..., Any])
 
 
 class Names:
-    """A registry for rules that name a gate, for use without mmengine."""
+    """Small registry of classes by name, which replaces mmengine's where mmengine is missing."""
 
     def __init__(self) -> None:
         self.module_dict: dict[str, Callable[..., Any]] = {}
 
     def register_module(self) -> Callable[[Registered], Registered]:
-        """Return a decorator that registers a class or function."""
+        """Return a decorator that registers a class or function under its name."""
 
         def enter(registered: Registered) -> Registered:
             self.module_dict[registered.__name__] = registered
@@ -29,7 +29,7 @@ class Names:
         return enter
 
     def get(self, name: str) -> Callable[..., Any] | None:
-        """Return the class or function ``name``, which may have the scope, or None."""
+        """Return the class or function registered under a name, with or without the scope ``mmgate.``, or None."""
         return self.module_dict.get(name.removeprefix('mmgate.'))
 
 
@@ -41,7 +41,7 @@ else:
     from mmengine.registry import Registry
 
     def _child(parent: Registry, *modules: str) -> Registry:
-        """Return our registry below one of mmengine's, whose entries are in these modules."""
+        """Make mmgate's registry below one of mmengine's; ``locations`` are the modules with its entries."""
         locations = [f'mmgate.{module}' for module in modules]
         return Registry(parent.name, parent=parent, scope='mmgate', locations=locations)
 

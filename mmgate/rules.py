@@ -1,4 +1,4 @@
-"""Rules as text, ``PATH=TYPE(option=value, ...)``: what ``attention`` of a config holds, on a command line."""
+"""Read and write rules as text, ``PATH=TYPE(option=value, ...)``, as the option ``--gate`` takes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLOSED = ')]}'
 
 
 def read_rules(text: str) -> list[dict[str, Any]]:
-    """Return the rules in a text.
+    """Parse the text of a ``--gate`` option into rules.
 
     Args:
         text: ``PATH=TYPE`` or ``PATH=TYPE(option=value, ...)``; several rules are separated by ``;``. PATH is a
@@ -34,7 +34,7 @@ def read_rules(text: str) -> list[dict[str, Any]]:
 
 
 def write_rule(rule: Mapping[str, Any]) -> str:
-    """Return a rule as the text that :func:`read_rules` reads."""
+    """Write a rule as text, which :func:`read_rules` can read again."""
     path = rule['path']
     rule_type = rule['type']
     options = ', '.join(f'{key}={value!r}' for key, value in rule.items() if key not in ('path', 'type'))
@@ -43,7 +43,7 @@ def write_rule(rule: Mapping[str, Any]) -> str:
 
 
 def check_rules(rules: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse rules whose type is not registered or has not their options, before there is a model.
+    """Raise an error, before a model is built, for rules with an unknown type or an unknown option.
 
     Raises:
         ConfigError: A rule is wrong; the message has the rule and the types or options that there are.
@@ -56,7 +56,7 @@ def check_rules(rules: Sequence[Mapping[str, Any]]) -> None:
 
 @contextmanager
 def shown_as_read(rules: Rules) -> Iterator[None]:
-    """Add the rules, as they were read, to the message of a ConfigError that is raised inside the context."""
+    """Add the rules, as they were understood, to the message of a ConfigError from inside the ``with`` block."""
     listed = [f'\n  attention[{number}]: {write_rule(rule)}' for number, rule in enumerate(parse_rules(rules))]
     try:
         yield
@@ -99,7 +99,7 @@ def _read_rule(text: str) -> dict[str, Any]:
 
 
 def _literal(text: str, name: str, value: ast.expr, read: Mapping[str, Any]) -> Any:
-    """Return the value of an option."""
+    """Return the value of an option in a rule's text, a Python literal."""
     try:
         return ast.literal_eval(value)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -114,7 +114,7 @@ def _literal(text: str, name: str, value: ast.expr, read: Mapping[str, Any]) -> 
 
 
 def _refusal(text: str, reason: str, read: Mapping[str, Any] | None = None) -> OptionError:
-    """Return the error for a text that is no rule."""
+    """Return the exception for a text that is no rule, with an example of one that is."""
     so_far = ', '.join(f'{key} {value!r}' for key, value in (read or {}).items())
     found = f' Read so far: {so_far}.' if so_far else ''
     known = f' {_options_of(read["type"])}' if read and 'type' in read else ''
@@ -122,7 +122,7 @@ def _refusal(text: str, reason: str, read: Mapping[str, Any] | None = None) -> O
 
 
 def _options_of(name: str) -> str:
-    """Return a sentence with the options of a type, and nothing if it is unknown."""
+    """Return a sentence that lists the options of a type, or an empty text for an unknown type."""
     try:
         names = ', '.join(sorted(options_of(type_named(name, ''))))
     except ConfigError:
@@ -131,7 +131,7 @@ def _options_of(name: str) -> str:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Split a text where the separator lies outside of quotes and brackets."""
+    """Split a text at each separator that lies outside of quotes and brackets."""
     parts = ['']
     quote = ''
     depth = 0

@@ -1,4 +1,7 @@
-"""Initialisation of gated models: shared parameters as in the vanilla model, gates from separate random streams."""
+"""Initialise gated models so that all but the gates gets the vanilla model's values, bit for bit.
+
+Gates are drawn from separate random streams.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ REPORT = '_params_init_info'
 
 
 def initialise_gates_last(model: nn.Module) -> None:
-    """Let ``model.init_weights()`` initialise the vanilla model and then draw the gates.
+    """Change ``model.init_weights`` in place: it initialises the vanilla model first, and then the gates.
 
     Under one seed every parameter that the two models share gets the same numbers bit for bit, and the global random
-    numbers go on as they do in the vanilla model.
+    generators continue as they do in the vanilla model.
 
     Hosts draw in passes over all of their parameters, in ``init_weights`` and, for the ``init_cfg`` of a model around
     this one, in ``apply``. The two methods become attributes of this model, which copies and pickles take along. A
@@ -34,7 +37,7 @@ def initialise_gates_last(model: nn.Module) -> None:
 
 
 def own_gated_modules(model: nn.Module) -> list[Any]:
-    """Return the modules that rules for ``model`` have gated, without those of rules for a model inside it."""
+    """Return the modules gated by rules for this model, without those gated by rules for a model inside it."""
     own = []
     for name, module in gated_modules(model):
         if without_layers_of_peft(module.gating.name) == without_layers_of_peft(name):
@@ -44,7 +47,7 @@ def own_gated_modules(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def gates_in_place(model: nn.Module) -> Iterator[None]:
-    """Switch a model's gates on while the context is open, in an initialisation that has switched them off.
+    """Switch a model's gates on inside a ``with`` block, during an initialisation that has switched them off.
 
     A gated checkpoint that is loaded in the context fills the gates, too.
     """
@@ -59,7 +62,7 @@ def gates_in_place(model: nn.Module) -> Iterator[None]:
 
 
 def _init_weights(model: Any) -> None:
-    """Initialise the vanilla model by the method of its class, then draw the gates."""
+    """Initialise the vanilla model by its class's ``init_weights``, then the gates."""
     modules = own_gated_modules(model)
     again = getattr(model, 'is_init', False)
     with _vanilla(model, modules):
@@ -75,14 +78,14 @@ def _init_weights(model: Any) -> None:
 
 
 def draw_gates(name: str, module: GatedModule) -> None:
-    """Draw those gates of the gated module called ``name`` that no state dict has filled."""
+    """Initialise the gates of a gated module that no state dict has filled, from streams that depend on its name."""
     for inner, part in module.gate.named_modules():
         if isinstance(part, Gate):
             draw_gate(f'{name}.{inner}', part)
 
 
 def _apply(model: Any, function: Callable[[nn.Module], None]) -> nn.Module:
-    """Apply a function to the modules of a model, to the vanilla ones if the function initialises."""
+    """Apply a function to all modules, as ``Module.apply``; an initialiser sees them without their gates."""
     initialises = REPORT in vars(model) or getattr(function, '__module__', '') == INITIALISERS
     modules = own_gated_modules(model) if initialises else []
     with _vanilla(model, modules):
@@ -90,7 +93,7 @@ def _apply(model: Any, function: Callable[[nn.Module], None]) -> nn.Module:
 
 
 def _place(model: nn.Module) -> str:
-    """Return a prefix that tells the names in ``model`` from equal names in another model of the same initialisation.
+    """Return a prefix for a model's gate names that differs between models which are initialised together.
 
     A model around both initialises them, such as a teacher and a student.
     """
@@ -101,7 +104,7 @@ def _place(model: nn.Module) -> str:
 
 @contextmanager
 def _vanilla(model: nn.Module, modules: Sequence[Any]) -> Iterator[None]:
-    """Switch the gates of ``modules`` off while their model initialises, but on while it loads a checkpoint."""
+    """Switch gates off inside a ``with`` block for initialisation, except while a checkpoint is loaded."""
     with ExitStack() as undo:
         undo.enter_context(switched_off(*modules))
         for module in modules:
@@ -120,14 +123,14 @@ def _vanilla(model: nn.Module, modules: Sequence[Any]) -> Iterator[None]:
 
 
 def _each(switch: Callable[[Any], None], modules: Sequence[Any], *_: object) -> None:
-    """Switch all modules; torch calls this as a hook, with arguments that it does not need."""
+    """Apply a switch (on or off) to all modules; a hook, so that further arguments are ignored."""
     for module in modules:
         switch(module)
 
 
 @contextmanager
 def _reported(model: nn.Module, vanilla: nn.Module) -> Iterator[None]:
-    """Enter a vanilla module into the report that mmengine keeps of the initialisation of ``model``."""
+    """Add a vanilla module's parameters to mmengine's report on how a model was initialised."""
     report = vars(model).get(REPORT)
     if report is None:
         yield

@@ -1,4 +1,4 @@
-"""Gate the attention modules of any model, by path."""
+"""Gate attention modules of any model, chosen by path patterns; list the attention that a model has."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SIZES = (
 
 @dataclass
 class Chosen:
-    """A module that a rule has chosen, with the gate made for it.
+    """An attention module that a rule has chosen, with its adapter and the gate made for it.
 
     Attributes:
         name: The name in the model of the module that is gated.
@@ -63,7 +63,7 @@ class Chosen:
 
 
 def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
-    """Gate attention modules of ``model`` in place; they keep their parameters, hooks and names.
+    """Put gates into attention modules of a model in place; modules keep their parameters, hooks and names.
 
     Args:
         model: A module. It stays as it is if there is any error. Inside of a model of PEFT's, names are those of the
@@ -130,7 +130,7 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
 
 
 def path_regex(pattern: str) -> re.Pattern[str]:
-    """Return a regular expression for a pattern over dotted names.
+    """Return the regular expression for a path pattern such as ``'encoder.layers.*.self_attn'``.
 
     ``*`` matches anything within one name, ``**`` any number of names.
     """
@@ -139,7 +139,7 @@ def path_regex(pattern: str) -> re.Pattern[str]:
 
 
 def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the name and the module of every attention in a model.
+    """Yield name and module of each attention in a model.
 
     An attention is a module that is gated, that a gate fits, or whose class is called so. A module such as mmcv's
     ``MultiheadAttention`` and the attention in it, where its gate is put, are yielded once, by the name that a rule
@@ -170,7 +170,7 @@ def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention in a model.
+    """Description of one attention module in a model: path, class, sizes, its gate or the gates that fit.
 
     Attributes:
         path: Its name in the model.
@@ -189,7 +189,7 @@ class Attention:
 
 
 def list_attention(model: nn.Module) -> list[Attention]:
-    """Return every attention of ``model``, in the order of its modules, by the paths that rules take.
+    """Return a description of each attention module of a model, with the path that a rule takes.
 
     Args:
         model: Any module, of an mm package, of transformers, timm or another, gated or not.
@@ -206,7 +206,7 @@ def list_attention(model: nn.Module) -> list[Attention]:
 
 
 def _sizes_of_heads(attention: nn.Module, gates: Sequence[type]) -> dict[str, int]:
-    """Return the channels and the number of heads, read off an attention's gate or by the adapter of one that fits."""
+    """Return an attention's channels and number of heads, from its gate or from the adapter of a gate that fits."""
     if isinstance(attention, GatedModule):
         gate: Any = attention.gates()[0]
         return dict(embed_dims=gate.embed_dims, num_heads=gate.num_heads)
@@ -219,7 +219,7 @@ def _sizes_of_heads(attention: nn.Module, gates: Sequence[type]) -> dict[str, in
 
 
 def names_of_gates(attention: nn.Module) -> str:
-    """Return the names of the classes of an attention's gates, side by side; empty if it is vanilla.
+    """Return the class names of an attention's gates, joined by commas; empty if it is vanilla.
 
     Args:
         attention: A gated module, or the module around it that a rule has chosen.
@@ -229,13 +229,13 @@ def names_of_gates(attention: nn.Module) -> str:
 
 
 def _was_chosen(module: nn.Module) -> bool:
-    """Return whether a rule chose a gated module by its name, not by that of the module around it."""
+    """Return True if a rule named a gated module itself rather than a wrapper around it."""
     record = record_of(module)
     return record is not None and not record.child
 
 
 def parse_rules(rules: Rules) -> list[Mapping[str, Any]]:
-    """Return rules as a list.
+    """Check rules, one or several, and return them as a list.
 
     Raises:
         OptionError: A rule is malformed.
@@ -254,7 +254,7 @@ def parse_rules(rules: Rules) -> list[Mapping[str, Any]]:
 
 
 def type_named(named: str | type[nn.Module], where: str) -> type[nn.Module]:
-    """Return the class that a rule's type names.
+    """Return the attention class that a rule's ``type`` names.
 
     Args:
         named: The type: a registered name or a class.
@@ -290,7 +290,7 @@ def _matches(
     where: str,
     built: dict[int, Chosen],
 ) -> dict[str, Chosen]:
-    """Return the modules that a pattern chooses, by name, with one gate for each host."""
+    """Return the modules that a path pattern matches, by name, each with a new gate."""
     modules = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
@@ -357,7 +357,7 @@ def _made(
     options: Mapping[str, Any],
     built: dict[int, Chosen],
 ) -> Chosen:
-    """Return a host with its gate, which is drawn from the random stream of its name."""
+    """Make and initialise the gate for one attention module, and return both with the adapter."""
     adapter, child = found
     path = f'{name}.{child}'.rstrip('.')
     host = model.get_submodule(path)
@@ -388,7 +388,7 @@ def _refuse_nested(model: nn.Module, chosen: Mapping[str, Chosen]) -> None:
 
 
 def _gated_in(model: nn.Module, module: nn.Module) -> str | None:
-    """Return the name of the class of the gate in a module, in one around it or in one inside it, or None."""
+    """Return the class name of a gate that a module, one around it or one inside it has already, or None."""
     for _, gated in gated_modules(model):
         inside = any(part is gated for part in module.modules())
         if inside or any(part is module for part in gated.modules()):
@@ -399,7 +399,7 @@ def _gated_in(model: nn.Module, module: nn.Module) -> str | None:
 
 
 def _near_hosts(rule_type: type[nn.Module], model: nn.Module, module: nn.Module) -> str:
-    """Return some hosts of a gate as lines: those in the model first, then those of the module's package."""
+    """Return lines for an error message: attention modules that a gate fits, those of this model first."""
     present = {full_name(type(part)) for part in model.modules()}
     package = type(module).__module__.partition('.')[0]
     hosts = sorted(host_names(rule_type), key=lambda host: (host not in present, host.partition('.')[0] != package))
@@ -424,7 +424,7 @@ def _hint(rule_type: type[nn.Module], module: nn.Module) -> str:
 
 
 def check_options(rule_type: type, options: Mapping[str, Any], where: str) -> None:
-    """Raise OptionError, which lists the options of a gate, if it lacks one of ``options``."""
+    """Raise OptionError if a gate does not have one of these options; the message lists those that it has."""
     allowed = set(options_of(rule_type))
     unknown = sorted(set(options) - allowed)
     if unknown:
@@ -435,7 +435,7 @@ def check_options(rule_type: type, options: Mapping[str, Any], where: str) -> No
 
 
 def _inventory(model: nn.Module) -> str:
-    """Return a line for each attention of a model: its name, its class, and its gate or the gates that fit."""
+    """Return lines for an error message: each attention of a model with its class, and its gate or gates that fit."""
     lines = []
     for name, module in attention_modules(model):
         gates = names_of_gates(module)

@@ -1,4 +1,4 @@
-"""Make gates of timm's own into ours, and ours into timm's.
+"""Convert timm's built-in attention gates into mmgate's, and back.
 
 timm builds an attention with ``gated=True`` from scratch. Its gate is ``sigmoid(x W + b)`` on every channel of the
 heads, which is :class:`~mmgate.layers.sdpa_gate.SDPAGate` at G1. Made into ours it can be trained alone, saved
@@ -22,7 +22,7 @@ TYPE = 'SDPAGatedMultiheadAttention'
 
 
 def gates_from_timm(model: nn.Module) -> list[str]:
-    """Make the gates of timm's attentions in ``model`` gates of ours, in place.
+    """Convert the gates that timm has built into a model into mmgate's, in place.
 
     The model computes what it computed. A gate of timm's without a bias gets one of zeros.
 
@@ -68,7 +68,7 @@ def gates_from_timm(model: nn.Module) -> list[str]:
 
 
 def gates_to_timm(model: nn.Module) -> list[str]:
-    """Make our gates in timm's attentions of ``model`` gates of timm's, in place; then mmgate is not needed any more.
+    """Convert mmgate's gates in a timm model into timm's, in place, so that the model runs without mmgate.
 
     The model computes what it computed, and its state dict is that of a model built with ``gated=True``, but that a
     projection without a bias has a gate with one where ours is not zero.
@@ -103,7 +103,7 @@ def gates_to_timm(model: nn.Module) -> list[str]:
 
 
 def _linear(gate: SDPAGate, *, has_bias: bool) -> nn.Linear:
-    """Return a gate's weights as timm holds them, on their device and of their dtype."""
+    """Return a gate's weights as the linear layer that timm has for a gate, with their device and dtype."""
     weight, bias = gate.gate_weight, gate.gate_bias
     has_bias = has_bias or bool(bias.any())
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias, device='meta')

@@ -1,4 +1,4 @@
-"""Load transformers' models with gates in them.
+"""Load models of the package transformers with gates in them.
 
 :func:`mmgate.swap_attention` and what follows from it (gates trained alone, saved alone, taken off) work on any model
 of transformers' as they do on mm models. This module adds ``from_pretrained``, which only transformers has.
@@ -17,7 +17,7 @@ from mmgate.swap import Rules, swap_attention
 
 
 def from_pretrained(model_class: type[nn.Module], path: str | os.PathLike[str], rules: Rules, **options: Any) -> Any:
-    """Load a model of transformers' with gates in it, from a vanilla checkpoint or from one that has the gates.
+    """Load a model of transformers with gates in it, from a vanilla checkpoint or one that has the gates.
 
     Args:
         model_class: The model's own class, such as ``transformers.DeformableDetrForObjectDetection``.
@@ -48,7 +48,7 @@ def from_pretrained(model_class: type[nn.Module], path: str | os.PathLike[str], 
 
 
 def _start_gates(model: nn.Module, missing: set[str]) -> None:
-    """Start the gates that a checkpoint lacks; transformers leaves their memory uninitialised."""
+    """Initialise the gates that a checkpoint lacks, because transformers leaves their memory uninitialised."""
     for name, module in model.named_modules():
         own = {f'{name}.{key}' for key, _ in module.named_parameters()}
         if isinstance(module, Gate):

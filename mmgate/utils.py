@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def register_all_modules(init_default_scope: bool = True) -> None:
-    """Do nothing, because ``import mmgate`` has registered every component.
+    """Do nothing, since ``import mmgate`` has registered all components; mmengine's hub calls this in any package.
 
     Args:
         init_default_scope: An argument of mmengine's. It has no effect: our configs inherit from mmdet's and mmseg's,

@@ -1,4 +1,4 @@
-"""Access to a model, and to its layers, inside of their wrappers."""
+"""Find a model, and names of its tensors, inside wrappers such as DistributedDataParallel and PEFT's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ LAYERS_OF_PEFT = {'BaseTunerLayer': 'base_layer', 'AuxiliaryTrainingWrapper': 'o
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the model inside of wrappers: modules with one child of a name in :data:`INSIDE`, and PEFT's."""
+    """Return the model inside wrappers such as DistributedDataParallel, torch.compile, EMA or PEFT; else the model.
+
+    A wrapper is a module with one child of a name in :data:`INSIDE`, or one of PEFT's.
+    """
     while True:
         model = inside_peft(model)
         children = {name: child for name, child in model.named_children() if name != 'data_preprocessor'}
@@ -24,14 +27,14 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def inside_peft(model: nn.Module) -> nn.Module:
-    """Return the model that a model of PEFT's holds, or the model itself if it is none of PEFT's."""
+    """Return the model inside a PeftModel, or the model itself if it is not PEFT's."""
     while child := _child_by_class(model, MODELS_OF_PEFT):
         model = model.get_submodule(child)
     return model
 
 
 def vanilla_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of a model by the names that it has without PEFT's layers, and without what these add.
+    """Return a model's state dict as it would be without PEFT: under vanilla names, without PEFT's tensors.
 
     The tensors are those of the model, parameters included.
     """
@@ -40,13 +43,13 @@ def vanilla_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def vanilla_names(model: nn.Module) -> dict[str, str]:
-    """Return the name without PEFT's layers of each tensor in a model's state dict, those that PEFT adds left out."""
+    """Return the vanilla name of each tensor in a model's state dict, without the tensors that PEFT adds."""
     names = {name: vanilla_name(model, name) for name in model.state_dict(keep_vars=True)}
     return {name: vanilla for name, vanilla in names.items() if vanilla is not None}
 
 
 def vanilla_name(model: nn.Module, name: str) -> str | None:
-    """Return the name that a tensor or a module has without PEFT's layers, or None if it belongs to one of them."""
+    """Return the name that a tensor or module has without PEFT, or None if PEFT has added it."""
     kept = []
     module: nn.Module | None = model
     for part in name.split('.'):
@@ -60,7 +63,7 @@ def vanilla_name(model: nn.Module, name: str) -> str | None:
 
 
 def without_layers_of_peft(name: str) -> str:
-    """Return a module's name without the parts that are names of :data:`LAYERS_OF_PEFT`.
+    """Return a module's name without the parts that PEFT's wrapping layers have added to it.
 
     It is the same before and after a layer around the module is put there or taken off.
     """
@@ -68,7 +71,7 @@ def without_layers_of_peft(name: str) -> str:
 
 
 def _child_by_class(module: nn.Module, known: dict[str, str]) -> str | None:
-    """Return the name of a child that ``known`` has for a class of PEFT's, by the names of a module's classes."""
+    """Look a module's class up among PEFT's layers, and return the name of the child that it wraps."""
     for base in type(module).__mro__:
         if base.__module__.partition('.')[0] == 'peft' and base.__name__ in known:
             return known[base.__name__]

@@ -16,7 +16,7 @@ import torch
 from conftest import ROOT, TORCH, needs_mmpretrain
 from helpers.fake_tensors import DEVICES, fake_device, moved
 from helpers.families import DENSE, FAMILIES, HEADS, MAP, C, build
-from torch import nn
+from torch import Tensor, nn
 
 from mmgate import layers
 
@@ -68,10 +68,12 @@ def called(name: str, layer: nn.Module, device: str) -> Any:
     return partial(layer, **moved(maps, device))
 
 
-def test_every_gate_is_among_the_layers() -> None:
-    gates = {type(made(name).gate).__name__ for name in LAYERS if hasattr(made(name), 'gate')}
-    without = {'CrossWindowGate'}  # of CrossWindowAttention's stripes
-    assert {name for name in layers.__all__ if name.endswith('Gate')} == gates | without
+def test_every_attention_is_among_the_layers() -> None:
+    """By the class of each layer, or of its gate."""
+    there = [made(name) for name in LAYERS]
+    classes = {type(layer) for layer in there} | {type(getattr(layer, 'gate', None)) for layer in there}
+    attentions = {name: getattr(layers, name) for name in layers.__all__ if name.endswith('Attention')}
+    assert [name for name, kind in attentions.items() if not {kind, getattr(kind, 'gate_type', kind)} & classes] == []
 
 
 @pytest.mark.parametrize('device', DEVICES)
@@ -137,19 +139,25 @@ def model_and_data(name: str) -> tuple[Any, dict[str, Any]]:
     from helpers.zoo import batch
     from mmengine.config import Config
 
-    import mmgate
+    import mmgate  # noqa: F401  (registers the models)
 
     cfg = Config.fromfile(str(ROOT / 'configs' / CONFIGS[name]))
     registry.init_default_scope(cfg.default_scope)
     model = registry.MODELS.build(cfg.model)
     if name == 'mask2former':
-        # mmcv's deformable attention reads the sum of its sizes, mmgate's does not.
-        mmgate.swap_attention(model, dict(path='decode_head.pixel_decoder.**', type='MultiScaleDeformableAttention'))
+        # mmdet's pixel decoder reads sizes of levels from the device. The gates are in the decoder after it.
+        model.decode_head.pixel_decoder.forward = maps_of_pixels
     if cfg.default_scope != 'mmpretrain':
         return model, batch(cfg, (128, 128))
     from mmpretrain.structures import DataSample
 
     return model, dict(inputs=torch.randn(2, 3, 128, 128), data_samples=[DataSample().set_gt_label(1) for _ in 'ab'])
+
+
+def maps_of_pixels(features: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return features of pixels and the maps of three levels, as Mask2Former's pixel decoder does."""
+    maps = [features[0].new_zeros(len(features[0]), 128, side, side) for side in (4, 8, 16, 32)]
+    return maps.pop(), maps
 
 
 def run_part(model: Any, data: dict[str, Any], part: str) -> None:
@@ -171,7 +179,9 @@ def test_a_demos_model_stays_on_its_device(name: str, device: str, monkeypatch: 
 
     # mmdet reads the sizes of the levels, one by one, of a tensor on the device.
     points = Encoder.get_encoder_reference_points
-    monkeypatch.setattr(Encoder, 'get_encoder_reference_points', staticmethod(lambda _, *x: points(SIZES, *x)))
+    monkeypatch.setattr(
+        Encoder, 'get_encoder_reference_points', staticmethod(lambda _, *x, **y: points(SIZES, *x, **y))
+    )
     model, data = model_and_data(name)
     found = {}
     with fake_device(device) as transfers:

@@ -27,7 +27,7 @@ parts = dict(
     plug_and_attention=dict(attention=plug, trains=['gates', attention]),
     attention=dict(trains=[attention]),
     statistics=dict(trains=[], statistics=True))
-# the model was trained at 4e-4, and models go on here at 2e-4: 1, 5, 20 and 100 times that
+# learning rates: 1, 5, 20 and 100 times 2e-4, half of the 4e-4 at which the model was trained
 rates = dict(
     default=[2e-4, 1e-3, 4e-3, 2e-2],
     everything=[1e-4, 2e-4, 4e-4, 1e-3],

@@ -1,4 +1,4 @@
-# The Deformable DETR from which finetune_detr.py goes on.
+# Trains the Deformable DETR from whose checkpoint finetune_detr.py starts.
 _base_ = '_base_/shapes_detection.py'
 
 runs = dict(vanilla='configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py')

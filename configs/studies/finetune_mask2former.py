@@ -1,4 +1,4 @@
-# A trained Mask2Former goes on for as many steps vanilla, with PLuG, with PLuG's gates alone, with an SDPA gate.
+# A trained Mask2Former is trained for 100 more steps: vanilla, with PLuG, with PLuG's gates alone, with an SDPA gate.
 # Data:  python tools/dataset_converters/make_shapes.py data/shapes_hard --difficulty hard --num-train 800 --num-val 200 --num-objects 0
 # Start: python tools/analysis_tools/study.py configs/studies/finetune_mask2former_start.py
 # Run:   python tools/analysis_tools/study.py configs/studies/finetune_mask2former.py

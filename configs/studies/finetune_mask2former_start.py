@@ -1,4 +1,4 @@
-# The Mask2Former from which finetune_mask2former.py goes on.
+# Trains the Mask2Former from whose checkpoint finetune_mask2former.py starts.
 _base_ = '_base_/shapes_segmentation.py'
 
 runs = dict(vanilla='configs/_base_/mask2former_r18_1xb8-1k_shapes-128x128.py')

@@ -1,4 +1,4 @@
-# A trained Deformable DETR goes on with PLuG's gates at 1, 5, 20 and 100 times the models' rate; what they moved, and AP.
+# A trained Deformable DETR is trained further, with PLuG's gates at 1, 5, 20 and 100 times the model's learning rate.
 # Data and backbone: configs/real/README.md
 # Start: python tools/analysis_tools/study.py configs/studies/gate_rate_bccd_start.py
 # Run:   python tools/analysis_tools/study.py configs/studies/gate_rate_bccd.py

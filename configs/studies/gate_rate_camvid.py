@@ -1,4 +1,4 @@
-# A trained Mask2Former goes on with PLuG's gates at 1, 5, 20 and 100 times the models' rate; what they moved, and mIoU.
+# A trained Mask2Former is trained further, with PLuG's gates at 1, 5, 20 and 100 times the model's learning rate.
 # Data and backbone: configs/real/README.md
 # Start: python tools/analysis_tools/study.py configs/studies/gate_rate_camvid_start.py
 # Run:   python tools/analysis_tools/study.py configs/studies/gate_rate_camvid.py

@@ -1,1 +1,1 @@
-"""Analysis of attention: probes read it, figures draw it, ``complexity`` counts it, ``structure`` lists it."""
+"""Look at attention: ``probes`` record it in a run, ``figures`` draw it, ``complexity`` counts operations."""

@@ -1,4 +1,4 @@
-"""Multiply-accumulates of a model, counted as papers on attention count them.
+"""Count the multiply-accumulates (MACs) of a model in the way in which papers on attention count them.
 
 Every matrix product and convolution counts, in linear layers, einsum, linear attention and fused attention alike.
 Deformable sampling counts its interpolation and its weighted sum. Norms, activations, softmax, gates, other elementwise
@@ -20,6 +20,8 @@ from mmengine.logging import print_log
 from mmengine.registry import MODELS
 from mmengine.structures import BaseDataElement, InstanceData
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmgate.analysis.structure import build_structure
@@ -36,14 +38,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Complexity:
-    """Size of a model.
+    """Number of a model's trainable parameters, and the MACs of one forward pass, by module and by gate.
 
     Attributes:
         parameters: Trainable parameters.
         macs: Multiply-accumulates of a forward pass.
         by_module: Those of every direct child.
-        by_gate: Those of the layers in gates, by the class of the gate. They are part of the above. Products in an
-            operator, such as PLuG's of gate queries and keys, belong to the attention.
+        by_gate: Those of gates, by the class of the gate: products and convolutions with their parameters. They are
+            part of the above. Products of what these compute, such as PLuG's of gate queries and keys, belong to the
+            attention.
     """
 
     parameters: int
@@ -53,7 +56,7 @@ class Complexity:
 
 
 def count_config(cfg: Config, height: int, width: int) -> Complexity:
-    """Count a config's model, which may be a bare backbone, on one image of ``height`` x ``width``.
+    """Return the parameters and MACs of a config's model, or of a bare backbone, on one ``height`` x ``width`` image.
 
     Most models run on the meta device, where nothing is computed. A segmentor's auxiliary heads, which only training
     uses, are left out. A two-stage detector's box heads see 1000 proposals and its mask heads 100, instead of those of
@@ -81,7 +84,7 @@ def _count_host(model: Any, image: Tensor) -> Complexity:
 
 
 def count_model(model: nn.Module, *inputs: Any) -> Complexity:
-    """Count ``model(*inputs)``.
+    """Return the parameters and MACs of the call ``model(*inputs)``; it changes the model, so give a copy.
 
     The model is changed: it is left in evaluation mode, with no parameter that requires a gradient, and its gates lose
     computations that do not count, see :meth:`.Gate.prepare_count`. Give a copy of a model that goes on.
@@ -98,37 +101,89 @@ def count_model(model: nn.Module, *inputs: Any) -> Complexity:
         if isinstance(layer, Gate):
             layer.prepare_count()
     counter = FlopCounterMode(display=False, custom_mapping=rules())
+    of_gates = _CountOfGates(model, counter)
     # Under a torch function mode torch's attention leaves out its fused operator, which would hide the products.
-    with torch.no_grad(), torch.device('cpu'), counter:
+    with torch.no_grad(), torch.device('cpu'), counter, of_gates:
         model(*inputs)
     counts = {name: sum(by_op.values()) // 2 for name, by_op in counter.get_flop_counts().items()}
     prefix = type(model).__name__
     total = counter.get_total_flops() // 2
     by_module = {name: _of(module, f'{prefix}.{name}', counts) for name, module in model.named_children()}
     rest = total - sum(by_module.values())
-    by_gate: dict[str, int] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Gate):
-            kind = type(module).__name__
-            by_gate[kind] = by_gate.get(kind, 0) + _of(module, f'{prefix}.{name}'.rstrip('.'), counts)
+    by_gate = {gate: flops // 2 for gate, flops in of_gates.flops.items()}
     return Complexity(parameters, total, {**by_module, **({'itself': rest} if rest > 0 else {})}, by_gate)
 
 
+class _CountOfGates(TorchDispatchMode):
+    """Note what a counter adds in operators that take a gate's parameter, or what was computed from such alone.
+
+    A counter goes by modules, but a gate may use its parameters without calling a module.
+
+    Args:
+        model: Model with gates.
+        counter: Counter of the same pass, which has to be entered first.
+
+    Attributes:
+        flops: Operations by the class of the gate.
+    """
+
+    def __init__(self, model: nn.Module, counter: FlopCounterMode) -> None:
+        super().__init__()
+        self.flops: dict[str, int] = {}
+        self._counter = counter
+        # Class of the gate by the address of a storage, which views of a parameter share.
+        self._owners: dict[int, str] = {}
+        # Storages that were noted have to live, since another one could get their address.
+        self._noted: list[Tensor] = []
+        for module in model.modules():
+            if isinstance(module, Gate):
+                self.flops.setdefault(type(module).__name__, 0)
+                for parameter in module.parameters():
+                    self._note(parameter, type(module).__name__)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        owners = [self._owners.get(_address(x)) for x in given]
+        owner = next((owner for owner in owners if owner is not None), None)
+        before = self._counter.get_total_flops()
+        result = func(*args, **(kwargs or {}))
+        if owner is not None:
+            added = self._counter.get_total_flops() - before
+            self.flops[owner] += added
+            if not added and all(owners) and isinstance(result, Tensor):
+                self._note(result, owner)
+        return result
+
+    def _note(self, x: Tensor, owner: str) -> None:
+        self._owners[_address(x)] = owner
+        self._noted.append(x)
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
 def _of(module: nn.Module, name: str, counts: dict[str, int]) -> int:
-    """Return the count of ``module``, or the sum of its children's where the host calls its ``forward`` directly."""
+    """Return the MACs of a module: its entry in ``counts`` or, if it has none, the sum over its children.
+
+    A module has no entry if its parent calls its ``forward`` directly, so that no hook of the counter runs.
+    """
     if name in counts:
         return counts[name]
     return sum(_of(child, f'{name}.{child_name}', counts) for child_name, child in module.named_children())
 
 
 def empty_sample(size: tuple[int, int]) -> BaseDataElement:
-    """Return a data sample for a detector or a segmentor that holds only the image's height and width."""
+    """Return a data sample without annotations, which has only the height and width of an image."""
     meta = dict(img_shape=size, ori_shape=size, pad_shape=size, batch_input_shape=size, scale_factor=(1.0, 1.0))
     return BaseDataElement(metainfo=meta)
 
 
 def _fix_proposals(model: Any, image: Tensor) -> None:
-    """Let a two-stage detector's RPN return 1000 proposals and RoIAlign, which has no meta kernel, zeros."""
+    """Make a two-stage detector countable: its RPN returns 1000 fixed proposals, and its RoIAlign returns zeros.
+
+    An untrained RPN would return any number of proposals, and RoIAlign has no kernel for the device ``meta``.
+    """
     head = getattr(model, 'rpn_head', None)
     second = getattr(model, 'roi_head', None)
     if head is None or second is None:
@@ -183,6 +238,6 @@ _RULES: dict[tuple[Any, str], Callable[..., int]] = {
 
 
 def rules() -> dict[Any, Callable[..., int]]:
-    """Return the rules of the operators that are there; other packages' are once they are imported."""
+    """Return the function that counts each custom operator, by operator: mmgate's, and those of imported packages."""
     torch_ms_deform_attn.missing()
     return {getattr(space, name): rule for (space, name), rule in _RULES.items() if hasattr(space, name)}

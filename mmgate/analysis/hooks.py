@@ -1,4 +1,4 @@
-"""A hook that logs statistics of the gates during a run."""
+"""A hook of mmengine's Runner that logs statistics of the gates while a gated model trains."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ PER = ('layer', 'type')
 
 @HOOKS.register_module()
 class GateStatisticsHook(Hook):
-    """Log mean, spread, sparsity, distance and gradient norm of gates, and their histogram, to the run's visualizer.
+    """Hook that logs statistics of the gates during training: mean, spread, movement, gradient norm, histogram.
+
+    The statistics go to the run's visualizer, and so to TensorBoard and the like.
 
     All of the visualizer's backends get them (local JSON and PNG, TensorBoard, W&B, MLflow). Tags of scalars are
     ``gate/<path>/<mean | std | sparsity | moved | moved_most | grad_norm>``; a reading of another name, such as SAGA's
@@ -66,7 +68,7 @@ class GateStatisticsHook(Hook):
         self._warned = False
 
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None) -> None:
-        """Begin to record in one iteration of ``interval``, and in the last."""
+        """Begin to record the gates if this is one of every ``interval`` iterations, or the last one."""
         # An iteration that failed may have left hooks.
         self._open.close()
         self._recording = None
@@ -87,7 +89,7 @@ class GateStatisticsHook(Hook):
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None, outputs: dict[str, Tensor] | None = None
     ) -> None:
-        """Log the statistics of this iteration, if they were recorded."""
+        """Log the gates' statistics of this iteration, if they were recorded in it."""
         self._open.close()
         if self._recording is None:
             return
@@ -127,11 +129,11 @@ class GateStatisticsHook(Hook):
         runner.visualizer.add_image('gates', histogram_image(by_kind), step=runner.iter + 1)
 
     def after_train_epoch(self, runner: Runner) -> None:
-        """Warn if no gate moved."""
+        """Warn after an epoch if all gates are still close to the value that changes nothing."""
         self._warn_of_rest(runner)
 
     def before_val_epoch(self, runner: Runner) -> None:
-        """Warn if no gate moved, in a loop of iterations, which has one epoch in all."""
+        """Warn before a validation, in a run counted in iterations, if all gates are close to changing nothing."""
         self._warn_of_rest(runner)
 
     def _warn_of_rest(self, runner: Runner) -> None:
@@ -155,7 +157,7 @@ def _layer_gate(model: nn.Module, path: str, name: str) -> LayerGate:
 
 
 def _numbers(gates: Sequence[LayerGate]) -> dict[str, float]:
-    """Return the statistics of gates, in the mean over layers."""
+    """Return the statistics of some gates by name, each averaged over the layers."""
     found = [gate.statistics for gate in gates]
     count = len(found)
     numbers = dict(
@@ -169,7 +171,7 @@ def _numbers(gates: Sequence[LayerGate]) -> dict[str, float]:
 
 
 def _line(kind: str, name: str, layers: int, numbers: Mapping[str, float], norm: float | None) -> str:
-    """Return a line for the log."""
+    """Return the line of the log that sums up the gates of one class."""
     of_name = '' if name == 'gate' else f' ({name})'
     parts = [f'mean {numbers["mean"]:.3g}']
     if 'moved' in numbers:

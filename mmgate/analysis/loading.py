@@ -1,4 +1,4 @@
-"""Models and images for the tools that draw attention, and the command line that these tools share."""
+"""Load models and images for the tools that draw attention, and parse the command line that these tools share."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ IMAGES = ('.jpg', '.jpeg', '.png', '.ppm', '.bmp', '.pgm', '.tif', '.tiff', '.we
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in eval mode with its weights, and its config.
+    """A model in eval mode with the weights of its checkpoint, and the config from which it was built.
 
     The name labels pictures: it is the config's file name without its ending, followed by the checkpoint where models
     share the config.
@@ -55,7 +55,7 @@ class LoadedModel:
     model: nn.Module
 
     def inputs(self, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-        """Yield batches of one image each for ``model.test_step``, with a progress bar.
+        """Yield each image of the command line as a batch for ``model.test_step``, and show a progress bar.
 
         Raises:
             ConfigError: An image or the data set is missing.
@@ -86,21 +86,21 @@ class LoadedModel:
 
 
 def _still(pipeline: Sequence[Any]) -> list[Any]:
-    """Return a copy of a pipeline without flips, and with boxes in pixels of the image on disk."""
+    """Return a test pipeline without random flips, which leaves true boxes in pixels of the image on disk."""
     steps = [deepcopy(step) for step in pipeline if type_name(step) != 'RandomFlip']
     # Annotations that are loaded after a resize keep the pixels of the image on disk.
     return sorted(steps, key=lambda step: (type_name(step).startswith('Pack'), type_name(step) == 'LoadAnnotations'))
 
 
 def _innermost(dataset: Any) -> Any:
-    """Return the innermost data set's config, past wrappers."""
+    """Return the config of the data set inside wrappers such as RepeatDataset."""
     while 'pipeline' not in dataset and 'dataset' in dataset:
         dataset = dataset.dataset
     return dataset
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return the command line that all of these tools share, to which a tool adds its options."""
+    """Return an argument parser with the options that all drawing tools share; a tool adds more to it."""
     shared = config_parser(description)
     add_gate_options(shared)
     add_inputs(shared)
@@ -114,14 +114,14 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def add_inputs(parser: argparse.ArgumentParser, *, split: str = 'val', count: int = 8) -> None:
-    """Add the checkpoint and the images of a command line, by default the first ``count`` of ``split``."""
+    """Add arguments for a checkpoint and images to a parser; the default is the first ``count`` images of ``split``."""
     parser.add_argument('checkpoint', help=f"checkpoint file or URL; '{UNTRAINED}' for the model as it is initialised")
     add_images(parser, split=split, count=count)
     add_trust_option(parser)
 
 
 def add_images(parser: argparse.ArgumentParser, *, split: str, count: int) -> None:
-    """Add the images of a command line, by default the first ``count`` of ``split``."""
+    """Add the options that choose images to a parser; the default is the first ``count`` images of ``split``."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument('--images', nargs='+', help='image files, folders of some, or patterns')
     splits = ['train', 'val', 'test']
@@ -130,7 +130,7 @@ def add_images(parser: argparse.ArgumentParser, *, split: str, count: int) -> No
 
 
 def positive(text: str) -> int:
-    """Return a number of 1 or more, for a command line."""
+    """Convert the text of a command-line option to an int, and refuse it if it is below 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f'{text}: give 1 or more.')
@@ -138,7 +138,7 @@ def positive(text: str) -> int:
 
 
 def load_models(args: argparse.Namespace, readings: Sequence[str], purpose: str) -> list[LoadedModel]:
-    """Return the models that a command line of :func:`parser` names, set to test on whole images.
+    """Build and return the models that the arguments of :func:`parser` name, set to test on whole images.
 
     Args:
         args: The parsed command line.
@@ -176,7 +176,7 @@ def load_models(args: argparse.Namespace, readings: Sequence[str], purpose: str)
 
 
 def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', *, whole: bool = False) -> LoadedModel:
-    """Return a config's model with the weights of a file, an address or ``'untrained'``, on ``device``, in eval mode.
+    """Build a config's model, load its checkpoint (a file, a URL or ``'untrained'``) and return it in eval mode.
 
     Raises:
         ConfigError: The checkpoint cannot be read, is not the model's, or does not fill all of it (``whole``).
@@ -197,7 +197,7 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', *, whole: bool
 
 
 def class_names(cfg: Config) -> tuple[str, ...]:
-    """Return the names of the classes of a config's test data, empty where config and data set have none."""
+    """Return the object classes' names that a config's test data set has, an empty tuple if there are none."""
     loader = cfg.get('test_dataloader')
     if loader is None:
         return ()
@@ -208,7 +208,7 @@ def class_names(cfg: Config) -> tuple[str, ...]:
 
 
 def picture_names(images: Iterable[str]) -> dict[str, str]:
-    """Return a name for the picture of each image: its path below the folder that holds all of them."""
+    """Return for each image the name of the picture that is drawn of it: its path below the images' common folder."""
     listed = {image: Path(os.path.abspath(image)) for image in images}
     shared = os.path.commonpath([path.parent for path in listed.values()])
     names = {image: '_'.join(path.relative_to(shared).with_suffix('').parts) for image, path in listed.items()}
@@ -218,7 +218,7 @@ def picture_names(images: Iterable[str]) -> dict[str, str]:
 
 
 def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Write dicts of the same keys, numbers rounded to six places, and return the path."""
+    """Write rows, dicts of the same keys, into a CSV file with numbers rounded to six places; return the path."""
     remaining = iter(rows)
     first = next(remaining, None)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -231,7 +231,7 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Make a folder, or raise ConfigError if nothing can be written to it."""
+    """Make an output folder, and raise ConfigError if nothing can be written into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -240,7 +240,7 @@ def check_folder(folder: Path) -> None:
 
 
 def find_images(inputs: str) -> list[str]:
-    """Return the images that a file, a URL, a folder or a pattern names; raise ConfigError if there are none."""
+    """Return the paths of the images that a file, URL, folder or glob pattern names; none is a ConfigError."""
     if os.path.isfile(inputs) or '://' in inputs:
         return [inputs]
     found = glob.glob(os.path.join(inputs, '*') if os.path.isdir(inputs) else inputs)

@@ -1,4 +1,4 @@
-"""Structure of a config's model, without the time and memory that its weights would take."""
+"""Build a config's model without weights, to list its modules in little time and memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ['Attention', 'NoLanguageModel', 'build_structure', 'list_attention', 
 
 
 def build_structure(cfg: Config) -> nn.Module:
-    """Build a config's model for its modules' names, classes and sizes, with most parameters on the meta device.
+    """Build a config's model with most parameters on the device ``meta``, to read its modules' names and sizes.
 
     Raises:
         ConfigError: There is no model in it, or the model cannot be built.
@@ -43,7 +43,7 @@ def build_structure(cfg: Config) -> nn.Module:
 
 
 def rules_to_paste(model: nn.Module, listed: Sequence[Attention]) -> dict[str, str]:
-    """Return the text of a rule for each attention that a gate fits and that is best gated itself, by its path.
+    """Return for each attention that a gate fits the text of a rule that a user can paste after ``--gate``, by path.
 
     The rule's path is that of all attentions alike, with ``*`` for numbers, or that of the one attention where a gate
     does not fit them all. Its type is the first that starts as the vanilla attention and has a gate, or else the first.
@@ -55,7 +55,7 @@ def rules_to_paste(model: nn.Module, listed: Sequence[Attention]) -> dict[str, s
     gated = [row.path for row in listed if row.gate]
 
     def is_taken(path: str) -> bool:
-        """Return whether a module, one around it or one inside it is gated already."""
+        """Return True if this module, one around it or one inside it has a gate already."""
         return any(f'{path}.'.startswith(f'{other}.') or other.startswith(f'{path}.') for other in gated)
 
     free = {row.path: row for row in listed if row.gates and not is_taken(row.path)}
@@ -76,7 +76,7 @@ def _starts_as_vanilla(rule_type: str) -> bool:
 
 
 def _apart(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return replacements for the parts of a model's config that are no part of the structure and need something.
+    """Return replacements for parts of a model's config that need downloads or packages and hold no attention.
 
     They are the data preprocessor, which mmseg refuses in two configs; a teacher, a language model, a backbone of timm
     and StrongSORT's post-processing model, whose weights would be downloaded; activation checkpointing, for which
@@ -98,7 +98,7 @@ def _apart(model: Mapping[str, Any]) -> dict[str, Any]:
 
 @MMGATE_MODELS.register_module()
 class NoLanguageModel(nn.Module):
-    """Placeholder for the language model of a vision-language detector, which reads the width of BERT's features."""
+    """Stand-in for a vision-language detector's language model: it has the width of BERT's features, and no weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class NoLanguageModel(nn.Module):
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Torch function mode that puts ``torch.empty``, which layers make parameters by, on the meta device, and no other.
+    """Mode in which ``torch.empty``, with which layers make parameters, and no other function returns meta tensors.
 
     Under ``torch.device('meta')`` all tensors would be without values, and models read their drop path rates from one.
     """

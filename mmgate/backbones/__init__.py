@@ -1,4 +1,4 @@
-"""Backbones with agent, SAGA and other attention, most of them gated ones of mmdet and mmpretrain."""
+"""Backbones with Agent, SAGA and other attention; most are mmdet's or mmpretrain's with their attention gated."""
 
 from __future__ import annotations
 

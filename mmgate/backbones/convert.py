@@ -1,4 +1,4 @@
-"""Turn published checkpoints of PVT, Swin, CSwin and DeiT, vanilla or with agents, into those of our backbones."""
+"""Convert published checkpoints of PVT, Swin, CSwin and DeiT, vanilla or with agents, for mmgate's backbones."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from mmgate.checkpoints.tensors import State, tensors
 
 
 def convert(checkpoint: Any) -> State:
-    """Return the tensors of a published checkpoint in the names of AgentPVT, AgentSwin, AgentCSwin or mmpretrain's ViT.
+    """Return a published checkpoint's tensors under the names that mmgate's backbone, or mmpretrain's ViT, gives them.
 
     The backbones read published layouts themselves, so that only those who want a file need this. Tensors are renamed
-    and nothing else. A model that loads them checks whether they fill it, a backbone of ours by its ``init_cfg``. A
+    and nothing else. A model that loads them checks whether they fill it, a backbone of mmgate by its ``init_cfg``. A
     vanilla PVT or Swin gets mmdet's names; names that are ours stay.
 
     Args:
@@ -28,7 +28,9 @@ def convert(checkpoint: Any) -> State:
 
 
 def convert_classifier(checkpoint: Any) -> State:
-    """Return the state dict of the ImageClassifier that ``configs/agent/classification`` builds of the same size.
+    """Return a published classifier's weights as the state dict of our ImageClassifier of the same size.
+
+    ``configs/agent/classification`` builds that classifier.
 
     Agent-PVT, Agent-Swin and Agent-CSwin become ``backbone`` (its last stage alone has an output norm, Swin's final
     one) and ``head.fc``, and so does a vanilla CSwin, of an ``AgentCSwin`` without agents; DeiT, with agent attention

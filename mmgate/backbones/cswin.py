@@ -1,4 +1,4 @@
-"""CSwin with agent attention in its early stages; no mm package has a CSwin."""
+"""The backbone CSwin with agent attention in its early stages, written here because no mm package has a CSwin."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Numbers = Sequence[int | None]
 
 
 class _Block(nn.Module):
-    """Transformer block over tokens: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
+    """Pre-norm transformer block over tokens: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
 
     def __init__(self, attn: nn.Module, channels: int, mlp_ratio: float, drop_path: float) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class _Block(nn.Module):
 
 
 class _Embedding(nn.Module):
-    """Convolution that makes the map smaller, and a norm; returns tokens and the height and width of their map."""
+    """Strided convolution and a norm that begin a stage; return the tokens, and the height and width of their map."""
 
     def __init__(self, inputs: int, channels: int, kernel: int, stride: int, padding: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class _Embedding(nn.Module):
 
 @MODELS.register_module()
 class AgentCSwin(PublishedWeights, BaseModule):
-    """CSwin with agent attention over the whole map in stages 1 and 2, cross-shaped windows in stage 3.
+    """Backbone CSwin with agent attention in stages 1 and 2, cross-shaped windows in stage 3, the whole map in stage 4.
 
     The last stage sees its whole map. ``agent_nums=(None,) * 4`` makes it vanilla; both start with the same numbers in
     what they share.
@@ -153,7 +153,7 @@ class AgentCSwin(PublishedWeights, BaseModule):
         start_linear(*(module for module in self.modules() if isinstance(module, nn.Linear)))
 
     def rename(self, state: State) -> State:
-        """Return the tensors of the authors' CSwin, or of ours, under the names that they have here."""
+        """Return the tensors of a CSwin checkpoint, the authors' or ours, under the names of this class."""
         # A vanilla block's convolutions in stripes have no place where there are agents.
         own = self.state_dict()
         return {key: value for key, value in cswin_layout(state).items() if key in own or '.lepe.' not in key}
@@ -175,16 +175,16 @@ class AgentCSwin(PublishedWeights, BaseModule):
 
 @adapts(MapGate, CrossWindowAttention)
 class UncrossedAttention(MapHost):
-    """Adapter of the attention in cross-shaped windows, for gates that mix the whole map instead of stripes."""
+    """Adapter that lets attention over the whole map replace CSwin's attention in cross-shaped windows."""
 
     leaves_out = ('lepe',)
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
-        """Return the sizes of a host."""
+        """Return the number of channels and heads of CSwin's attention, for its gate."""
         bias = host.qkv.bias is not None
         return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop, scale=host.scale, bias=bias)
 
     def forward(self, x: Tensor, hw_shape: Size) -> Tensor:
-        """Attend over ``(B, N, C)`` tokens of a map of ``hw_shape``."""
+        """Attend over all tokens ``(B, N, C)`` of a map of height and width ``hw_shape``."""
         return self.attend(x, hw_shape)

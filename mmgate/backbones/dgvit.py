@@ -1,4 +1,4 @@
-"""DGViT: mmpretrain's vision transformer with M-DGSA and SwiGLU."""
+"""The vision transformer DGViT: mmpretrain's ViT with differential gated attention (M-DGSA) and SwiGLU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHECKED_BY_HOST = 1
 
 @MODELS.register_module()
 class DGViT(VisionTransformer):
-    """A ViT with a class token whose attention is M-DGSA and whose feed-forward network is SwiGLU.
+    """A ViT whose attention is M-DGSA (differential gated self-attention) and whose feed-forward network is SwiGLU.
 
     Other values of ``attention`` give the paper's other models. ``dict(type='DifferentialMultiheadAttention')``, which
     gets its layer's depth, makes the differential transformer, and None leaves the vanilla attention.
@@ -79,7 +79,7 @@ class DGViT(VisionTransformer):
 
 
 def _rule(attention: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return the rule of one layer, with its depth where the type has such an option."""
+    """Return the rule that gates the attention of one layer, with the layer's number if the type has that option."""
     kind = MODELS.get(attention['type'])
     has_depth = kind is not None and 'depth' in options_of(kind)
     return {'path': f'layers.{number}.attn', **(dict(depth=number + 1) if has_depth else {}), **attention}

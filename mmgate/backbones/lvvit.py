@@ -1,4 +1,4 @@
-"""LV-ViT: mmpretrain's vision transformer after a convolutional stem, and the head that labels every token."""
+"""LV-ViT: a convolutional stem before mmpretrain's vision transformer, and a head that classifies every token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PATCH = 8  # side of a patch of the stem's map
 
 
 class _Divided(nn.Module):
-    """A residual branch over a constant, where mmpretrain's layers have a learnt scale."""
+    """Module that divides a residual branch by a constant; it replaces the learnt LayerScale of mmpretrain's layers."""
 
     def __init__(self, divisor: float) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class _Divided(nn.Module):
 
 @MODELS.register_module()
 class LVViT(VisionTransformer):
-    """A ViT with a class token, three convolutions before its patches, and residual branches divided by a constant.
+    """The backbone LV-ViT: a ViT with three convolutions before its patches and scaled-down residual branches.
 
     Args:
         arch: ``'tiny'``, ``'small'`` or ``'medium'``.
@@ -118,7 +118,7 @@ class LVViT(VisionTransformer):
             trunc_normal_(self.cls_token, std=0.02)
 
     def forward(self, x: Tensor) -> tuple[Any, ...]:
-        """Return the tokens ``(B, 1 + N, C)``, the class token first, of images ``(B, 3, H, W)``.
+        """Return the tokens ``(B, 1 + N, C)`` of images ``(B, 3, H, W)``, with the class token first.
 
         In training with MixToken every output is a pair: the tokens, those of a box back in the image that they come
         from, and the share of the class token's image that is its own.
@@ -133,7 +133,10 @@ class LVViT(VisionTransformer):
         return tuple((self._restore(tokens, hw_shape, box), share) for tokens in outputs)
 
     def get_layer_depth(self, param_name: str, prefix: str = '') -> tuple[int, int]:
-        """Return the depth of a parameter and the number of depths, the stem's with the patches'."""
+        """Return a parameter's depth and the number of depths, for layer-wise learning rates.
+
+        The stem has the depth of the patch embedding.
+        """
         stem = f'{prefix}stem.'
         patches = f'{prefix}patch_embed.'
         name = patches + param_name.removeprefix(stem) if param_name.startswith(stem) else param_name
@@ -141,13 +144,13 @@ class LVViT(VisionTransformer):
 
     @staticmethod
     def _restore(tokens: Tensor, hw_shape: tuple[int, int], box: Sequence[int]) -> Tensor:
-        """Return tokens ``(B, 1 + N, C)`` with those in a box back in the image that they come from."""
+        """Put the tokens that MixToken has exchanged between two images back into their own image."""
         grid = _exchange(tokens[:, 1:].transpose(1, 2).unflatten(-1, hw_shape), box)
         return torch.cat([tokens[:, :1], grid.flatten(2).transpose(1, 2)], 1)
 
 
 def _exchange(maps: Tensor, box: Sequence[int]) -> Tensor:
-    """Return maps ``(B, C, H, W)`` whose box is that of the batch in reverse order; twice is once back."""
+    """Exchange a box of each map ``(B, C, H, W)`` with the image opposite in the batch; a second call undoes it."""
     top, bottom, left, right = box
     exchanged = maps.clone()
     exchanged[:, :, top:bottom, left:right] = maps.flip(0)[:, :, top:bottom, left:right]
@@ -156,7 +159,7 @@ def _exchange(maps: Tensor, box: Sequence[int]) -> Tensor:
 
 @MODELS.register_module()
 class TokenLabelHead(VisionTransformerClsHead):
-    """A classifier on the class token and one on every other token, trained with labels of tokens.
+    """LV-ViT's head: a classifier on the class token, and a second one on every other token, trained with token labels.
 
     The loss is ``H(class token, y) + token_weight * mean_i H(token_i, y_i)``. With MixToken the first term is the mean
     of those with the labels of both images, by their shares. A data sample's ``gt_token_score`` has the labels
@@ -187,12 +190,14 @@ class TokenLabelHead(VisionTransformerClsHead):
         self.token_head = nn.Linear(in_channels, num_classes)
 
     def forward(self, feats: tuple[Any, ...]) -> Tensor:
-        """Return the scores ``(B, num_classes)`` for tokens ``(B, 1 + N, C)``, the last of ``feats``."""
+        """Return the class scores ``(B, num_classes)`` for the backbone's last tokens ``(B, 1 + N, C)``."""
         tokens, _ = _tokens_and_share(feats)
         return super().forward((tokens[:, 0],)) + 0.5 * self.token_head(tokens[:, 1:]).amax(1)
 
     def loss(self, feats: tuple[Any, ...], data_samples: list[Any], **kwargs: Any) -> dict[str, Tensor]:
-        """Return ``loss_cls``, ``loss_token`` and, if asked for, the class token's accuracies.
+        """Return the losses of the class token (``loss_cls``) and of all other tokens (``loss_token``).
+
+        The class token's accuracies are there, too, if they are asked for.
 
         Raises:
             ValueError: A ``gt_token_score`` of another shape than ``(N, num_classes)``.
@@ -214,13 +219,13 @@ class TokenLabelHead(VisionTransformerClsHead):
 
 
 def _tokens_and_share(feats: tuple[Any, ...]) -> tuple[Tensor, float]:
-    """Return the last tokens, and the share of the class token's image that is its own: 1 where nothing is mixed."""
+    """Return the last layer's tokens, and the share of each image that MixToken left unmixed (1 without MixToken)."""
     last = feats[-1]
     return last if isinstance(last, tuple) else (last, 1.0)
 
 
 def _labels_of_tokens(data_samples: Sequence[Any], scores: Tensor) -> Tensor:
-    """Return a label, or the scores of all classes, for each token of ``scores`` ``(B, N, num_classes)``."""
+    """Return the training labels of all tokens: a class number, or the scores of all classes, for each."""
     number = scores.shape[1]
     if 'gt_token_score' in data_samples[0]:
         labels = [torch.as_tensor(sample.gt_token_score, device=scores.device) for sample in data_samples]

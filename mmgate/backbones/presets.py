@@ -1,4 +1,4 @@
-"""Sizes by name, and the attention of every stage."""
+"""Sizes of PVT, PVTv2 and Swin by name (``'tiny'``, ...), and the rules that gate the attention of every stage."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SAGA_SWIN_BLOCKS = {'tiny': (2, 2, 6, 0), 'small': (2, 2, 18, 0), 'base': (2, 2,
 
 
 def preset(presets: Mapping[str, Mapping[str, Any]], arch: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of ``arch`` with those ``overrides`` that are not None.
+    """Return the preset sizes called ``arch``, in which those ``overrides`` that are not None replace the preset's.
 
     Raises:
         ValueError: An unknown ``arch``; the message lists the names there are.
@@ -54,7 +54,10 @@ def check_stages(stages: int, **options: Any) -> None:
 
 
 def map_sizes(image: int | Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """Return height and width of every stage's map in pre-training, of images of that side or height and width."""
+    """Return height and width of each stage's feature map at the image size of pre-training.
+
+    ``image`` is the side of a square image, or its height and width.
+    """
     height, width = (image, image) if isinstance(image, int) else image
     sizes = []
     for stride in strides:
@@ -72,7 +75,7 @@ def stage_rules(
     agent_nums: Sequence[int] | None,
     pretrain_agent_nums: Sequence[int] | None,
 ) -> list[dict[str, Any]]:
-    """Return a rule for the attention of every stage, without its path; none for the vanilla attention.
+    """Return for every stage the rule that gates its attention, without a path; an empty list keeps it vanilla.
 
     ``attention`` has options for every stage, or a list of them, one a stage. ``kind`` is the type if they name none. A
     type with agents has ``kind_agents`` of them in pre-training by default. One that needs the sizes of the maps in

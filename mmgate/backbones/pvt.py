@@ -1,4 +1,4 @@
-"""PVT and PVTv2 with agent, SAGA and other attention: mmdet's backbones with every stage's attention gated."""
+"""PVT and PVTv2 with Agent, SAGA and other attention: mmdet's backbones with the attention of every stage gated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ INITS = ('host', 'paper')
 
 
 class GatedPVT(PublishedWeights, PyramidVisionTransformer):
-    """mmdet's PVT with another attention in every stage and no spatial reduction, or with its own.
+    """mmdet's PVT whose attention with spatial reduction is replaced by another attention in every stage.
+
+    Without ``attention`` it keeps its own attention.
 
     The vanilla attention, which reduces its keys and values, is initialised without its gate, so that shared parameters
     start with the same numbers for every attention.
@@ -92,7 +94,7 @@ class GatedPVT(PublishedWeights, PyramidVisionTransformer):
 
 @MODELS.register_module()
 class AgentPVT(GatedPVT):
-    """PVT with agent attention in every stage; arguments as :class:`GatedPVT`.
+    """Backbone PVT with agent attention in every stage; it takes the arguments of :class:`GatedPVT`.
 
     For dense prediction the paper takes ``agent_nums=(144, 256, 784, 784)``.
 
@@ -105,7 +107,7 @@ class AgentPVT(GatedPVT):
 
 @MODELS.register_module()
 class SAGAPVT(GatedPVT):
-    """PVT with SAGA in every stage; arguments as :class:`GatedPVT`.
+    """Backbone PVT with SAGA (gated linear attention) in every stage; it takes the arguments of :class:`GatedPVT`.
 
     Source: SAGA, tables 1 and 2.
     """
@@ -115,7 +117,7 @@ class SAGAPVT(GatedPVT):
 
 @MODELS.register_module()
 class SAGAPVTv2(SAGAPVT, PyramidVisionTransformerV2):
-    """PVTv2 with SAGA in every stage; arguments as :class:`GatedPVT`."""
+    """Backbone PVTv2 with SAGA (gated linear attention) in every stage; it takes the arguments of :class:`GatedPVT`."""
 
     presets = PVT_V2
     convolves = True
@@ -123,7 +125,7 @@ class SAGAPVTv2(SAGAPVT, PyramidVisionTransformerV2):
 
 @MODELS.register_module()
 class LinearPVT(GatedPVT):
-    """PVT with the attention that ``attention`` names; arguments as :class:`GatedPVT`.
+    """Backbone PVT with the attention that ``attention`` names; it takes the arguments of :class:`GatedPVT`.
 
     By default it is PVT's own, over a reduced map, and with ``attention=dict(type='SoftmaxAttention')`` the same over
     the whole map: the partners of comparisons.
@@ -132,7 +134,7 @@ class LinearPVT(GatedPVT):
 
 @MODELS.register_module()
 class LinearPVTv2(LinearPVT, PyramidVisionTransformerV2):
-    """PVTv2 with the attention that ``attention`` names, or its own; arguments as :class:`GatedPVT`."""
+    """Backbone PVTv2 with the attention that ``attention`` names, or its own; arguments as in :class:`GatedPVT`."""
 
     presets = PVT_V2
     convolves = True

@@ -1,4 +1,4 @@
-"""Swin with agent, SAGA and other attention: mmdet's backbone with the first blocks of its stages gated."""
+"""Swin with Agent, SAGA and other attention: mmdet's backbone with the attention of each stage's first blocks gated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mmgate.swap import swap_attention
 
 
 class UnshiftedWhole(ShiftWindowMSA):
-    """Shifted windows that do not shift where one of them is as long as the map's smaller side, as in classifiers.
+    """Swin's shifted-window attention that does not shift on maps whose smaller side fits into one window.
 
     Swin's and mmpretrain's classifiers work so (``pad_small_map=False``). mmdet shifts there, too, which cuts a window
     into parts that do not see each other.
@@ -39,7 +39,7 @@ class UnshiftedWhole(ShiftWindowMSA):
     shift_size: int
 
     def forward(self, query: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        """Attend over ``(B, H W, C)`` tokens of a map of ``hw_shape``."""
+        """Attend over the tokens ``(B, H W, C)`` of a map of height and width ``hw_shape``."""
         shift = self.shift_size
         self.shift_size = self.shift_at(hw_shape)
         try:
@@ -48,7 +48,7 @@ class UnshiftedWhole(ShiftWindowMSA):
             self.shift_size = shift
 
     def shift_at(self, hw_shape: tuple[int, int]) -> int:
-        """Return the shift of the windows of a map of ``hw_shape``, in tokens."""
+        """Return by how many tokens windows are shifted on a map of height and width ``hw_shape``: 0 on small maps."""
         return 0 if min(hw_shape) <= self.window_size else self.shift_size
 
 
@@ -56,7 +56,9 @@ adapts(MapGate, UnshiftedWhole, like=ShiftWindowMSA)
 
 
 class GatedSwin(PublishedWeights, SwinTransformer):
-    """mmdet's Swin with another attention over the whole map in its early blocks, or with its own windows alone.
+    """mmdet's Swin with another attention, over the whole map, in the first blocks of its stages.
+
+    Without ``attention`` it keeps its own windows.
 
     Args:
         arch: ``'tiny'``, ``'small'`` or ``'base'``.
@@ -115,14 +117,14 @@ class GatedSwin(PublishedWeights, SwinTransformer):
         self._freeze_stages()
 
     def train(self, mode: bool = True) -> GatedSwin:
-        """Set the mode; frozen stages stay in evaluation."""
+        """Set training or evaluation mode; frozen stages stay in evaluation mode."""
         super().train(mode)  # mmdet's returns nothing
         return self
 
 
 @MODELS.register_module()
 class AgentSwin(GatedSwin):
-    """Swin with agent attention over the whole map in its early blocks; arguments as :class:`GatedSwin`.
+    """Backbone Swin with agent attention over the whole map in its early blocks; arguments as :class:`GatedSwin`.
 
     For dense prediction the paper takes ``agent_nums=(81, 144, 196, 49)``.
 
@@ -136,7 +138,7 @@ class AgentSwin(GatedSwin):
 
 @MODELS.register_module()
 class SAGASwin(GatedSwin):
-    """Swin with SAGA over the whole map in stages 1 to 3; arguments as :class:`GatedSwin`.
+    """Backbone Swin with SAGA (gated linear attention) over the whole map in stages 1 to 3; see :class:`GatedSwin`.
 
     Source: SAGA, tables 1 and 2. The window of 56 that its parameter counts imply is the whole map at 224 pixels; on a
     larger image the attention, being linear, still sees the whole map.
@@ -148,7 +150,7 @@ class SAGASwin(GatedSwin):
 
 @MODELS.register_module()
 class LinearSwin(GatedSwin):
-    """Swin with the attention that ``attention`` names in all blocks of stages 1 and 2, as in FLatten-Swin.
+    """Backbone Swin with the attention that ``attention`` names in stages 1 and 2, as in FLatten-Swin.
 
     Arguments as :class:`GatedSwin`; by default every block has Swin's own windows.
     """

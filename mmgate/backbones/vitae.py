@@ -1,4 +1,4 @@
-"""ViTAE: cells that pair attention with convolutions; no mm package has one."""
+"""The backbone ViTAE, whose cells have convolutions beside their attention; no mm package has it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CELLS = ((7, 4, (1, 2, 3, 4), True), (3, 2, (1, 2, 3), True), (3, 2, (1, 2), Fal
 
 
 class _Performer(nn.Module):
-    """Attention of one head whose weights are products of positive random features, and the value added to it.
+    """Performer attention of one head: linear attention with positive random features; the value is added to it.
 
     The features of ``x`` are ``exp(w x - |x|^2 / 2)`` with orthogonal rows ``w`` that are not trained: their products
     are on average ``exp(q k)``. A factor that a query shares with no other cancels out, and so does one of all keys:
@@ -51,7 +51,7 @@ class _Performer(nn.Module):
         self.register_buffer('rows', rows)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend over tokens ``(B, N, inputs)``."""
+        """Return the output ``(B, N, channels)`` for tokens ``(B, N, inputs)``."""
         key, query, value = self.kqv(x)[:, None].chunk(3, -1)  # (B, 1, N, d)
         key = key.to(self.rows.dtype)
         query = query.to(self.rows.dtype)
@@ -74,7 +74,7 @@ def _grid(tokens: Tensor, like: Tensor) -> Tensor:
 
 
 class _ReductionCell(nn.Module):
-    """Dilated convolutions next to each other that make the map smaller; with ``attends`` a transformer's layer, too.
+    """ViTAE's reduction cell: parallel dilated convolutions that make the map smaller and, if it attends, attention.
 
     Its attention has a branch of three convolutions beside it.
     """
@@ -111,7 +111,7 @@ class _ReductionCell(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``(B, channels, h / factor, w / factor)``, sides rounded up."""
+        """Return the smaller map ``(B, channels, h / factor, w / factor)``, with sides rounded up."""
         x = self.pad(x)
         joint = torch.cat([layer(x) for layer in self.pyramid], 1)
         if not self.attends:
@@ -121,7 +121,7 @@ class _ReductionCell(nn.Module):
 
 
 class _NormalCell(nn.Module):
-    """A transformer's layer with a branch of three grouped convolutions beside its attention."""
+    """ViTAE's normal cell: a transformer layer with three grouped convolutions in a branch beside its attention."""
 
     def __init__(self, channels: int, heads: int, mlp_ratio: float, groups: int, drop_path: float) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class _NormalCell(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a map like ``x``, ``(B, channels, h, w)``."""
+        """Apply the cell to a map ``(B, channels, h, w)``; the output has the same shape."""
         tokens = _tokens(x)
         attended = self.attn(self.norm1(tokens))
         tokens = tokens + attended + _tokens(self.drop_path(self.branch(x)))
@@ -153,7 +153,9 @@ class _NormalCell(nn.Module):
 
 @MODELS.register_module()
 class ViTAE(BaseModule):
-    """Three stages of a reduction cell and normal cells, without a class token or positions, for images of any size.
+    """The backbone ViTAE: three stages, each of a reduction cell and normal cells, for images of any size.
+
+    It has neither a class token nor position embeddings.
 
     A rule gates the attention of the normal cells, ``stages.*.*.attn`` with the third stage's number. That of the first
     two reduction cells is a Performer's: it has no logits.

@@ -1,4 +1,4 @@
-"""Weights of published checkpoints: their names and resolution, and the check that they fit a backbone."""
+"""Load published checkpoints into backbones: translate names, resize position terms, check that all tensors fit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _OF_CLASSIFIERS = ('head.', 'norm.', 'head_dist.', 'cls_token')  # not needed by
 
 
 class PublishedWeights:
-    """Mixin of backbones, listed before the host's class, that load published files and resize positions.
+    """Mixin that lets a backbone load published checkpoints and resize their position terms.
+
+    It is listed before the host's class among the bases.
 
     Attributes:
         attention_type: Type of the attention in its stages if ``attention`` names none; None for the host's.
@@ -48,7 +50,7 @@ class PublishedWeights:
                 load_pretrained(backbone, self.init_cfg)
 
     def rename(self, state: State) -> State:
-        """Return the tensors of a published backbone, or of one of ours, under the names that they have here."""
+        """Return the tensors of a checkpoint, published by the authors or ours, under the names of this backbone."""
         return host_layout(state)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -60,7 +62,7 @@ class PublishedWeights:
 
 
 def load_pretrained(backbone: Any, init_cfg: Mapping[str, Any]) -> None:
-    """Fill a backbone from the checkpoint of a ``Pretrained`` init_cfg, whose layout is recognised.
+    """Load the checkpoint of a ``Pretrained`` init_cfg into a backbone; the authors' tensor names are recognised.
 
     A checkpoint with the backbone's gates has to fill all of it. One of the vanilla backbone fills the shared
     parameters, and the gates keep their start; so do the output norms that an ImageNet Swin lacks. Positions of another
@@ -108,7 +110,7 @@ def load_pretrained(backbone: Any, init_cfg: Mapping[str, Any]) -> None:
 
 
 def resize_positions(backbone: nn.Module, state: dict[str, Any], prefix: str = '') -> list[str]:
-    """Resize mmdet's position embeddings (PVT) and relative position tables (Swin) in ``state``, in place.
+    """Resize PVT's position embeddings and Swin's relative position tables in a state dict to the backbone's shapes.
 
     The interpolation is the hosts': bilinear for embeddings, as in PVT's forward pass on a larger image; bicubic for
     tables. Gates resize their positions themselves.
@@ -136,7 +138,7 @@ def resize_positions(backbone: nn.Module, state: dict[str, Any], prefix: str = '
 
 
 def host_layout(state: State) -> State:
-    """Return the tensors of a PVT or Swin under mmdet's names, without those of a classifier's head.
+    """Return the tensors of the authors' PVT or Swin under mmdet's names, without the classifier's head.
 
     They are in the authors' names of PVT, PVTv2 or Swin, with agent attention or vanilla, or in mmdet's or mmseg's.
 
@@ -164,7 +166,7 @@ def host_layout(state: State) -> State:
 
 
 def is_cswin(state: State) -> bool:
-    """Return True if the keys are those of CSwin's authors."""
+    """Return True if the keys of a state dict are those of the CSwin that its authors published."""
     return 'stage1_conv_embed.0.weight' in state
 
 
@@ -194,7 +196,7 @@ _DEIT = {
 
 
 def cswin_layout(state: State) -> State:
-    """Return the tensors of a CSwin, with agents or vanilla, under our names and without the head.
+    """Return the tensors of the authors' CSwin, with agents or vanilla, under mmgate's names, without the head.
 
     They are in the authors' names, or in ours, which stay.
     """
@@ -212,12 +214,12 @@ def cswin_layout(state: State) -> State:
 
 
 def is_deit(state: State) -> bool:
-    """Return True if the keys are those of DeiT's authors."""
+    """Return True if the keys of a state dict are those of the DeiT that its authors published."""
     return 'blocks.0.attn.qkv.weight' in state
 
 
 def deit_layout(state: State) -> State:
-    """Return the tensors of a DeiT, with agents or vanilla, under mmpretrain's names, without the head.
+    """Return the tensors of the authors' DeiT, with agents or vanilla, under mmpretrain's names, without the head.
 
     Raises:
         ValueError: A key is unknown, or the model is distilled.
@@ -233,10 +235,10 @@ def deit_layout(state: State) -> State:
 
 
 def _in_gates(state: State) -> State:
-    """Return tensors with those of agents below ``gate``; published models have them beside the projections."""
+    """Rename agent attention's tensors from beside the projections, where authors have them, to below ``gate``."""
     return {OF_AGENTS.sub(r'.attn.gate.\1', key): value for key, value in state.items()}
 
 
 def _renamed(key: str, names: Mapping[str, str]) -> str:
-    """Return ``key`` with its beginning renamed by the first pattern that fits."""
+    """Return a tensor's name with its beginning replaced by the first of the patterns that matches."""
     return next((re.sub(f'^{old}', new, key) for old, new in names.items() if re.match(old, key)), key)

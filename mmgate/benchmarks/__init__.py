@@ -1,1 +1,1 @@
-"""Benchmarks: time and memory of operators, backbones and training steps; the scripts in tools/ print and draw them."""
+"""Measure time and memory of operators, backbones and training steps; scripts in tools/ print and draw the results."""

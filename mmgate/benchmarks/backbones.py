@@ -1,4 +1,4 @@
-"""Time and peak memory of backbones over the image size, measured in one run, and their curves."""
+"""Measure time and peak memory of backbones at several image sizes in one run, and draw them as curves."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def benchmark_models(
 
 
 def _means(model: nn.Module, autocast: bool, image: Tensor) -> Tensor:
-    """Return the mean of every map, a small output that depends on the whole backbone."""
+    """Run a backbone and return the mean of each of its maps: a small output that depends on all of the backbone."""
     with torch.autocast(image.device.type, torch.bfloat16, enabled=autocast):
         return torch.stack([map_.mean() for map_ in model(image)])
 
 
 def draw_curves(rows: Sequence[Row], out: Path, accuracies: Mapping[str, Accuracy] | None = None) -> Path:
-    """Draw throughput and memory against the images' side, one panel for each mode and metric, and return the path.
+    """Draw throughput and memory over the image size, a panel for each mode and metric; return the file's path.
 
     With ``accuracies``, by provider, further panels draw accuracy against the throughput on images of the first size;
     a second axis on top has the time of an image.
@@ -105,5 +105,5 @@ def _draw_accuracies(axis: Any, rows: Sequence[Row], accuracies: Mapping[str, Ac
 
 
 def _milliseconds(images_a_second: Any) -> Any:
-    """Convert images a second to milliseconds an image, or back."""
+    """Convert images per second into milliseconds per image, or back."""
     return 1e3 / np.maximum(images_a_second, 1e-9)

@@ -1,4 +1,4 @@
-"""Calibration of a machine: every backend is checked for correctness and timed on the same tensors.
+"""Check and time every backend of the operators on this machine, so that ``backend='auto'`` can take the fastest.
 
 Each backend runs in a separate process, which may crash or hang without harm: then the backend is out. Its output and
 gradients are compared with a float64 reference on the tensors on which it is timed, at an encoder's and a decoder's
@@ -53,7 +53,7 @@ Outcome = dict[str, Tensor]
 
 @dataclass
 class Row:
-    """Result of a backend: milliseconds by mode, or in ``out`` the reason why it is out."""
+    """Result of one backend: its times in milliseconds, or in ``out`` the reason why it cannot be used."""
 
     op: str
     dtype: str
@@ -64,7 +64,7 @@ class Row:
 
 
 class Problem(NamedTuple):
-    """A call of an operator with the same values on every device; ``call`` takes the inputs and ``backend``."""
+    """An example call of an operator: a function of the inputs and ``backend``, and inputs alike on every device."""
 
     call: Callable[..., Tensor]
     inputs: list[Tensor]
@@ -72,7 +72,7 @@ class Problem(NamedTuple):
 
 
 def problem(op: str, size: str, dtype: str, scale: str, device: torch.device) -> Problem:
-    """Return a problem of one of :data:`SIZES`, a dtype of :data:`DTYPES` and the scale ``'full'`` or ``'tiny'``."""
+    """Return the example call of an operator in a size, a dtype and a scale (``'full'``, or ``'tiny'`` for tests)."""
     make = _sampler if op == 'ms_deform_attn' else _plug
     call, inputs, parameters = make(scale == 'full', *SHAPES[op, scale][size], device)
     inputs = [x.to(device, DTYPES[dtype]) if x.is_floating_point() else x.to(device) for x in inputs]
@@ -111,7 +111,7 @@ def _plug(full: bool, tokens: int | None, padded: int, device: torch.device) -> 
 
 
 def _away_from_centres(offsets: Tensor, reference: Tensor, shapes: Tensor) -> Tensor:
-    """Move samples away from the centres of pixels, where rounding decides which gradient is right."""
+    """Move sampling points away from pixel centres, where the gradient jumps and backends may differ by rounding."""
     size = shapes.flip(-1)[:, None].double()  # (L, 1, 2) as (width, height)
     fraction = (offset_locations(offsets.double(), reference.double(), shapes) * size - 0.5) % 1
     moved = EDGE - 2 * EDGE * fraction
@@ -121,7 +121,10 @@ def _away_from_centres(offsets: Tensor, reference: Tensor, shapes: Tensor) -> Te
 
 
 def outcome(given: Problem, backend: str, wide: bool = False) -> Outcome:
-    """Return the output, and all gradients for a fixed random output gradient, computed in float64 if ``wide``."""
+    """Run an example call forward and backward; return its output and all gradients, in float64 if ``wide``.
+
+    The output's gradient is random and always the same.
+    """
     inputs = [x.double() if wide and x.is_floating_point() else x.detach() for x in given.inputs]
     leaves = {f'argument {i}': x.requires_grad_() for i, x in enumerate(inputs) if x.is_floating_point()}
     leaves |= given.parameters
@@ -133,7 +136,10 @@ def outcome(given: Problem, backend: str, wide: bool = False) -> Outcome:
 
 
 def disagreement(found: Outcome, expected: Outcome, tolerance: float) -> str | None:
-    """Return a message if ``found`` is off by more than ``tolerance`` of the largest value ``expected``, else None."""
+    """Compare a backend's output and gradients with the expected ones; return a message if they differ, else None.
+
+    A difference of ``tolerance`` times the largest expected value is allowed.
+    """
     for name, right in expected.items():
         off = (found[name] - right).abs().max().item()
         scale = max(right.abs().max().item(), 1e-3)
@@ -144,7 +150,7 @@ def disagreement(found: Outcome, expected: Outcome, tolerance: float) -> str | N
 
 
 def judge(row: Row, scale: str, device: torch.device, expected: Outcome) -> Row:
-    """Check a row's backend and, if it is correct, time it."""
+    """Compare the backend of a row with the reference and, if it is correct, time it; return the filled row."""
     given = problem(row.op, row.size, row.dtype, scale, device)
     row.out = disagreement(outcome(given, row.backend), expected, TOLERANCE[row.dtype])
     for mode in MODES if row.out is None else ():
@@ -159,7 +165,7 @@ def judge(row: Row, scale: str, device: torch.device, expected: Outcome) -> Row:
 
 
 def work(told: Any, rows: Sequence[Row], scale: str, device: torch.device, folder: str) -> None:
-    """Compute references, or judge backends, and send each row through ``told``; runs in a separate process."""
+    """Compute the references, or check and time backends, in a separate process that sends each row through a pipe."""
     warnings.simplefilter('ignore')
     # A compiler's output is no part of the doctor's page on stdout.
     os.dup2(2, 1)
@@ -177,7 +183,10 @@ def work(told: Any, rows: Sequence[Row], scale: str, device: torch.device, folde
 
 
 def _apart(rows: list[Row], limit: int, task: tuple[Any, ...]) -> Iterator[Row]:
-    """Yield the rows as a separate process fills them in; rows that it did not reach are out."""
+    """Let a separate process fill in the rows, so that a crash ends only that process; yield each row.
+
+    Rows that it did not reach get a reason in ``out``.
+    """
     context = multiprocessing.get_context('spawn')
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=work, args=(sender, rows, *task))
@@ -205,7 +214,7 @@ def _apart(rows: list[Row], limit: int, task: tuple[Any, ...]) -> Iterator[Row]:
 def compare(
     device: torch.device, dtypes: Sequence[str], scale: str = 'full', limit: int = 60, sizes: Sequence[str] = SIZES
 ) -> Iterator[Row]:
-    """Yield a row for each operator's backends that can run, in each dtype and size.
+    """Check and time all backends that can run on a device; yield a row for each backend, dtype and size.
 
     Args:
         device: Device on which the backends run.
@@ -231,7 +240,7 @@ def compare(
 
 
 def keep(rows: Sequence[Row], device: torch.device) -> None:
-    """Write the fastest backends into the calibration file, by dtype and size.
+    """Write into the calibration file which backend is the fastest for each operator, dtype and size.
 
     The first correct backend in the operator's order stays, unless another takes less than 95 % of its time. The
     reference is chosen only where no other is correct, because a longer call's tensors would not fit into memory.

@@ -1,4 +1,4 @@
-"""Costs of gates in any config's model on its own data, before a training: size, work, time, memory, first output."""
+"""Measure before a training what gates add to a config's model: parameters, MACs, time and memory of a step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BESIDE = 1.1  # a step of a run, with its data and logs, over a step alone
 
 
 def first_batch(cfg: Config, split: str) -> tuple[Any, int, int]:
-    """Return the first batch of a config's data, the number of its batches, and that of its images.
+    """Load a config's data of one split; return its first batch, its number of batches and its number of images.
 
     Args:
         cfg: The config.
@@ -63,7 +63,7 @@ def measure_costs(
     repetitions: int = 5,
     device: str = 'cpu',
 ) -> list[dict[str, Any]]:
-    """Measure models in one process, their training steps on one batch by turns.
+    """Measure time and memory of several models' training steps on one batch, by turns in one process.
 
     Args:
         configs: Configs by name, the vanilla one first.
@@ -117,7 +117,7 @@ def measure_costs(
 def plan_iters(
     seconds: float, rows: list[dict[str, Any]], *, seeds: int, images: int, validations: int, least: int = 20
 ) -> int:
-    """Return the iterations of every run with which a trial takes about ``seconds``.
+    """Return how many iterations each run of a trial may have, for all runs together to take about ``seconds``.
 
     Args:
         seconds: What the trial may take.
@@ -143,7 +143,7 @@ def plan_iters(
 
 
 def run_seconds(rows: list[dict[str, Any]], *, iters: int, images: int, validations: int) -> float:
-    """Return the seconds that a run takes in the mean over models, by their measured steps."""
+    """Estimate from the measured steps how many seconds a run of so many iterations takes, in the mean over models."""
     per_run = [
         START + iters * BESIDE * row['step_ms'] / 1e3 + (validations + 1) * images * row['image_ms'] / 1e3
         for row in rows
@@ -152,7 +152,7 @@ def run_seconds(rows: list[dict[str, Any]], *, iters: int, images: int, validati
 
 
 def costs_table(rows: list[dict[str, Any]]) -> str:
-    """Return costs as a Markdown table, of gates as what they add to the first row."""
+    """Return the measured costs as a Markdown table: the first model's, and what the gates of the others add to it."""
     first = rows[0]
     head = ['', 'parameters', 'trained', 'multiply-accumulates', 'step', 'time', 'memory', 'starts as vanilla']
     lines = [f'| {" | ".join(head)} |'.replace('|  |', '| |'), '|---' * len(head) + '|']
@@ -193,7 +193,7 @@ def _build(cfg: Config, checkpoint: str | None, device: str) -> Any:
 
 
 def _step(cfg: Config, model: Any, batch: Any) -> Callable[[Tensor], Tensor]:
-    """Return a training step on a batch."""
+    """Return a function that makes one training step of a config's model on the given batch."""
     model.train()
     wrapper = build_optim_wrapper(model, deepcopy(cfg.optim_wrapper))
 
@@ -204,7 +204,7 @@ def _step(cfg: Config, model: Any, batch: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _outputs(model: Any, batch: Any) -> list[Tensor]:
-    """Return the tensors of a model's output on a batch, in evaluation; none where it has no such output."""
+    """Run a model in eval mode on a batch and return its output tensors, or an empty list if it returns none."""
     model.eval()
     with torch.no_grad():
         data = model.data_preprocessor(deepcopy(batch), False)
@@ -218,7 +218,7 @@ def _outputs(model: Any, batch: Any) -> list[Tensor]:
 
 
 def _tensors(found: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors in nested outputs."""
+    """Yield the floating-point tensors in a model's output, which may be nested lists and dicts."""
     if isinstance(found, Tensor):
         if found.is_floating_point():
             yield found.detach().float().cpu()
@@ -229,7 +229,7 @@ def _tensors(found: Any) -> Iterator[Tensor]:
 
 
 def _difference(found: list[Tensor], first: list[Tensor]) -> float:
-    """Return the largest difference of outputs over the largest value, or NaN if they are not alike."""
+    """Return the largest difference of two outputs, relative to the largest value; NaN if their shapes differ."""
     if not first or [x.shape for x in found] != [x.shape for x in first]:
         return NAN
     # Padded tokens and masked logits are infinite in both.
@@ -246,7 +246,7 @@ def _predict(model: nn.Module, batch: Any) -> None:
 
 
 def _milliseconds(call: Callable[[], None]) -> float:
-    """Return the milliseconds of a call, after one to warm up."""
+    """Return how many milliseconds a call takes, measured after one call to warm up."""
 
     def timed(nothing: Tensor) -> Tensor:
         call()
@@ -258,14 +258,14 @@ def _milliseconds(call: Callable[[], None]) -> float:
 
 
 def _size(model: Any, batch: Any) -> tuple[int, int]:
-    """Return height and width of a batch's images, as the model gets them."""
+    """Return height and width of a batch's images as the model gets them, padding included."""
     inputs = model.data_preprocessor(deepcopy(batch), False)['inputs']
     image = inputs[0] if isinstance(inputs, (list, tuple)) else inputs
     return int(image.shape[-2]), int(image.shape[-1])
 
 
 def _macs(cfg: Config, size: tuple[int, int]) -> float:
-    """Return the multiply-accumulates of an image, or NaN, with a warning, where they cannot be counted."""
+    """Return the multiply-accumulates of a model on one image, or NaN, with a warning, if they cannot be counted."""
     try:
         return float(count_config(cfg, *size).macs)
     except Exception as error:  # whatever a model may raise without its data

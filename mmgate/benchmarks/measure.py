@@ -1,4 +1,4 @@
-"""Time and peak memory of our code and its peers from one run, as rows of one CSV schema."""
+"""Measure time and peak memory of our code and of other packages (peers) side by side, as rows of a CSV file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEAD = 20_000_000  # cycles that a GPU waits before a measurement, about 10 ms
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: percentiles over repetitions of ``metric`` in ``unit``, and the ratio of the peer's to ours.
+    """One row of a benchmark's CSV file: percentiles of a metric over repetitions, and the peer's value over ours.
 
     The ratio is the median over pairs of repetitions that were measured one after the other, so that other work on the
     machine slows both alike.
@@ -49,7 +49,7 @@ class Row:
 
 @contextmanager
 def environment(**variables: str) -> Iterator[None]:
-    """Set environment variables, and restore them when the context closes."""
+    """Set environment variables inside a ``with`` block, and restore them afterwards."""
     before = {name: os.environ.pop(name, None) for name in variables}
     os.environ.update(variables)
     try:
@@ -71,7 +71,7 @@ def interleaved(
     within: Mapping[str, Within] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Row]:
-    """Yield time and peak memory of every provider; their repetitions alternate, so that noise hits all alike.
+    """Measure several implementations by turns, so that noise hits all alike; yield time and peak memory of each.
 
     Args:
         op: Name of the operator in the rows.
@@ -114,7 +114,7 @@ def interleaved(
 
 
 def errors(op: str, providers: Providers, x: str, inputs: list[Tensor], exact: Callable[..., Tensor]) -> Iterator[Row]:
-    """Yield the error of every provider: of the output as ``'forward'``, of the gradients as ``'forward+backward'``.
+    """Yield each implementation's relative error: of the output (``'forward'``) and of the gradients.
 
     An error is the root of the mean square of the differences, over that of the right numbers, in millionths; of the
     gradients the largest. Single numbers do not count, as gradients jump at the centres of pixels.
@@ -147,7 +147,7 @@ def errors(op: str, providers: Providers, x: str, inputs: list[Tensor], exact: C
 
 
 def _results(run: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """Return the output, and the gradients of all floating-point inputs for a fixed random output gradient."""
+    """Return a function's output, and the gradients of all floating-point inputs for a fixed random output gradient."""
     leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
     output = run(*leaves)
     noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
@@ -157,7 +157,7 @@ def _results(run: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
-    """Return the relative error in millionths; 0 where a function does not use an input."""
+    """Return the relative error of a tensor in millionths; 0 for the gradient of an input that is not used."""
     if found.shape != expected.shape:
         return 0.0
     difference = (found.double() - expected.double()).square().mean().sqrt()
@@ -167,7 +167,7 @@ def _error(found: Tensor, expected: Tensor) -> float:
 def measure(
     run: Callable[..., Tensor], inputs: list[Tensor], mode: str, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[float, float]:
-    """Return seconds of one call, and bytes of its peak memory above idle, on the device of the inputs."""
+    """Run a call once; return its seconds and its peak memory in bytes above idle, on the device of the inputs."""
     leaves = _leaves(inputs, mode)
     if inputs[0].is_cuda:
         torch.cuda.synchronize()
@@ -210,7 +210,7 @@ def _status(key: str) -> int:
 
 
 def saved_bytes(run: Callable[..., Tensor], inputs: list[Tensor]) -> int:
-    """Return the bytes that a forward pass keeps for the backward pass, with inputs, each storage counted once."""
+    """Return how many bytes a forward pass keeps for the backward pass, inputs included; storages count once."""
     storages: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ def saved_bytes(run: Callable[..., Tensor], inputs: list[Tensor]) -> int:
 
 
 def row_of(key: Key, values: list[float], peer: list[float], device: torch.device) -> Row:
-    """Return a row of percentiles over ``values``; ``key`` holds its op, provider, mode, metric, unit and x."""
+    """Return the CSV row of percentiles over repeated measurements; ``key`` has the columns from ``op`` to ``x``."""
     low, middle, high = (torch.tensor(values, dtype=torch.float64).quantile(q).item() for q in (0.2, 0.5, 0.8))
     ratio = statistics.median(p / max(y, 1e-9) for p, y in zip(peer, values, strict=True))
     cpu = f'{platform.machine()} CPU, {torch.get_num_threads()} threads'
@@ -233,14 +233,14 @@ def row_of(key: Key, values: list[float], peer: list[float], device: torch.devic
 
 
 def throughput(row: Row, batch: int) -> Row:
-    """Convert a row of time into a row of images a second."""
+    """Convert a row of times into a row of images per second."""
     low, middle, high = (round(1e3 * batch / y, 3) for y in (row.y_80, row.y_50, row.y_20))
     ratio = round(1 / max(row.ratio_to_peer, 1e-3), 3)
     return replace(row, metric='throughput', unit='images/s', y_50=middle, y_20=low, y_80=high, ratio_to_peer=ratio)
 
 
 def told(rows: Iterable[Row]) -> Iterator[Row]:
-    """Print rows as a table and yield them, one by one."""
+    """Print each row as a line of a table when it comes, and yield it on."""
     print(f'{"x":14} {"mode":17} {"metric":20} {"provider":32} {"median":>10} {"20 %":>10} {"80 %":>10}  peer/ours')
     for row in rows:
         name = f'{row.metric} {row.unit}'
@@ -250,7 +250,7 @@ def told(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def write_csv(rows: Iterable[Row], path: str | Path, *, append: bool = False) -> list[Row]:
-    """Write rows one by one to a CSV file with the columns of :class:`Row`, and return them."""
+    """Write rows into a CSV file with the columns of :class:`Row`, each when it comes, and return them."""
     path = Path(path)
     kept = []
     path.parent.mkdir(parents=True, exist_ok=True)

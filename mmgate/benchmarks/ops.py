@@ -1,4 +1,4 @@
-"""Benchmarks of operators and gated layers beside their peers.
+"""Benchmark mmgate's operators and gated layers beside other packages' implementations (peers).
 
 We have not run them on a GPU yet; tests run them on the CPU in Triton's interpreter.
 """
@@ -45,7 +45,7 @@ EAGER_UP_TO = 4096  # tokens; with more the eager maps fill a GPU
 
 
 def pixel_centres(levels: Sequence[tuple[int, int]]) -> Tensor:
-    """Return the centres of the pixels of every level, ``(height, width)``, as (x, y) from 0 to 1, ``(S, 2)``."""
+    """Return the centres of all pixels of all levels as (x, y) from 0 to 1, ``(S, 2)``."""
     grids = [torch.meshgrid((torch.arange(h) + 0.5) / h, (torch.arange(w) + 0.5) / w, indexing='ij') for h, w in levels]
     return torch.cat([torch.stack([x, y], -1).view(-1, 2) for y, x in grids])
 
@@ -63,7 +63,9 @@ def sampler_inputs(
     distribution: str = 'near',
     noise: float | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """Return value, shapes, starts, offsets, logits and gate of an encoder's or a decoder's layer, and the points.
+    """Return random inputs for deformable attention as in an encoder's or a decoder's layer, and reference points.
+
+    The inputs are value, shapes, starts, offsets, logits and gate.
 
     An encoder (``queries`` None) has a query at every pixel of every level, a decoder ``queries`` at random places. The
     reference points need no gradient, as in an encoder and in a decoder that refines boxes. With 2 ``columns`` they are
@@ -99,7 +101,10 @@ def sampler_inputs(
 def _offsets(
     distribution: str, like: Tensor, reference: Tensor, shapes: Tensor, generator: torch.Generator
 ) -> Tensor | float:
-    """Return offsets of one of :data:`DISTRIBUTIONS` without noise, that broadcast to ``like``, (B, Q, H, L, P, 2)."""
+    """Return sampling offsets that place the points as a distribution says, such as near the query, without noise.
+
+    The distribution is one of :data:`DISTRIBUTIONS`; the offsets broadcast to ``like``, (B, Q, H, L, P, 2).
+    """
     batch, _, heads, _, points, _ = like.shape
     if distribution == 'near':
         return 0.0
@@ -137,7 +142,7 @@ def _torch_ms_deform_attn(value: Tensor, shapes: Tensor, start: Tensor, location
 
 
 def benchmark_ms_deform_attn_on_cpu(repetitions: int = 7) -> Iterator[Row]:
-    """Measure the CPU backends beside mmcv's grid_sample fallback and torch-ms-deform-attn, where that is installed.
+    """Measure the CPU backends of deformable attention beside mmcv's CPU fallback and torch-ms-deform-attn.
 
     All start from locations, logits and gate. Errors come before times. With one thread, time is the processor's, which
     others do not add to.
@@ -159,7 +164,10 @@ def benchmark_ms_deform_attn_on_cpu(repetitions: int = 7) -> Iterator[Row]:
 
 
 def benchmark_gated_layers(repetitions: int = 7) -> Iterator[Row]:
-    """Measure the SDPA gate and M-DGSA as layers beside a layer of plain fused attention (256 channels, 8 heads)."""
+    """Measure layers with the SDPA gate and with M-DGSA beside a layer of plain fused attention.
+
+    They have 256 channels and 8 heads.
+    """
     from mmgate.layers import DGSAGate, SDPAGate
     from mmgate.layers.base.dense import make_gated
 
@@ -177,8 +185,8 @@ def benchmark_gated_layers(repetitions: int = 7) -> Iterator[Row]:
             yield from interleaved('gated_layers', providers, f'N{tokens}', [x], mode, repetitions)
 
 
-def _glue(inputs: tuple[Tensor, ...], reference: Tensor) -> tuple[Tensor, ...]:
-    """Return the inputs of another package's sampler; gate, softmax and locations each take a pass over memory."""
+def _glue(inputs: tuple[Tensor, ...], reference: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute from our inputs those of another package's sampler: locations and gated attention weights."""
     value, shapes, start, offsets, logits, gate = inputs
     return value, shapes, start, offset_locations(offsets, reference, shapes), attention_weights(logits, gate)
 
@@ -195,11 +203,12 @@ def _mmcv_half(value: Tensor, *inputs: Tensor, reference: Tensor) -> Tensor:
 
 
 def _grid_sample(*inputs: Tensor, reference: Tensor) -> Tensor:
-    return grid_sample.sample(*_glue(inputs, reference))
+    value, shapes, start, locations, weights = _glue(inputs, reference)
+    return grid_sample.sample(value, shapes, start, locations, weights)
 
 
 def _by(backend: str) -> Callable[..., Tensor]:
-    """Return how a backend attends, gate, softmax and locations included."""
+    """Return the function that computes deformable attention with a backend, gate, softmax and locations included."""
 
     def run(*inputs: Tensor, reference: Tensor) -> Tensor:
         reference = reference.to(torch.promote_types(inputs[0].dtype, reference.dtype))
@@ -217,7 +226,7 @@ def _ungated(*inputs: Tensor, reference: Tensor) -> Tensor:
 
 
 def _rounded(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``run`` in bfloat16, like the outputs of linear layers under autocast: values, offsets, logits, gate."""
+    """Return a function that rounds its inputs to bfloat16, as linear layers under autocast do, and calls ``run``."""
 
     def in_bfloat16(*inputs: Tensor, reference: Tensor) -> Tensor:
         rounded = [x.bfloat16() if x.is_floating_point() else x for x in inputs]
@@ -239,7 +248,7 @@ def benchmark_ms_deform_attn(
     batch: int = 2,
     **sizes: Any,
 ) -> Iterator[Row]:
-    """Measure the Triton kernel beside its peers: mmcv's operator, torch-ms-deform-attn, deformops and grid_sample.
+    """Measure the Triton kernel of deformable attention on a GPU beside mmcv's operator and other packages'.
 
     All start from offsets, logits and gate. A peer that is not installed is left out with a warning; the first that
     runs is the one to compare with. Rows are errors, time, peak memory and the bytes kept for the backward pass. The
@@ -271,7 +280,7 @@ def benchmark_ms_deform_attn(
 
 
 def _flex(gml: GatingModulation) -> Callable[..., Tensor]:
-    """Return FlexAttention with a score_mod that reads the map of gates, which is computed beforehand."""
+    """Return PLuG attention by torch's FlexAttention; its score_mod reads the gates from a map computed beforehand."""
     compiled: Any = None
 
     def run(q: Tensor, k: Tensor, v: Tensor, gate_q: Tensor, gate_k: Tensor) -> Tensor:
@@ -299,7 +308,7 @@ def benchmark_plug_attention(
     tokens: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Iterator[Row]:
-    """Measure PLuG's backends beside the eager formulation (the peer), FlexAttention and ungated fused attention.
+    """Measure the backends of PLuG attention beside plain torch code (the peer), FlexAttention and no gate at all.
 
     The eager formulation holds all maps ``(N, N)``, FlexAttention the gate's; on a CPU FlexAttention has no backward
     pass. Eight heads of 32 channels share a gate, for one image in float32 on a CPU and two in bfloat16 on a GPU.
@@ -321,7 +330,7 @@ def benchmark_plug_attention(
 
 
 def _measured(op: str, providers: Providers, x: str, inputs: list[Tensor], repetitions: int) -> Iterator[Row]:
-    """Yield time and peak memory of every provider in each mode, and the bytes kept for the backward pass."""
+    """Measure several implementations forward and backward; yield time, peak memory and bytes kept in between."""
     for mode in MODES:
         rows = list(interleaved(op, providers, x, inputs, mode, repetitions))
         yield from rows

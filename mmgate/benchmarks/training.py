@@ -1,4 +1,4 @@
-"""Time and memory of whole training steps: a peer's config, and ours with each backend, in one run."""
+"""Measure time and memory of whole training steps: of a peer's config, and of ours with each backend, in one run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def benchmark_training(
     processor_time: bool = False,
     train: str = 'all',
 ) -> Iterator[Row]:
-    """Measure training steps (losses, gradients, clipping, optimizer) on random images with random objects.
+    """Measure whole training steps (losses, gradients, clipping, optimizer) on random images with random objects.
 
     Args:
         peer: Config of the peer: a file, ``package::path``, or read.
@@ -149,13 +149,13 @@ def _step(
 
 
 def _drop_pretrained(model: Any) -> None:
-    """Remove pretrained weights, on which no time depends, so that nothing is downloaded."""
+    """Remove pretrained weights from a model's config, on which no time depends, so that nothing is downloaded."""
     for _, entry in mappings(model):
         entry.update(dict.fromkeys({'init_cfg', 'pretrained'} & set(entry)))
 
 
 def random_batch(cfg: Config, size: tuple[int, int], batch: int) -> dict[str, Any]:
-    """Return images of noise and annotations in the form that a data loader gives to the config's model.
+    """Return a batch of noise images with random annotations, in the form that the config's data loader gives.
 
     A segmentor gets a map of classes in blocks of 32 pixels, a detector boxes with their masks.
     """

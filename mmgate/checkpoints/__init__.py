@@ -1,1 +1,1 @@
-"""Loading of checkpoints, which runs no code of the file."""
+"""Load checkpoints safely: no code in the file is run."""

@@ -1,4 +1,4 @@
-"""Names that a checkpoint of mmengine may use beside tensors, with harmless replacements for some functions.
+"""The classes and functions that a checkpoint of mmengine may name beside tensors; some are replaced by safe ones.
 
 torch's safe loader refuses all but tensors. The other objects that mmengine saves (optimizer states, the message hub's
 histories with numpy arrays) are on the list below, and nothing else is called.
@@ -32,16 +32,16 @@ OLD_NAMES = {'__builtin__': 'builtins', 'copy_reg': 'copyreg', 'mmcv.utils.confi
 
 
 class ForbiddenContent(ValueError):
-    """Content of a checkpoint that may run code or fill the memory; the message names it, such as "calls os.system"."""
+    """Error: a checkpoint holds something that may run code or fill the memory; the message names it."""
 
 
 def refuse(content: str) -> NoReturn:
-    """Raise :class:`ForbiddenContent` with that message."""
+    """Raise :class:`ForbiddenContent` with a message such as "calls os.system"."""
     raise ForbiddenContent(content)
 
 
 def find_allowed(module: str, name: str) -> Any:
-    """Return the object or replacement for a name in a checkpoint of mmengine; refuse a name that is on no list."""
+    """Return the class or function that a name in a checkpoint may mean; raise an error for a name not on the list."""
     module = OLD_NAMES.get(module, module)
     if name in REPLACED.get(module, {}):
         return REPLACED[module][name]
@@ -55,30 +55,36 @@ def find_allowed(module: str, name: str) -> Any:
 
 
 class _History(HistoryBuffer):
-    """Replacement for mmengine's HistoryBuffer that is made empty; nested lists would become a huge array."""
+    """Safe replacement for mmengine's HistoryBuffer while a checkpoint is read; it can only be made empty.
+
+    Made from nested lists, a real one could become a huge array.
+    """
 
     def __new__(cls, *content: object) -> _History:
-        """Return an empty history, whose state is set later."""
+        """Make an empty history; raise an error if pickle passes content to it. Its state is set later."""
         if content:
             refuse('calls HistoryBuffer')
         return object.__new__(cls)
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        """Become a HistoryBuffer with all of the state but the statistics, which would replace methods of its class."""
+        """Become a real HistoryBuffer with the saved state, except for its statistics, which could replace methods."""
         self.__class__ = HistoryBuffer
         self.__dict__.update({key: value for key, value in state.items() if 'statistics' not in key})
 
 
 class _Array:
-    """Replacement for numpy's ndarray, which would allocate memory of any size."""
+    """Safe replacement for numpy's ndarray while a checkpoint is read; the real one would allocate any size."""
 
 
 class _OneCycle:
-    """Replacement for mmengine's OneCycleParamScheduler, of which checkpoints only need the annealing functions."""
+    """Safe replacement for mmengine's OneCycleParamScheduler, whose annealing functions checkpoints refer to."""
 
 
 def _attribute(owner: object, name: str) -> Callable[..., Any]:
-    """Replace ``getattr``, with which a HistoryBuffer names its statistics and OneCycleLR its annealing."""
+    """Return one of the few attributes that a checkpoint may ask for; a safe replacement for ``getattr``.
+
+    A HistoryBuffer names its statistics by it, and OneCycleLR its annealing.
+    """
     if owner is _History and name in ('min', 'max', 'current', 'mean'):
         return getattr(HistoryBuffer, name)
     if owner is _OneCycle and name in ('_annealing_cos', '_annealing_linear'):
@@ -87,35 +93,38 @@ def _attribute(owner: object, name: str) -> Callable[..., Any]:
 
 
 def _dtype(name: str, *_: object) -> np.dtype:
-    """Replace numpy's dtype: allow numbers and strings, no objects or structures, and ignore the alignment."""
+    """Return a numpy dtype of numbers or strings; a safe replacement for ``numpy.dtype``, without objects.
+
+    Structures are refused, too, and the alignment is ignored.
+    """
     if not isinstance(name, str) or not re.fullmatch(r'[<|=]?(?:[biufcSU]\d+|\?|b1)', name):
         refuse(f'asks numpy for the type {name!r}')
     return np.dtype(name)
 
 
 def _empty_array(kind: object, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Replace numpy's function that makes an array, which is always empty until its state is set."""
+    """Return an empty array, as which pickle begins each one; a safe replacement for numpy's function."""
     if kind is not _Array or tuple(shape) != (0,):
         refuse(f'asks numpy for an array of shape {shape} out of nothing')
     return np.ndarray(shape, dtype)
 
 
 def _scalar(dtype: object, content: object = None) -> np.generic:
-    """Replace numpy's function that makes a scalar of bytes; no dtype that is allowed holds objects."""
+    """Return a numpy scalar made of bytes; a safe replacement for numpy's function, which could hold objects."""
     if not isinstance(dtype, np.dtype) or not isinstance(content, bytes):
         refuse('asks numpy for a scalar of an object')
     return np.frombuffer(content, dtype)[0]
 
 
 def _bytes(text: str, encoding: str) -> bytes:
-    """Replace ``_codecs.encode``, with which older protocols of pickle write bytes."""
+    """Return text encoded as latin-1; a safe replacement for ``_codecs.encode``, by which old pickles write bytes."""
     if not isinstance(text, str) or encoding != 'latin1':
         refuse(f'asks for the encoding {encoding}')
     return text.encode(encoding)
 
 
 def _no_bytes(*content: object) -> bytes:
-    """Replace ``bytes``, with which older protocols of pickle write the bytes of an empty array."""
+    """Return empty bytes; a safe replacement for ``bytes``, by which old pickles write those of an empty array."""
     if content:
         refuse('asks for builtins.bytes')
     return b''

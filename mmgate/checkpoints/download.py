@@ -1,4 +1,4 @@
-"""Download of checkpoints into torch's cache."""
+"""Download checkpoints into torch's cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmgate.errors import ConfigError
 
 
 def download(url: str) -> Path:
-    """Return the file of ``url`` in torch's cache; if it is missing, one process of a machine downloads it.
+    """Return the path of a URL's file in torch's cache; if it is missing, one process per machine downloads it.
 
     As in torch and mmengine, a file of the address's name counts as downloaded.
 
@@ -43,7 +43,10 @@ def download(url: str) -> Path:
 
 
 def _local_rank() -> int:
-    """Return this process's rank on its machine from the launcher's variables; mmengine's needs a process group."""
+    """Return this process's rank on its machine, from the environment variables that launchers set.
+
+    mmengine's function needs a process group.
+    """
     rank, _ = get_dist_info()
     for name in ('LOCAL_RANK', 'OMPI_COMM_WORLD_LOCAL_RANK'):
         if name in os.environ:

@@ -1,4 +1,7 @@
-"""Gates files: tensors in the safetensors format, with rules and the vanilla model's shapes in the metadata."""
+"""Read and write gates files: the gates of a model in the safetensors format, with the rules that place them.
+
+The metadata also has the vanilla model's shapes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class GatesFile:
-    """Content of a gates file.
+    """Content of a gates file: the tensors of gates, the rules that place them, and facts about the vanilla model.
 
     Attributes:
         tensors: The gates' tensors by their names in the gated model, and tensors that were trained with them by their
@@ -49,11 +52,11 @@ class GatesFile:
 
     @property
     def host_tensors(self) -> dict[str, Tensor]:
-        """Tensors of the host that were trained with the gates, by name."""
+        """Tensors of the vanilla model that were trained together with the gates, by name."""
         return {name: tensor for name, tensor in self.tensors.items() if name not in self.gates}
 
     def refuse_other(self, path: str, host: str, shapes: Mapping[str, list[int]]) -> None:
-        """Refuse a vanilla model whose names and shapes differ from those with which the gates were trained.
+        """Raise an error if a vanilla model has other tensors (names, shapes) than the one on which the gates trained.
 
         Raises:
             ConfigError: There are differences; the message has the first.
@@ -73,7 +76,10 @@ class GatesFile:
             )
 
     def warn_of_other_values(self, path: str | os.PathLike[str], state: Mapping[str, Tensor]) -> None:
-        """Warn if values in ``state`` differ from those at training; tensors of another dtype are not compared."""
+        """Warn if a vanilla model's weights have other values than those with which the gates were trained.
+
+        Tensors of another dtype are not compared.
+        """
         found = {name: checksum(state[name]) for name in self.values if name in state and not state[name].is_meta}
         compared = [name for name, (dtype, _) in found.items() if dtype == self.values[name][0]]
         differ = [name for name in compared if found[name] != tuple(self.values[name])]
@@ -87,13 +93,13 @@ class GatesFile:
 
 
 def checksum(tensor: Tensor) -> tuple[str, int]:
-    """Return the dtype of a tensor and a checksum of its values."""
+    """Return the dtype of a tensor and a checksum of its values, as text."""
     values = tensor.detach().cpu().contiguous().reshape(-1)
     return str(tensor.dtype), crc32(values.view(torch.uint8).numpy().data)
 
 
 def write_gates(path: str | os.PathLike[str], content: GatesFile) -> None:
-    """Write a gates file; an older file of that name is replaced when the new one is complete.
+    """Write a gates file; an older file of that name is replaced only when the new one is complete.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -114,7 +120,7 @@ def write_gates(path: str | os.PathLike[str], content: GatesFile) -> None:
 
 
 def read_gates(path: str | os.PathLike[str]) -> GatesFile:
-    """Read a gates file, with its tensors on the CPU.
+    """Read a gates file and return its content, with tensors on the CPU.
 
     Raises:
         ConfigError: There is no such file, or it is damaged, of another version, or no gates file.

@@ -1,4 +1,4 @@
-"""Reading of torch's checkpoint files by an unpickler that runs no code and needs no more memory than the file.
+"""Read checkpoint files of torch with an unpickler that runs no code and needs no more memory than the file.
 
 A pickle may call any function by its name, change existing objects, and declare tensors of any size. torch's safe
 loader takes a list of allowed names only since 2.4, and some of its versions trust the declared sizes.
@@ -30,7 +30,7 @@ _PythonUnpickler: Any = pickle._Unpickler
 
 
 class _Unread:
-    """Placeholder for an object of a checkpoint that is not read; pickle may call it, fill it and set its state."""
+    """Placeholder for an object in a checkpoint that is left out; pickle may call it, fill it and set its state."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
@@ -42,7 +42,9 @@ class _Unread:
 
 
 class GuardedUnpickler(_PythonUnpickler):
-    """Unpickler that makes only tensors that fit into the file and listed objects, and changes only new objects.
+    """Unpickler that builds only tensors that fit into the file, and objects of listed classes; it runs no code.
+
+    It changes only objects that it has made.
 
     Attributes:
         tensors_alone: True leaves other objects than tensors empty.
@@ -56,7 +58,7 @@ class GuardedUnpickler(_PythonUnpickler):
     total: int
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the object or replacement for a name, without importing an unknown module."""
+        """Return the class or function that a name in the file may mean; no unknown module is imported."""
         if module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) in _KNOWN:
@@ -64,7 +66,7 @@ class GuardedUnpickler(_PythonUnpickler):
         return _Unread if self.tensors_alone else find_allowed(module, name)
 
     def load_build(self) -> None:
-        """Set the state of an object; refuse to change classes, functions and modules."""
+        """Set the state of an object that the file describes; raise an error if it is a class, function or module."""
         state = self.stack[-1]
         found = self.stack[-2]
         if isinstance(found, (type, FunctionType, BuiltinFunctionType, ModuleType)):
@@ -78,7 +80,7 @@ class GuardedUnpickler(_PythonUnpickler):
             super().load_build()
 
     def load_binpersid(self) -> None:
-        """Check the declared size of a storage of the file, which torch trusts, and refer to it."""
+        """Refer to a tensor's storage in the file, after a check that the file has as many bytes as it declares."""
         reference = self.stack[-1]
         if isinstance(reference, tuple) and reference[:1] in (('module',), (b'module',)):
             refuse('brings the source of a module')
@@ -96,13 +98,13 @@ class GuardedUnpickler(_PythonUnpickler):
         super().load_binpersid()
 
     def load(self) -> Any:
-        """Read one pickle."""
+        """Read one pickled object and return it."""
         self._declared: dict[object, int] = {}
         self._copied = 0
         return super().load()
 
     def load_reduce(self) -> None:
-        """Call a function, which is on a list because :meth:`find_class` has returned it."""
+        """Call a function as the file asks; :meth:`find_class` has made sure that it is a listed one."""
         self._count(self.stack[-1])
         super().load_reduce()
 
@@ -111,13 +113,13 @@ class GuardedUnpickler(_PythonUnpickler):
         super()._instantiate(kind, arguments)
 
     def _count(self, arguments: Iterable[object]) -> None:
-        """Refuse more elements in copies of lists and dicts than the file has bytes."""
+        """Raise an error if the file copies lists and dicts so often that they get more elements than it has bytes."""
         self._copied += sum(len(one) for one in arguments if isinstance(one, (dict, list, set, tuple)))
         if self._copied > self.total:
             refuse('makes more copies of its lists than it has bytes')
 
     def load_bytearray8(self) -> None:
-        """Refuse a bytearray, which Python allocates before it reads the content."""
+        """Raise an error for a bytearray, which Python would allocate before it reads the content."""
         refuse('holds a bytearray')
 
     dispatch[pickle.REDUCE[0]] = load_reduce
@@ -127,7 +129,7 @@ class GuardedUnpickler(_PythonUnpickler):
 
 
 def load_file(path: str, map_location: Any, *, trusted: bool, tensors_alone: bool) -> Any:
-    """Return the content of a file of ``torch.save``, or of a ``.safetensors`` file.
+    """Load a file written by ``torch.save``, or a ``.safetensors`` file, without running code in it.
 
     Args:
         path: File.
@@ -161,7 +163,7 @@ def load_file(path: str, map_location: Any, *, trusted: bool, tensors_alone: boo
 
 
 def _checked_members(path: str) -> dict[str, int] | None:
-    """Return the sizes of a zip's members, None for torch's old format; refuse files that bypass the unpickler."""
+    """Return the sizes of a zip file's members, None for torch's old format; raise for TorchScript and zip bombs."""
     with open(path, 'rb') as file:
         head = file.read(2)
     if head != b'PK':
@@ -184,7 +186,7 @@ def _checked_members(path: str) -> dict[str, int] | None:
 
 
 def _within_storage(rebuild: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap torch's function that makes a tensor of a storage; refuse a tensor that reaches beyond the storage."""
+    """Wrap torch's function that makes a tensor from a storage, so that a tensor beyond the storage is an error."""
 
     def checked(storage: Any, offset: int, size: Sequence[int], stride: Sequence[int], *rest: object) -> Tensor:
         width = torch._utils._element_size(storage.dtype)
@@ -202,13 +204,13 @@ _REBUILT = {name: _within_storage(getattr(torch._utils, name)) for name in ('_re
 
 
 class _Kind:
-    """Replacement for torch.Tensor, which would allocate memory of any size."""
+    """Safe replacement for the class torch.Tensor, which would allocate memory of any size if it were called."""
 
 
 def _without_attributes(
     rebuild: Callable[..., Tensor], kind: object, arguments: Iterable[Any], state: object
 ) -> Tensor:
-    """Replace torch's function that makes a tensor with attributes, as FSDP adds; the attributes are dropped."""
+    """Make a tensor without the attributes that FSDP adds; a safe replacement for torch's function."""
     if rebuild not in _REBUILT.values() or kind is not _Kind:
         refuse(f'asks for a tensor of kind {kind!r} by {rebuild!r}')
     return rebuild(*arguments)

@@ -1,4 +1,4 @@
-"""Loaders for mmengine, for files and web addresses, that run no code of a checkpoint.
+"""Loaders of checkpoint files and URLs for mmengine that run no code in a checkpoint.
 
 A pickle may call any function by its name, and mmengine's loaders use torch's unsafe mode.
 """
@@ -25,7 +25,7 @@ HOW_TO_TRUST = f'If you trust whoever made it, pass --trust-checkpoint, or set {
 
 
 def load_checkpoint_file(filename: str, map_location: Any = None, *, tensors_alone: bool = False) -> Any:
-    """Load a checkpoint from a file without running code in it.
+    """Load a checkpoint from a local file without running code in it.
 
     Args:
         filename: Path.
@@ -77,13 +77,13 @@ def load_checkpoint_url(filename: str, map_location: Any = None) -> Any:
 
 
 def is_trusted() -> bool:
-    """Return True if ``--trust-checkpoint`` or the environment allows files to run code."""
+    """Return True if the option ``--trust-checkpoint`` or the environment allows checkpoints to run code."""
     return os.environ.get(TRUST, '') not in ('', '0')
 
 
 @contextmanager
 def guarded_loaders() -> Iterator[None]:
-    """Let mmengine load files and web addresses by the loaders above inside of a ``with`` block.
+    """Let mmengine load checkpoints with the safe loaders of this module inside a ``with`` block.
 
     There they serve mmengine's Runner, ``init_cfg`` and the inferencers, and every other caller of mmengine's
     ``load_checkpoint`` in the process. The loaders from before are back at the end. Our command lines run in such a
@@ -101,7 +101,10 @@ def guarded_loaders() -> Iterator[None]:
 
 
 def _refuse_configs_that_run(checkpoint: object) -> None:
-    """Refuse configs that would run code; mmengine executes their text when it resumes, and in its inferencers."""
+    """Raise an error if a config in the checkpoint's metadata would run code.
+
+    mmengine executes the text of such a config when it resumes, and in its inferencers.
+    """
 
     def inner(owner: object, key: str) -> object:
         return owner.get(key) if isinstance(owner, dict) else None

@@ -1,4 +1,4 @@
-"""Check of the text of a config in a checkpoint, which must hold only values and run nothing.
+"""Check that the text of a config, as checkpoints hold it, has plain values only and runs no code.
 
 mmengine executes this text when a run is resumed, and in its inferencers. First it substitutes double braces, for
 example by environment variables; it also runs the files that ``_base_`` names, and calls the classes that ``type``
@@ -27,7 +27,7 @@ _PLAIN = (
 
 
 def running_part(text: str) -> str | None:
-    """Return the first part of a config's text that would run code, with its line, or None."""
+    """Return the first part of a config's text that would run code, with its line number, or None."""
     if '{{' in text:
         return 'a place to be filled in, {{'
     try:
@@ -45,7 +45,7 @@ def running_part(text: str) -> str | None:
 
 
 def literal_setting(text: str, name: str) -> Any:
-    """Return the value of ``name`` in a config's text without running it; None if it is not set to plain values."""
+    """Return the value of a variable in a config's text without running it, or None if it is no plain value."""
     try:
         given = [node for node in ast.parse(text).body if isinstance(node, ast.Assign)]
         values = [node.value for node in given if isinstance(node.targets[0], ast.Name) and node.targets[0].id == name]
@@ -55,7 +55,7 @@ def literal_setting(text: str, name: str) -> Any:
 
 
 class _AsLiterals(ast.NodeTransformer):
-    """Rewrites ``dict(a=1)`` as ``{'a': 1}``."""
+    """Syntax tree transformer that rewrites ``dict(a=1)`` as ``{'a': 1}``."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
@@ -68,7 +68,7 @@ class _AsLiterals(ast.NodeTransformer):
 
 
 def _is_value(node: ast.AST) -> bool:
-    """Return True if a node of a text's syntax tree runs no code by itself; its children are checked separately."""
+    """Return True if a node of a config's syntax tree runs no code by itself; its children are checked separately."""
     if isinstance(node, ast.Name):
         bound_anew = isinstance(node.ctx, ast.Store) and node.id in {*CALLS, '_base_'}
         return not bound_anew and not node.id.startswith('__')
@@ -87,7 +87,7 @@ def _is_value(node: ast.AST) -> bool:
 
 
 def _calls(value: ast.expr) -> bool:
-    """Return True if the value of a ``type`` might call something else than a class of torch or of an mm package."""
+    """Return True if the value of a ``type`` key might name something else than a class of torch or an mm package."""
     # A name may be set anywhere in the text.
     if isinstance(value, ast.Name):
         return True

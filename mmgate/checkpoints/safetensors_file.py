@@ -1,4 +1,4 @@
-"""Reading of files in the safetensors format."""
+"""Read files in the safetensors format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a file, on the CPU, and its metadata.
+    """Read a ``.safetensors`` file; return its tensors on the CPU, and its metadata.
 
     Raises:
         ValueError: The file cannot be read; the message is the reason.

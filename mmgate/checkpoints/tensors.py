@@ -1,4 +1,4 @@
-"""Reading of the tensors, and nothing else, in a local or published checkpoint."""
+"""Read the tensors, and nothing else, of a local or published checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLACES = ('state_dict_ema', 'state_dict', 'model')
 
 
 def read_checkpoint(source: str) -> Any:
-    """Return the content of the checkpoint at a path or URL, with its tensors on the CPU.
+    """Read the checkpoint at a path or URL and return its content, with tensors on the CPU.
 
     Some training scripts pickle their configuration beside the weights; that of the published agent attention is a
     class of a package that may not be installed. Only tensors, numbers, strings and plain containers are loaded; any
@@ -37,7 +37,7 @@ def read_checkpoint(source: str) -> Any:
 
 
 def tensors(checkpoint: object, prefix: str | None = None) -> State:
-    """Return the tensors of a checkpoint, which lie under one of ``PLACES`` or at its top.
+    """Return the model's tensors of a checkpoint, which lie at its top or below a key such as ``'state_dict'``.
 
     If keys begin with ``prefix`` (``backbone.`` if None), only their tensors are returned, by names without the prefix.
 

@@ -1,1 +1,1 @@
-"""Data sets and transforms of the papers that the hosts lack: SVHN and noise on images."""
+"""The papers' data sets and transforms that mm packages lack: the digits of SVHN, and noise on images."""

@@ -1,4 +1,4 @@
-"""A transform that adds noise to images."""
+"""Transform of a data pipeline that adds noise to images."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NOISES: dict[str, Callable[[Image, float], Image]] = {
 
 @TRANSFORMS.register_module()
 class RandomNoise(BaseTransform):
-    """Add noise of a random kind and level to every image.
+    """Transform that adds noise of a random kind and a random level to each image.
 
     The paper trains under "multiple distortion levels and noise types" and names none; these are the usual ones.
 
@@ -86,7 +86,7 @@ class RandomNoise(BaseTransform):
         self.prob = prob
 
     def transform(self, results: dict[str, Any]) -> dict[str, Any]:
-        """Add noise to ``results['img']``."""
+        """Add noise to the image in ``results['img']`` and return the dict."""
         if np.random.uniform() >= self.prob:
             return results
         kind = np.random.choice(self.kinds)

@@ -1,4 +1,4 @@
-"""Street View House Numbers: cropped digits in the authors' files."""
+"""The data set Street View House Numbers (SVHN): photographs of single digits, read from the authors' files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILES = {'train': 'train_32x32.mat', 'test': 'test_32x32.mat', 'extra': 'extra_3
 
 @DATASETS.register_module()
 class SVHN(BaseDataset):
-    """Digits of 32 x 32 pixels in MATLAB files, which mmpretrain does not have.
+    """Data set of SVHN's digits, 32 x 32 pixels, read from its MATLAB files; mmpretrain has none for it.
 
     Args:
         data_root: Folder of the files.
@@ -38,7 +38,7 @@ class SVHN(BaseDataset):
         super().__init__(data_root=data_root, **kwargs)
 
     def load_data_list(self) -> list[dict[str, Any]]:
-        """Return ``img`` ``(32, 32, 3)``, RGB, and ``gt_label`` of each digit; the files label zeros as 10."""
+        """Return each digit's image ``img`` ``(32, 32, 3)``, RGB, and its ``gt_label``; the files label zeros as 10."""
         from scipy.io import loadmat
 
         content = loadmat(str(Path(self.data_root) / FILES[self.split]))

@@ -1,4 +1,6 @@
-"""Boxes of dense heads for a whole batch and of a fixed number; mmdet returns any number, image by image.
+"""Decode and select the boxes of dense heads for a whole batch, always the same number, as a graph needs it.
+
+mmdet returns any number, image by image.
 
 Layout: boxes (B, N, 4) as (x1, y1, x2, y2) in pixels of the input; scores (B, N), -1 where there is no box.
 """
@@ -19,7 +21,7 @@ from .operators import nms_keep
 
 
 class Boxes(NamedTuple):
-    """Boxes ``(B, N, 4)``, scores ``(B, N)``, and labels ``(B, N)`` or, for an RPN, levels."""
+    """Boxes of a batch ``(B, N, 4)``, their scores ``(B, N)``, and their labels ``(B, N)``, or levels for an RPN."""
 
     boxes: Tensor
     scores: Tensor
@@ -27,18 +29,18 @@ class Boxes(NamedTuple):
 
 
 class BoxCoder(Protocol):
-    """Coder of mmdet that makes boxes of priors and deltas."""
+    """Protocol of mmdet's box coders, which make boxes from anchors (priors) and predicted deltas."""
 
     clip_border: bool
 
     def decode(self, bboxes: Tensor, pred_bboxes: Tensor) -> Tensor:
-        """Return boxes ``(N, 4)`` of priors and deltas ``(N, 4)``."""
+        """Return the boxes ``(N, 4)`` that priors and deltas, each ``(N, 4)``, describe."""
 
 
 def candidates(
     head: AnchorHead, scores: Sequence[Tensor], deltas: Sequence[Tensor], sizes: Tensor, cfg: Mapping[str, Any]
 ) -> Boxes:
-    """Return the best ``nms_pre`` boxes of each level, like mmdet's ``predict_by_feat``.
+    """Return the best ``nms_pre`` boxes of each level before non-maximum suppression, like mmdet's head.
 
     Args:
         head: A RetinaNet's head, or an RPN's, whose labels are levels.
@@ -78,18 +80,18 @@ def candidates(
 
 
 def decode(coder: BoxCoder, priors: Tensor, deltas: Tensor, sizes: Tensor) -> Tensor:
-    """Return boxes ``(B, N, 4)`` of priors and deltas of that shape, clipped if the coder's ``clip_border`` is True."""
+    """Return the boxes ``(B, N, 4)`` that priors and deltas describe, clipped to the image if the coder says so."""
     boxes = coder.decode(priors.reshape(-1, 4), deltas.reshape(-1, 4)).view(deltas.shape)
     return clip_boxes(boxes, sizes) if coder.clip_border else boxes
 
 
 def clip_boxes(boxes: Tensor, sizes: Tensor) -> Tensor:
-    """Clip boxes ``(B, N, 4)`` at the edges of images of ``sizes`` ``(B, 2)`` as (height, width)."""
+    """Clip boxes ``(B, N, 4)`` at the edges of their images, whose heights and widths are ``sizes`` ``(B, 2)``."""
     return torch.minimum(boxes.clamp(min=0), sizes.flip(-1).repeat(1, 2)[:, None].to(boxes.dtype))
 
 
 def non_maximum_suppression(found: Boxes, cfg: Mapping[str, Any], count: int) -> Boxes:
-    """Return the ``count`` best boxes after non-maximum suppression.
+    """Apply non-maximum suppression and return the ``count`` best boxes.
 
     Args:
         found: Boxes, scores and labels.

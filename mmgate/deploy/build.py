@@ -1,4 +1,4 @@
-"""Build the network that is exported from a host."""
+"""Build, from a detector or a segmentor, the network of tensors that is exported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .runtime import Exported
 
 
 def build_network(model: nn.Module) -> Network:
-    """Return the network around a copy of a model, in eval mode.
+    """Return the network to export for a model: a module around a copy of the model, in eval mode.
 
     Gates that are switched off are removed. mmcv's deformable attention is swapped for ours, which computes the same
     and can be exported.
@@ -39,7 +39,7 @@ def build_network(model: nn.Module) -> Network:
 
 
 def serve(model: nn.Module, run: Exported) -> None:
-    """Let a model predict with an exported file instead of its network.
+    """Let a model predict with an exported file instead of running its own network.
 
     Raises:
         ConfigError: The model has no network, or the file was written from a model of another type or other classes.
@@ -52,13 +52,13 @@ def serve(model: nn.Module, run: Exported) -> None:
 
 
 def describe_model(model: nn.Module) -> str:
-    """Return a model's type and its heads' largest number of classes, in words."""
+    """Describe a model by its type and its largest number of classes, in words that an exported file keeps."""
     counts = [getattr(module, 'num_classes', None) for module in model.modules()]
     return f'a {type(model).__name__} of {max(count for count in counts if isinstance(count, int))} classes'
 
 
 def _network_of(host: nn.Module) -> Network:
-    """Return the network around a host, without a copy."""
+    """Return the network to export around a model itself, which is not copied."""
     found: Network | None = None
     if available('mmdet'):
         from .detectors import detector

@@ -1,4 +1,4 @@
-"""Comparison of an exported file's results with PyTorch's, on real images."""
+"""Compare the results of an exported file with PyTorch's on real images."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LEAST_AREA = 1000
 
 @dataclass
 class Differences:
-    """The largest differences over all images, and the amount of data that was compared.
+    """The largest differences between PyTorch's results and the file's over all images, and how much was compared.
 
     Attributes:
         compared: Description of the batches that were compared.
@@ -47,11 +47,11 @@ class Differences:
     largest: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TOLERATED, 0.0))
 
     def tolerated(self) -> bool:
-        """Return True if all differences are tolerated."""
+        """Return True if nothing is missing and no difference is above its limit."""
         return not self.missing and all(self.largest[name] <= most for name, most in TOLERATED.items())
 
     def note(self, name: str, difference: float) -> None:
-        """Keep a difference if it is the largest of its kind."""
+        """Keep a difference if it is the largest of its kind so far."""
         self.largest[name] = max(self.largest[name], difference if math.isfinite(difference) else math.inf)
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Differences:
 
 
 def check_finds_something(model: BaseModel, batches: Iterable[dict[str, Any]], threshold: float) -> None:
-    """Refuse images in which PyTorch finds nothing above a score, because any file would agree there.
+    """Raise ConfigError if PyTorch finds nothing in the images, because every file would agree with it there.
 
     Raises:
         ConfigError: There is no detection, and no map of more than one class.
@@ -83,7 +83,7 @@ def check_finds_something(model: BaseModel, batches: Iterable[dict[str, Any]], t
 def compare(
     model: BaseModel, network: Network, run: Run, batches: Iterable[dict[str, Any]], *, threshold: float = 0.05
 ) -> Differences:
-    """Test batches with a model and with its exported file, through the host's ``test_step``, and compare the results.
+    """Run ``test_step`` of a model on batches, with PyTorch and with the exported file, and compare the results.
 
     Args:
         model: The model.
@@ -105,7 +105,7 @@ def compare(
 
 
 def _maps(result: BaseDataElement) -> list[Tensor]:
-    """Return the class map and the panoptic map of a result, as far as it has them."""
+    """Return the class map and the panoptic map of an image's result, those of the two that it has."""
     maps = []
     if 'pred_sem_seg' in result:
         maps.append(result.pred_sem_seg.data)
@@ -115,7 +115,7 @@ def _maps(result: BaseDataElement) -> list[Tensor]:
 
 
 def _ties_settled(expected: BaseDataElement, actual: Tensor) -> Tensor:
-    """Return a class map in which tied classes, by PyTorch's logits, are replaced by PyTorch's class."""
+    """Return the file's class map with PyTorch's class wherever PyTorch's logits of both classes are (nearly) equal."""
     # A single logit is compared with a threshold and has no ties.
     if 'seg_logits' not in expected or len(expected.seg_logits.data) == 1:
         return actual
@@ -126,7 +126,7 @@ def _ties_settled(expected: BaseDataElement, actual: Tensor) -> Tensor:
 
 
 def _compare(expected: BaseDataElement, actual: BaseDataElement, found: Differences, threshold: float) -> None:
-    """Note the differences between two results of an image."""
+    """Add the differences between PyTorch's and the file's result of one image to ``found``."""
     for one, other in zip(_maps(expected), _maps(actual), strict=True):
         other = _ties_settled(expected, other)
         for label in torch.cat([one.unique(), other.unique()]).unique():
@@ -140,12 +140,15 @@ def _compare(expected: BaseDataElement, actual: BaseDataElement, found: Differen
 
 
 def _share_apart(one: Tensor, other: Tensor) -> float:
-    """Return the share of pixels in which two masks differ, of the pixels of both together."""
+    """Return the number of pixels in which two masks differ, as a share of the pixels that either has."""
     return int((one ^ other).sum()) / max(int((one | other).sum()), LEAST_AREA)
 
 
 def _match(these: InstanceData, those: InstanceData, found: Differences, threshold: float, whose: str) -> None:
-    """Find a partner for each detection of ``these`` among ``those``, by class and place; none is used twice."""
+    """Match each detection of one result to the nearest of its class in the other, and keep the differences.
+
+    No detection is used twice.
+    """
     left = torch.ones_like(those.labels, dtype=torch.bool)
     for number in (these.scores > threshold + MARGIN).nonzero().flatten().tolist():
         label = int(these.labels[number])

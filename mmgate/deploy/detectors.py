@@ -1,4 +1,4 @@
-"""Networks of mmdet's detectors: boxes, scores, labels and masks of boxes are in the graph."""
+"""Networks to export for mmdet's detectors, which return boxes, scores, labels and the boxes' masks as tensors."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from .operators import roi_align
 
 
 class BoxNetwork(Network):
-    """A network that returns boxes.
+    """Base of the networks that return boxes, with their scores and labels.
 
     Outputs: ``boxes`` ``(B, K, 4)`` as (x1, y1, x2, y2) in pixels of the input, ``scores`` ``(B, K)``, best first, -1
     where there is no box, and ``labels`` ``(B, K)``, int64; K is the config's ``max_per_img``.
     """
 
     def results(self, outputs: Sequence[Tensor], samples: Samples, rescale: bool) -> list[InstanceData]:
-        """Return the boxes of each image, and masks in the size of the original if the network has them."""
+        """Turn the network's outputs into mmdet's results: boxes and, if the network has them, masks of each image."""
         images = zip(*outputs, strict=True)
         return [self._result(parts, sample.metainfo, rescale) for parts, sample in zip(images, samples, strict=True)]
 
     def _result(self, outputs: tuple[Tensor, ...], meta: dict[str, Any], rescale: bool) -> InstanceData:
-        """Return the boxes of an image from its outputs and meta information."""
+        """Turn the outputs for one image into mmdet's result, with boxes in pixels of the original if ``rescale``."""
         boxes, scores, labels = (output[outputs[1] > 0] for output in outputs[:3])
         if rescale:
             boxes = boxes / boxes.new_tensor(meta['scale_factor']).repeat(2)
@@ -44,10 +44,10 @@ class BoxNetwork(Network):
 
 
 class QueryNetwork(BoxNetwork):
-    """Network of Deformable DETR and DINO; padding is masked as in mmdet."""
+    """Network to export for Deformable DETR and DINO; padding is masked as in mmdet."""
 
     def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return boxes, scores and labels of images ``(B, 3, H, W)`` of ``sizes`` ``(B, 2)`` within the padding."""
+        """Return boxes, scores and labels for padded images ``(B, 3, H, W)``, whose unpadded sizes are ``(B, 2)``."""
         logits, boxes = self._queries(images, sizes)
         head = self.host.bbox_head
         scores, index = logits.sigmoid().flatten(1).topk(head.test_cfg.get('max_per_img', boxes.shape[1]))
@@ -58,7 +58,10 @@ class QueryNetwork(BoxNetwork):
         return clip_boxes(boxes, sizes), scores, labels
 
     def _queries(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits ``(B, Q, C)`` and boxes ``(B, Q, 4)`` as (centre, size), 0 to 1 over the unpadded image."""
+        """Return for each query its logits ``(B, Q, C)`` and its box ``(B, Q, 4)`` as (centre, size) from 0 to 1.
+
+        Boxes are relative to the image without padding.
+        """
         host = self.host
         size = images.shape[-2:]
         features = host.extract_feat(images)
@@ -83,7 +86,7 @@ class QueryNetwork(BoxNetwork):
         return logits[-1], boxes[-1]
 
     def _decoded(self, **inputs: Any) -> dict[str, Any]:
-        """Return the decoder's states and references for the host's inputs of ``forward_decoder``."""
+        """Run the decoder on the arguments of the detector's ``forward_decoder``; return its states and references."""
         if not isinstance(self.host, DINO):
             return self.host.forward_decoder(**inputs)
         # DINO's own method takes the length of the queries, which would fix the batch of the graph.
@@ -94,10 +97,10 @@ class QueryNetwork(BoxNetwork):
 
 
 class AnchorNetwork(BoxNetwork):
-    """Network of RetinaNet and other detectors with mmdet's plain AnchorHead."""
+    """Network to export for RetinaNet and other one-stage detectors with mmdet's plain AnchorHead."""
 
     def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
-        """Return boxes, scores and labels of images ``(B, 3, H, W)`` of ``sizes`` ``(B, 2)`` within the padding."""
+        """Return boxes, scores and labels for padded images ``(B, 3, H, W)``, whose unpadded sizes are ``(B, 2)``."""
         head = self.host.bbox_head
         scores, deltas, *more = head(self.host.extract_feat(images))
         cfg = head.test_cfg
@@ -111,7 +114,7 @@ class AnchorNetwork(BoxNetwork):
 
 
 class RoINetwork(BoxNetwork):
-    """Network of Faster and Mask R-CNN.
+    """Network to export for Faster R-CNN and Mask R-CNN.
 
     Mask R-CNN's output ``masks`` ``(B, K, 28, 28)`` holds the probabilities of each box's class over the box; mmdet
     pastes them into images of the original size.
@@ -123,7 +126,10 @@ class RoINetwork(BoxNetwork):
             self.outputs = (*Network.outputs, 'masks')  # type: ignore[misc]
 
     def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
-        """Return boxes, scores and labels, and masks, of images ``(B, 3, H, W)`` of ``sizes`` ``(B, 2)``."""
+        """Return boxes, scores, labels and (Mask R-CNN) masks for padded images ``(B, 3, H, W)``.
+
+        Their sizes without padding are ``sizes`` ``(B, 2)``.
+        """
         host = self.host
         roi_head = host.roi_head
         features = host.extract_feat(images)
@@ -143,7 +149,7 @@ class RoINetwork(BoxNetwork):
         return boxes, scores, labels, masks.view(*scores.shape, *masks.shape[-2:])
 
     def _classified(self, features: Sequence[Tensor], proposals: Boxes, sizes: Tensor) -> Boxes:
-        """Return a box for each of P proposals and C classes, ``(B, P * C)``."""
+        """Classify P proposals; return a box and a score for each pair of proposal and class, ``(B, P * C)``."""
         head = self.host.roi_head.bbox_head
         cfg = self.host.roi_head.test_cfg
         aligned = self._align(self.host.roi_head.bbox_roi_extractor, features, proposals.boxes)
@@ -160,7 +166,7 @@ class RoINetwork(BoxNetwork):
         return Boxes(boxes.flatten(1, 2), torch.where(counts, scores, -1.0).flatten(1), labels.flatten(1))
 
     def _align(self, extractor: SingleRoIExtractor, features: Sequence[Tensor], boxes: Tensor) -> Tensor:
-        """Return the features ``(B * N, C, h, w)`` of boxes ``(B, N, 4)``, each from the level of its size."""
+        """Pool the features inside boxes ``(B, N, 4)``, each from the level of its size, to ``(B * N, C, h, w)``."""
         maps = features[: extractor.num_inputs]
         image = torch.arange(boxes.shape[0], device=boxes.device, dtype=boxes.dtype)[:, None, None]
         rois = torch.cat([image.expand(-1, boxes.shape[1], -1), boxes], -1).flatten(0, 1)  # (B * N, 5)
@@ -190,7 +196,7 @@ class RoINetwork(BoxNetwork):
 
 
 class MaskNetwork(Network):
-    """Network of Mask2Former up to the logits ``classes`` ``(B, Q, C + 1)`` and ``masks`` ``(B, Q, H, W)``.
+    """Network to export for mmdet's Mask2Former: class logits ``(B, Q, C + 1)`` and mask logits ``(B, Q, H, W)``.
 
     The host's fusion head makes instances and panoptic maps of them, in the size of the original image.
     """
@@ -199,17 +205,17 @@ class MaskNetwork(Network):
     outputs = ('classes', 'masks')
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return classes and masks of images ``(B, 3, H, W)``."""
+        """Return class and mask logits of all queries for images ``(B, 3, H, W)``."""
         sample = SimpleNamespace(metainfo=dict(batch_input_shape=images.shape[-2:]))
         return self.host.panoptic_head.predict(self.host.extract_feat(images), [sample])
 
     def results(self, outputs: Sequence[Tensor], samples: Samples, rescale: bool) -> Any:
-        """Return the fusion head's results."""
+        """Turn the network's logits into mmdet's results with the detector's own fusion head."""
         return self.host.panoptic_fusion_head.predict(*outputs, samples, rescale=rescale)
 
 
 def _plain_anchors(host: nn.Module) -> bool:
-    """Return True if a detector's head makes boxes as mmdet's AnchorHead does."""
+    """Return True if a one-stage detector can be exported: its head makes boxes as mmdet's AnchorHead does."""
     head = getattr(host, 'bbox_head', None)
     names = ('predict_by_feat', '_predict_by_feat_single', '_bbox_post_process')
     if not isinstance(head, AnchorHead):
@@ -218,7 +224,10 @@ def _plain_anchors(host: nn.Module) -> bool:
 
 
 def _plain_rois(host: Any) -> bool:
-    """Return True if a detector's RoI head is mmdet's standard one, with average pooling from single levels."""
+    """Return True if a two-stage detector can be exported: its RoI head is mmdet's standard one.
+
+    It pools averages, each box from a single level.
+    """
     head = host.roi_head
     if type(head) is not StandardRoIHead or head.with_shared_head:
         return False
@@ -241,7 +250,7 @@ NETWORKS: tuple[tuple[type[nn.Module], type[Network], Callable[[nn.Module], bool
 
 
 def detector(host: nn.Module) -> Network | None:
-    """Return the network of a detector, or None if there is none for it."""
+    """Return the network to export for a detector of mmdet, or None if there is none for its class."""
     for kind, network, fits in NETWORKS:
         if isinstance(host, kind) and fits(host):
             return network(host)

@@ -1,4 +1,4 @@
-"""Export of a model to a file, which is kept if it finds what the model finds."""
+"""Export a model to a file, and keep the file only if it finds on real images what the model finds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def export(
     threshold: float = 0.05,
     seconds: float = TIME_LIMIT,
 ) -> Differences:
-    """Write a model to a file and compare their results; if they differ, the file is dropped and ``path`` stays.
+    """Export a model to a file and compare the two on images; a file that differs is dropped.
+
+    What was at ``path`` then stays.
 
     Args:
         model: A detector or a segmentor with its weights, in eval mode.
@@ -97,7 +99,7 @@ def export(
 
 
 def _compared(model: nn.Module, batches: Sequence[dict[str, Any]], path: Path, threshold: float) -> Differences:
-    """Compare the results of an exported file with its model's; refuse the file if they differ beyond tolerance."""
+    """Compare an exported file's results with its model's; raise ConfigError if they differ beyond tolerance."""
     run = Exported(path, trusted=True)
     net = build_network(model)
     chosen, description = _batches_for(net, batches, run)
@@ -109,7 +111,7 @@ def _compared(model: nn.Module, batches: Sequence[dict[str, Any]], path: Path, t
 
 
 def _part(batch: dict[str, Any], divisor: int, least: int) -> dict[str, Any]:
-    """Return a batch with a part of its image, about three quarters of height and width, in another aspect."""
+    """Return a batch whose image is cropped to about three quarters of its sides, with another aspect ratio."""
     part = deepcopy(batch)
     (image,) = part['inputs']
     (sample,) = part['data_samples']
@@ -121,7 +123,7 @@ def _part(batch: dict[str, Any], divisor: int, least: int) -> dict[str, Any]:
 
 
 def _batches_for(net: Network, batches: Sequence[dict[str, Any]], run: Exported) -> tuple[list[dict[str, Any]], str]:
-    """Return the batches for the comparison, and a description of them.
+    """Choose the batches on which a file and its model are compared; return them and a description for the log.
 
     They are the images that the file takes, a part of an image if it takes other sizes, and two images as one batch,
     padded to one size if the file takes any size.

@@ -1,4 +1,4 @@
-"""Formats of exported files, and their needs."""
+"""Check that files of a format can be written here, with the installed packages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OLDEST = (2, 9)
 
 
 def check_format(format: str) -> None:
-    """Refuse a format that cannot be written here.
+    """Raise ConfigError if files of this format cannot be written here.
 
     Raises:
         ConfigError: torch is too old, or a package is missing.

@@ -1,4 +1,4 @@
-"""Graphs of networks, captured by torch.export, for any batch and, if the model allows, any size."""
+"""Capture networks as graphs with torch.export, for any batch and, if the model allows, any image size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ LEAST = (33, 65, 129)
 
 
 def write(net: Network, inputs: Sequence[Tensor], path: Path, *, format: str, msda: str, divisor: int) -> str:
-    """Write a network to ``path`` and describe the images that it takes; arguments as :func:`capture`."""
+    """Export a network to the file ``path``, and return a text on the images that the file takes.
+
+    The other arguments are those of :func:`capture`.
+    """
     program, taken = capture(net, inputs, divisor, msda)
     notes = dict(model=describe_model(net.host), inputs=net.inputs, outputs=net.outputs, msda=msda, **taken)
     if format == 'onnx':
@@ -40,7 +43,7 @@ def write(net: Network, inputs: Sequence[Tensor], path: Path, *, format: str, ms
 def capture(
     network: Network, inputs: Sequence[Tensor], divisor: int, msda: str = 'gather'
 ) -> tuple[ExportedProgram, dict[str, Any]]:
-    """Capture a network as a program of torch.export; torch may raise any error.
+    """Capture a network as a graph with torch.export and return the program; torch may raise any error.
 
     Args:
         network: Network to capture.
@@ -77,5 +80,5 @@ def capture(
 
 
 def write_onnx(program: ExportedProgram, network: Network, path: Path, notes: Mapping[str, Any]) -> None:
-    """Write the program of :func:`capture` to ``path``, with ``notes`` in the file's metadata."""
+    """Write a captured program as an ONNX file, with ``notes`` in its metadata."""
     write_program(program, network.inputs, network.outputs, path, notes, translations())

@@ -1,4 +1,4 @@
-"""Base of the modules that are exported: they take tensors, return tensors, and hold the host."""
+"""Base of the modules that are exported: each wraps a detector or a segmentor and maps tensors to tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ Samples: TypeAlias = Sequence[BaseDataElement]
 
 
 class Network(nn.Module):
-    """The part of a model from preprocessed images to tensors; its methods do the rest, which a graph cannot hold.
+    """Module to export: a detector or segmentor (the host) from preprocessed images up to its output tensors.
+
+    Its other methods do what a graph cannot hold.
 
     Args:
         host: The model, in eval mode.
@@ -36,7 +38,7 @@ class Network(nn.Module):
         self.host: Any = host
 
     def feeds(self, images: Tensor, samples: Samples) -> tuple[Tensor, ...]:
-        """Return the :attr:`inputs` of a batch.
+        """Return the tensors that the network takes, named in :attr:`inputs`, for a batch of images.
 
         Args:
             images: ``(B, 3, H, W)``, normalised and padded by the host's data preprocessor.
@@ -46,12 +48,12 @@ class Network(nn.Module):
         return (images, torch.tensor(shapes, dtype=torch.int64, device=images.device))[: len(self.inputs)]
 
     def preprocess(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """Return the :attr:`inputs` of a data loader's batch."""
+        """Preprocess a data loader's batch and return the tensors that the network takes, named in :attr:`inputs`."""
         data = self.host.data_preprocessor(deepcopy(batch), False)
         return self.feeds(data['inputs'], data['data_samples'])
 
     def serve(self, run: Run) -> None:
-        """Let the host predict with ``run``, a function of :attr:`inputs` that returns :attr:`outputs`.
+        """Let the wrapped model predict with ``run``, such as an exported file, instead of this network.
 
         The host's code does all else, so that its tools test the exported file.
         """
@@ -65,12 +67,12 @@ class Network(nn.Module):
         host.predict = predict
 
     def results(self, outputs: Sequence[Tensor], samples: Samples, rescale: bool) -> Any:
-        """Return the host's results of a batch, in pixels of the original images, from the network's outputs."""
+        """Turn the network's output tensors for a batch into the wrapped model's results, in original pixels."""
         raise NotImplementedError
 
 
 def not_exportable(host: nn.Module, reason: str) -> ConfigError:
-    """Return an error with the reason why a model cannot be exported."""
+    """Return an exception whose message gives the reason why a model cannot be exported."""
     return ConfigError(
         f'{type(host).__name__} cannot be exported: {reason}. tools/deploy/README.md lists the models that can.'
     )

@@ -1,4 +1,6 @@
-"""Non-maximum suppression and RoIAlign as operators of a graph: they run mmcv's code, and are ONNX nodes in a file.
+"""Custom torch operators for non-maximum suppression and RoIAlign, which ONNX files get as standard nodes.
+
+In PyTorch they run mmcv's code.
 
 Layout: boxes (B, N, 4) as (x1, y1, x2, y2); scores (B, N), above 0 for candidates; RoIs (R, 5) as (image, x1, y1, x2,
 y2) in pixels of the image. A program of torch.export needs this module imported where it runs.
@@ -22,7 +24,7 @@ INT64 = 7
 
 @operator('nms_keep', fake=lambda boxes, scores, *_: torch.empty_like(scores, dtype=torch.bool))
 def nms_keep(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """Return a mask ``(B, N)`` of boxes that overlap no better one by more than ``iou_threshold``."""
+    """Return a mask ``(B, N)`` of the boxes to keep: those that overlap no better one by more than the threshold."""
     kept = torch.zeros_like(scores, dtype=torch.bool)
     for image in range(len(boxes)):
         there = (scores[image] > 0).nonzero().flatten()
@@ -35,12 +37,12 @@ def nms_keep(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
 def roi_align(
     map_: Tensor, rois: Tensor, height: int, width: int, scale: float, sampling_ratio: int, aligned: bool
 ) -> Tensor:
-    """Return the features ``(R, C, height, width)`` of RoIs from a map ``(B, C, H, W)``; options as mmcv's."""
+    """Pool a map's features ``(B, C, H, W)`` inside boxes to ``(R, C, height, width)``, as mmcv's RoIAlign does."""
     return mmcv.ops.roi_align(map_, rois, (height, width), scale, sampling_ratio, 'avg', aligned)
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Return the functions with which ``torch.onnx.export`` writes the two operators."""
+    """Return the functions with which ``torch.onnx.export`` writes the two operators as ONNX nodes."""
     from onnxscript.onnx_opset import opset18
     from onnxscript.onnx_types import FLOAT
 

@@ -1,4 +1,4 @@
-"""Exported files as functions of tensors."""
+"""Run exported files as functions of tensors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Exported:
         self.notes: dict[str, Any] = json.loads(notes)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the outputs.
+        """Run the file on input tensors and return its output tensors.
 
         Args:
             *inputs: The inputs that :attr:`notes` names: images ``(B, C, H, W)`` in float32, normalised and padded,
@@ -72,14 +72,14 @@ class Exported:
         return tuple(output.to(inputs[0].device) for output in outputs)
 
     def takes(self, height: int, width: int) -> bool:
-        """Return True if the graph takes images of this size."""
+        """Return True if the file takes images of this height and width."""
         divisor = self.notes['divisor']
         if not divisor:
             return [height, width] == self.notes['size']
         return not (height % divisor or width % divisor) and min(height, width) >= self.notes['least']
 
     def _open_onnx(self) -> str | None:
-        """Open an ONNX file and return its notes."""
+        """Open an ONNX file, and return the notes in its metadata on the inputs that it takes."""
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -101,7 +101,7 @@ class Exported:
         return session.get_modelmeta().custom_metadata_map.get(NOTES_KEY)
 
     def _open_program(self) -> str | None:
-        """Open a program of torch.export and return its notes."""
+        """Open a ``.pt2`` file of torch.export, and return the notes in it on the inputs that it takes."""
         extra = {NOTES_FILE: ''}
         try:
             program = torch.export.load(self.path, extra_files=extra)
@@ -114,7 +114,7 @@ class Exported:
 
 
 def _refuse_untrusted(path: str | Path) -> None:
-    """Raise ConfigError for a file that may hold code, unless the environment trusts all files."""
+    """Raise ConfigError for a file that may contain code, unless the environment says to trust all files."""
     # It needs mmengine, which an ONNX file does without.
     from mmgate.checkpoints.loading import HOW_TO_TRUST, is_trusted
 

@@ -1,4 +1,4 @@
-"""Two forms of deformable attention in a graph: gathered rows, or GridSample.
+"""Two ways to write deformable attention into an exported graph: gathered rows, or GridSample nodes.
 
 TensorRT compiles deformable attention of GridSample nodes wrongly and says nothing (NVIDIA/TensorRT issue 4813), so
 gathering is the default.
@@ -31,7 +31,9 @@ package = importlib.import_module('mmgate.ops.ms_deform_attn')
 def gather(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
 ) -> Tensor:
-    """Sum weighted rows; arguments as :func:`mmgate.ops.ms_deform_attn.reference.sample`.
+    """Sample multi-scale deformable attention by one gather and one matrix product, for export.
+
+    The arguments are those of :func:`mmgate.ops.ms_deform_attn.reference.sample`.
 
     The rows of all corners are gathered by one index, which runtimes do at memory speed, and summed by one matrix
     product.
@@ -62,7 +64,9 @@ def grid(
     weights: Tensor,
     num_points: Sequence[int] | None = None,
 ) -> Tensor:
-    """Sample each level by ``grid_sample``; arguments as :func:`mmgate.ops.ms_deform_attn.grid_sample.sample`.
+    """Sample multi-scale deformable attention with ``grid_sample``, level by level, for export.
+
+    The arguments are those of :func:`mmgate.ops.ms_deform_attn.grid_sample.sample`.
 
     Tokens of the levels follow one another.
     """
@@ -78,13 +82,18 @@ SAMPLERS: dict[str, tuple[Callable[..., Tensor], Uneven]] = {'gather': (gather, 
 
 
 def sampled_by(name: str) -> Replacement:
-    """Return the replacement for :func:`.tracing.traceable` that samples by one of :data:`SAMPLERS`."""
+    """Return the replacement that makes a captured graph sample by one of :data:`SAMPLERS`.
+
+    :func:`.tracing.traceable` takes it.
+    """
     return package, 'BACKENDS', (Backend(name, attend_by(*SAMPLERS[name]), exportable=True),)
 
 
 @contextmanager
 def sampling_by(name: str) -> Iterator[None]:
-    """Sample by one of :data:`SAMPLERS` in the context, where another package exports a model with our attention.
+    """Choose inside a ``with`` block how deformable attention is exported, for exporters of other packages.
+
+    The forms are those of :data:`SAMPLERS`.
 
     Raises:
         ConfigError: There is no form of that name.

@@ -1,4 +1,4 @@
-"""Sizes of feature maps for hosts that use them as numbers and as tensors, while a graph of any size is captured.
+"""Sizes of feature maps that act as numbers and as a tensor, for capturing a graph of any image size.
 
 mmdet's transformers keep the sizes of their levels in a tensor, loop over it and make grids of the values. The values
 of a tensor are unknown during a capture, but the sizes from which it was made are known.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class SymbolicSizes:
-    """Sizes that give numbers when they are indexed or unpacked, and act as an int64 tensor in all other uses.
+    """List of sizes that gives numbers when it is indexed or unpacked, and acts as an int64 tensor in other uses.
 
     Args:
         numbers: A list of sizes, or a list of such lists; they may be symbolic.
@@ -25,7 +25,7 @@ class SymbolicSizes:
 
     @property
     def tensor(self) -> Tensor:
-        """Tensor of the sizes in the graph."""
+        """The sizes as an int64 tensor in the captured graph."""
         if isinstance(self.numbers[0], list):
             return torch.stack([SymbolicSizes(row).tensor for row in self.numbers])
         return torch.stack([torch.scalar_tensor(number, dtype=torch.int64) for number in self.numbers])
@@ -45,15 +45,18 @@ class SymbolicSizes:
         return SymbolicSizes(self.numbers[index]) if isinstance(index, slice) else self.tensor[index]
 
     def tolist(self) -> list[Any]:
-        """Return the numbers."""
+        """Return the sizes as numbers, as ``Tensor.tolist`` does."""
         return self.numbers
 
     def to(self, *_: object) -> SymbolicSizes:
-        """Return the sizes unchanged, because a graph is captured on one device."""
+        """Return the sizes unchanged; ``Tensor.to`` has nothing to do, because a graph is captured on one device."""
         return self
 
     def view(self, *shape: int) -> Any:
-        """Return sizes in rows of ``n`` for ``view(-1, n)``, and a view of the tensor for any other shape."""
+        """Reshape the sizes as ``Tensor.view`` does; the shape ``(-1, n)`` keeps them numbers, in rows of n.
+
+        Any other shape gives a view of the tensor.
+        """
         if len(shape) == 2 and shape[0] == -1:
             width = shape[1]
             return SymbolicSizes([self.numbers[i : i + width] for i in range(0, len(self.numbers), width)])
@@ -67,7 +70,7 @@ class SymbolicSizes:
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Concatenate sizes as numbers, and call any other function with the tensor."""
+        """Call a torch function with the sizes as a tensor; ``torch.cat`` of sizes alone joins them as numbers."""
         if function is torch.cat and all(isinstance(part, SymbolicSizes) for part in args[0]):
             return SymbolicSizes([number for part in args[0] for number in part])
         options = {name: _plain(value) for name, value in (kwargs or {}).items()}
@@ -75,7 +78,7 @@ class SymbolicSizes:
 
 
 def _plain(argument: Any) -> Any:
-    """Return an argument with sizes replaced by their tensor, in lists and tuples, too."""
+    """Return an argument of a torch function with all sizes in it replaced by tensors, also inside lists and tuples."""
     if isinstance(argument, (list, tuple)):
         return type(argument)(_plain(part) for part in argument)
     return argument.tensor if isinstance(argument, SymbolicSizes) else argument

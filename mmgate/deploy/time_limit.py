@@ -1,4 +1,4 @@
-"""A time limit for exporters, which may reason about symbolic sizes for hours."""
+"""Limit the time of an exporter, which may reason about symbolic sizes for hours."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ AGAIN = 10.0
 
 
 class _Stop(BaseException):
-    """Signal to stop; it is no Exception, because exporters catch those and go on."""
+    """Raised in an exporter to end it; not derived from Exception, because exporters catch those and continue."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Stop the Python code in the context after some seconds, by an alarm of the operating system.
+    """Interrupt the code in a ``with`` block after so many seconds, by an alarm of the operating system.
 
     Outside the main thread and on Windows there is no alarm and no limit.
 

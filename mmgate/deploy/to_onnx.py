@@ -1,4 +1,4 @@
-"""Export to ONNX from Python, of models that have no config: of transformers, timm, torch.
+"""Export models that have no config (of transformers, timm, plain torch) to ONNX from Python.
 
 Here the graph is that of the model's ``forward``, for inputs of one size, and is compared on these inputs. Detectors of
 mm packages have another way, by their config: the graph makes boxes, and is compared on images; see :mod:`.export`.
@@ -39,7 +39,7 @@ OPSET = 18
 
 
 class Tensors(nn.Module):
-    """A model that takes its inputs in an order, and returns its outputs as a tuple of tensors.
+    """Wrapper that calls a model with inputs by position and returns its outputs as a tuple of tensors.
 
     Args:
         model: The model.
@@ -54,7 +54,7 @@ class Tensors(nn.Module):
         self.outputs = tuple(outputs)
 
     def named(self, found: Any) -> dict[str, Tensor]:
-        """Return tensors of what the model returned, by name."""
+        """Return the tensors in a model's output (a tensor, tuple or dict) by name."""
         if isinstance(found, Tensor):
             found = dict(output=found)
         elif not isinstance(found, Mapping):
@@ -69,7 +69,7 @@ class Tensors(nn.Module):
         return {name: tensors[name] for name in self.outputs} if self.outputs else tensors
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the outputs."""
+        """Call the model and return the chosen outputs as a tuple of tensors."""
         found = self.model(**dict(zip(self.inputs, tensors, strict=True)))
         return tuple(self.named(found).values())
 
@@ -84,7 +84,7 @@ def export_onnx(
     dynamic_batch: bool = False,
     tolerance: float = 1e-4,
 ) -> dict[str, float]:
-    """Write a model to an ONNX file, and compare what onnxruntime makes of it with PyTorch.
+    """Export a model to an ONNX file, and compare the outputs of onnxruntime with those of PyTorch.
 
     They are compared on ``inputs`` and on the same with each image mirrored. Gates that are switched off are left out.
     Vanilla deformable attention that mmgate knows is written as ours, which computes the same.
@@ -162,7 +162,7 @@ def write_program(
     notes: Mapping[str, Any],
     translations: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
 ) -> None:
-    """Write a program of torch.export to an ONNX file.
+    """Write a program that torch.export has captured into an ONNX file.
 
     Args:
         program: The program.
@@ -197,7 +197,7 @@ def write_program(
 
 
 def _keep_constants(graph: Any) -> None:
-    """Make initializers of the constants for which the optimizer leaves no node."""
+    """Turn constants of an ONNX graph into initializers if the optimizer has removed the nodes that made them."""
     inputs = set(graph.inputs)
     for node in graph.all_nodes():
         for value in node.inputs:
@@ -208,7 +208,7 @@ def _keep_constants(graph: Any) -> None:
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    """Return a copy of a model in eval mode, without gates that are switched off."""
+    """Return a copy of a model in eval mode, from which gates that are switched off are removed."""
     host = deepcopy(unwrap_model(model))
     # Some hosts return None from ``eval``.
     host.eval()
@@ -219,7 +219,7 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _by_our_sampler(host: nn.Module) -> None:
-    """Let vanilla deformable attention that mmgate knows compute by our operator, which is written in several forms."""
+    """Let vanilla deformable attention in a model run on mmgate's operator, which can be exported in several forms."""
     ours = MultiScaleDeformableAttention.__name__
     vanilla = [one.path for one in list_attention(host) if ours in one.gates and one.gate is None]
     if vanilla:
@@ -227,7 +227,7 @@ def _by_our_sampler(host: nn.Module) -> None:
 
 
 def _captured(network: Tensors, tensors: tuple[Tensor, ...], msda: str, dynamic_batch: bool) -> ExportedProgram:
-    """Return a network as a program of torch.export."""
+    """Capture a network with torch.export and return the program."""
     from torch.export import Dim
 
     shapes = None
@@ -242,7 +242,10 @@ def _captured(network: Tensors, tensors: tuple[Tensor, ...], msda: str, dynamic_
 
 
 def _differences(names: Sequence[str], found: Sequence[Tensor], expected: Sequence[Tensor]) -> dict[str, float]:
-    """Return the largest difference of each output by its name, see :func:`export_onnx`."""
+    """Return for each output, by name, the largest difference between the file and PyTorch.
+
+    See :func:`export_onnx`.
+    """
     shapes = [one.shape[:2] for one in expected if one.dim() > 2]
     queries = max(shapes, default=None, key=shapes.count)
     apart: dict[str, Tensor] = {}
@@ -269,7 +272,7 @@ def _differences(names: Sequence[str], found: Sequence[Tensor], expected: Sequen
 
 
 def _partners(queries: Any, found: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor | None:
-    """Return for each row of the expected outputs of ``(B, Q, ...)`` the nearest row that was found, ``(B, Q)``."""
+    """Match each expected query ``(B, Q, ...)`` to the nearest query of the file; return indices ``(B, Q)``."""
     pairs = [
         (one, other)
         for one, other in zip(found, expected, strict=True)

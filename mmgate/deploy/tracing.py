@@ -1,4 +1,4 @@
-"""Replacements for functions of torch and the hosts while a graph of any batch and size is captured.
+"""Replace functions of torch and mm packages that cannot be captured in a graph of any batch and size.
 
 The original functions read a symbolic size as a float, a tensor's memory layout or its values, which would fix the
 sizes of the graph. Each replacement is used while :func:`traceable` is open, and not before or after.
@@ -25,7 +25,7 @@ Replacement: TypeAlias = tuple[Any, str, Any]
 
 
 def project(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None) -> list[Tensor]:
-    """Return query, key and value projected by the thirds of ``w`` ``(3 C, C)`` and ``b`` ``(3 C,)``, as torch does."""
+    """Project query, key and value by the thirds of one weight ``(3 C, C)`` and bias, as torch's attention does."""
     biases = (None,) * 3 if b is None else b.chunk(3)
     # The layout of a clone is known.
     inputs = [x.clone(memory_format=torch.contiguous_format) for x in (q, k, v)]
@@ -33,7 +33,7 @@ def project(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None)
 
 
 def adaptive_avg_pool2d(x: Tensor, output_size: int | Sequence[int | None]) -> Tensor:
-    """Return torch's adaptive average pooling of maps ``(..., H, W)``, computed by two matrix products."""
+    """Pool maps ``(..., H, W)`` to averages as torch's function of this name does, by two matrix products."""
     height, width = (output_size, output_size) if isinstance(output_size, int) else output_size
     rows = _means(x.shape[-2] if height is None else height, x.shape[-2], x)
     columns = _means(x.shape[-1] if width is None else width, x.shape[-1], x)
@@ -41,7 +41,10 @@ def adaptive_avg_pool2d(x: Tensor, output_size: int | Sequence[int | None]) -> T
 
 
 def _means(cells: int, size: int, like: Tensor) -> Tensor:
-    """Return a matrix ``(c, s)`` whose row i averages the pixels from ``floor(i s / c)`` to ``ceil((i + 1) s / c)``."""
+    """Return the matrix ``(c, s)`` that averages s pixels in c cells, as adaptive pooling divides them.
+
+    Row i averages the pixels from ``floor(i s / c)`` to ``ceil((i + 1) s / c)``.
+    """
     cell = torch.arange(cells, device=like.device)[:, None]
     pixel = torch.arange(size, device=like.device)
     inside = (pixel >= cell * size // cells) & (pixel < -(-(cell + 1) * size // cells))
@@ -49,14 +52,14 @@ def _means(cells: int, size: int, like: Tensor) -> Tensor:
 
 
 def window_reverse(self: Any, windows: Tensor, H: int, W: int) -> Tensor:
-    """Return maps ``(B, H, W, C)`` of Swin's windows ``(B H/w W/w, w, w, C)``, like the hosts' method of this name."""
+    """Put Swin's windows ``(B H/w W/w, w, w, C)`` back into maps ``(B, H, W, C)``, like mmdet's method of this name."""
     side = self.window_size
     rows = windows.view(-1, H // side, W // side, side, side, windows.shape[-1])
     return rows.transpose(2, 3).reshape(-1, H, W, windows.shape[-1])
 
 
 def upsample(self: Any, x: Tensor) -> Tensor:
-    """Return the output of mmseg's ``Upsample``; a whole factor multiplies the sides as an integer."""
+    """Resize a map as mmseg's ``Upsample`` does; a whole factor multiplies the sides as an integer."""
     size = self.size
     factor = self.scale_factor
     if not size:
@@ -65,7 +68,7 @@ def upsample(self: Any, x: Tensor) -> Tensor:
 
 
 def linspace(start: float, end: float, steps: int, **options: Any) -> Tensor:
-    """Return the values of :func:`torch.linspace`; the number of steps may be symbolic."""
+    """Return evenly spaced values as :func:`torch.linspace` does; the number of steps may be symbolic."""
     # With a single step, the only value is the start.
     last = torch.scalar_tensor(steps - 1, **options).clamp(min=1)
     span = torch.scalar_tensor(end, **options) - start
@@ -73,7 +76,7 @@ def linspace(start: float, end: float, steps: int, **options: Any) -> Tensor:
 
 
 def replacements() -> Iterator[Replacement]:
-    """Yield the owner, the name and the replacement of each function that is replaced during a capture."""
+    """Yield each function that is replaced while a graph is captured: its owner, its name, and the replacement."""
     yield F, '_in_projection_packed', project
     yield F, 'adaptive_avg_pool2d', adaptive_avg_pool2d
     # mmdet takes the sizes of its levels from it, and makes grids of the values.
@@ -90,7 +93,10 @@ def replacements() -> Iterator[Replacement]:
 
 @contextmanager
 def traceable(*more: Replacement) -> Iterator[None]:
-    """Replace functions so that a host can be captured, those of ``more``, too, until the context closes."""
+    """Replace functions inside a ``with`` block so that a model can be captured as a graph.
+
+    ``more`` are further replacements.
+    """
     from torch.fx.experimental import _config as symbols
 
     with ExitStack() as stack:
@@ -109,7 +115,7 @@ def traceable(*more: Replacement) -> Iterator[None]:
 
 
 def plain_attention() -> AbstractContextManager[None]:
-    """Return a context in which attention uses no fused kernel.
+    """Return a context in which torch's attention uses plain products instead of a fused kernel.
 
     The outputs of fused and plain kernels differ in their memory layout, and a view that fits one fails on the other.
     Capturing and decomposing a program therefore both need this context.

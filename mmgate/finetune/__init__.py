@@ -1,4 +1,4 @@
-"""Gates as adapters: trained alone, kept in files, put on another vanilla model, switched off and removed."""
+"""Use gates like adapters (LoRA and the like): train them alone, save, load, switch off and remove them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def Gated(
     train: str = 'all',
     **host_cfg: Any,
 ) -> nn.Module:
-    """Build the model ``host`` with gates in some of its attention modules.
+    """Build a model of an mm package, named by ``host``, with gates in some of its attention modules.
 
     In a config that inherits an mm config, ``type='mmgate.Gated'``, ``host`` and ``attention`` are all that is added.
 

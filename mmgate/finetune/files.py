@@ -1,4 +1,4 @@
-"""Gates files: writing them, and putting their gates on a vanilla model."""
+"""Save the gates of a model into a gates file, and put the gates of a file into a vanilla model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Rule = dict[str, Any]
 
 
 def save_gates(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write the gates of a model, and all that :func:`train_only_gates` trained with them, into a safetensors file.
+    """Save a model's gates, and the parameters that were trained together with them, into a safetensors file.
 
     The file also holds the rules that placed the gates, the names and shapes of the vanilla model's tensors, and
     checksums of some of them. Adapters of PEFT are left out: the file fits the model with and without them.
@@ -42,7 +42,7 @@ def save_gates(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def gates_content(model: nn.Module) -> GatesFile:
-    """Return the content that :func:`save_gates` writes; the errors are those of :func:`save_gates`."""
+    """Return the content of the gates file that :func:`save_gates` would write, with the same errors."""
     if any(SHARDED in name for name, _ in model.named_modules()):
         raise ConfigError('a sharded model (FSDP) has no whole gates to be saved; extract them from its checkpoints.')
     model = unwrap_model(model)
@@ -76,7 +76,7 @@ def gates_content(model: nn.Module) -> GatesFile:
 
 
 def load_gates(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
-    """Put the gates of a file into a model and return the names of the tensors that were loaded.
+    """Put the gates of a gates file into a model, and return the names of the tensors that were loaded.
 
     Other tensors that were trained with the gates stay as the file has them when the model is initialised, or when a
     checkpoint without gates is loaded afterwards. A warning is logged if the vanilla tensors of the model, or those of
@@ -96,7 +96,10 @@ def load_gates(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
 
 
 def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
-    """Do the same as :func:`load_gates` for a model that is not yet initialised, without comparing its values."""
+    """Put the gates of a file into a model that is not yet initialised, so that values cannot be compared yet.
+
+    All else is as in :func:`load_gates`.
+    """
     content = read_gates(path)
     model = unwrap_model(model)
     with gates_disabled(model):
@@ -135,7 +138,7 @@ def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
 
 
 def _rules(model: nn.Module) -> dict[str, list[Rule]]:
-    """Return the rules that gated a model and the models inside it, in order, by the names of these models."""
+    """Return the rules by which a model, and models inside it such as its backbone, were gated, by model name."""
     found: dict[str, dict[int, Rule]] = {}
     for name, module in gated_modules(model):
         record = module.gating
@@ -148,7 +151,7 @@ def _rules(model: nn.Module) -> dict[str, list[Rule]]:
 
 
 def _described(rule: Mapping[str, Any]) -> Rule:
-    """Return a rule as a gates file has it, in which equivalent rules are equal."""
+    """Return a rule in the form that a gates file has, so that equivalent rules compare as equal."""
     path = rule['path']
     plain = dict(rule, type=_named(rule['type']), path=[path] if isinstance(path, str) else list(path))
     # The backend belongs to the machine, not to the gates.
@@ -174,14 +177,14 @@ def _named(kind: str | type[nn.Module]) -> str:
 
 
 def _by_current_names(model: nn.Module, content: GatesFile) -> GatesFile:
-    """Return the content of a file with the present names of gates, which in mmgate 0.1 lay beside projections."""
+    """Translate the names of gates in a file from mmgate 0.1, where they lay beside the projections, to today's."""
     names = {key: current_key(model, key) for key in content.gates}
     tensors = {names.get(key, key): tensor for key, tensor in content.tensors.items()}
     return replace(content, tensors=tensors, gates=list(names.values()))
 
 
 def _gate_names(model: nn.Module) -> set[str]:
-    """Return the names of the gates' parameters, as files have them."""
+    """Return the names of the gates' parameters in the form that gates files have."""
     names = {vanilla_name(model, name) for name in gate_parameters(model)}
     return {name for name in names if name is not None}
 
@@ -198,7 +201,10 @@ def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 def _meet_checkpoint(
     path: Any, content: GatesFile, model: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 ) -> None:
-    """Keep tensors that were trained with the gates when a vanilla checkpoint is loaded; a gated one fills all."""
+    """Keep tensors that were trained with the gates when a vanilla checkpoint is loaded; a load_state_dict hook.
+
+    A checkpoint with gates fills all tensors.
+    """
     inside = [key.removeprefix(prefix) for key in state if key.startswith(prefix)]
     here = {vanilla: f'{prefix}{name}' for name in inside if (vanilla := vanilla_name(model, name)) is not None}
     # In checkpoints of mmgate 0.1 gates have other names.

@@ -1,4 +1,4 @@
-"""Gates switched off for a while, or removed."""
+"""Switch the gates of a model off for a while, or remove them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SWAPPED = ('gates_file', 'init_weights', 'apply')
 
 
 def restore_attention(model: nn.Module) -> list[str]:
-    """Remove the gates in ``model`` and in the modules inside it; the host's parameters stay as they were trained.
+    """Make a gated model vanilla again: remove its gates; all other parameters keep their trained values.
 
     Returns:
         The names of the modules, as :func:`swap_attention` returned them; none if nothing is gated.
@@ -29,7 +29,7 @@ def restore_attention(model: nn.Module) -> list[str]:
 
 @contextmanager
 def gates_disabled(model: nn.Module) -> Iterator[None]:
-    """Switch the gates off in the context.
+    """Switch the gates of a model off inside a ``with`` block, so that it computes as the vanilla model.
 
     An attention that was built with a gate, not by a rule, stays gated. A mode that is set meanwhile holds for the
     gates afterwards. Move the model to another device or dtype before or after the context.
@@ -43,7 +43,9 @@ def gates_disabled(model: nn.Module) -> Iterator[None]:
 
 
 def restore(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Remove the gates that rules for these models placed; see :func:`restore_attention`.
+    """Remove the gates that were placed by rules for these models, but not those of models inside them.
+
+    See :func:`restore_attention`.
 
     Args:
         modules: The models, by the prefix of their names in what is returned.
@@ -66,7 +68,7 @@ def restore(modules: Mapping[str, nn.Module]) -> list[str]:
 
 
 def forget_trained(model: nn.Module) -> None:
-    """Let a checkpoint or an initialisation, from now on, fill the tensors that a gates file has filled."""
+    """Stop protecting the tensors that a gates file has filled: checkpoints and initialisation may fill them again."""
     vars(model).pop('after_init_weights', None)
     handle = vars(model).pop('gates_file_hook', None)
     if handle is not None:

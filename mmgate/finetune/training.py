@@ -1,4 +1,4 @@
-"""Gates trained alone."""
+"""Train the gates of a model alone, with all other parameters frozen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHECKED = 'checked_for_random_weights'
 
 
 def gate_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that gates add to their hosts, by name.
+    """Return the parameters that gates add to a model, by name.
 
     Args:
         model: A gated model, by rules or built with gates. A wrapper (DDP, EMA) adds its prefix to the names.
@@ -32,7 +32,7 @@ def gate_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
-    """Freeze all parameters but those of the gates. Build the optimizer afterwards.
+    """Freeze all parameters of a model but those of its gates; call it before the optimizer is built.
 
     Frozen parameters get no gradient and no state of the optimizer, and modules before the first gate keep no graph.
     In training mode, batch norms of the host keep their running statistics, and dropout outside of gated attention is
@@ -97,7 +97,7 @@ def frozen_parts_without_weights(model: nn.Module) -> list[str]:
 
 
 def untrained_parts(model: nn.Module) -> list[str]:
-    """Return the frozen parts of a model in which the weights of all norms are 1, as they start.
+    """Return the frozen parts of a model that look untrained: the weights of all their norms are 1, as at the start.
 
     Args:
         model: A model after :func:`train_only_gates`.
@@ -120,7 +120,7 @@ def untrained_parts(model: nn.Module) -> list[str]:
 
 
 def warn_of_random_weights(model: nn.Module, parts: Sequence[str], evidence: str) -> None:
-    """Log that gates train beside frozen weights that no checkpoint has filled; afterwards no other check does so.
+    """Warn that the gates train beside frozen random weights, which no checkpoint has filled; warn only once.
 
     Args:
         model: A model after :func:`train_only_gates`, or a wrapper around it.
@@ -146,7 +146,7 @@ def _is_pretrained(module: nn.Module) -> bool:
 
 
 def unfreeze(model: nn.Module) -> None:
-    """Undo :func:`train_only_gates`."""
+    """Let those parameters train again that :func:`train_only_gates` has frozen."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in set(vars(model).pop('frozen_by_gates', ())) & parameters.keys():
         parameters[name].requires_grad_(True)
@@ -164,7 +164,7 @@ def _set_mode(model: Any, mode: bool = True) -> nn.Module:
 
 
 def _rest(model: Any, mode: bool) -> nn.Module:
-    """Set the mode of a model whose gates train alone; norms and dropout outside of the gates stay in eval mode."""
+    """Set training or eval mode of a model whose gates train alone; its other norms and dropout stay in eval mode."""
     type(model).train(model, mode)
     # Backbones freeze their stages, gates included, whenever a mode is set.
     for parameter in gate_parameters(model).values():
@@ -184,6 +184,6 @@ def _rest(model: Any, mode: bool) -> nn.Module:
 
 
 def _gated_attention(model: nn.Module) -> list[nn.Module]:
-    """Return the attention modules that rules have chosen to gate, and those of a class that has a gate by itself."""
+    """Return all gated attention modules of a model: those that rules name, and those of mmgate's own classes."""
     chosen = [model.get_submodule(module.gating.chosen_name(name)) for name, module in gated_modules(model)]
     return [*chosen, *(part for part in model.modules() if isinstance(part, (GatedModule, GatedMultiheadAttention)))]

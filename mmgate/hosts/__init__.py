@@ -1,4 +1,4 @@
-"""Adapters, which let gates into the attention of other packages: one file a package.
+"""Adapters: the classes that let gates into the attention modules of other packages, one file for each package.
 
 A file is imported only where its package is installed. The files of timm and transformers, whose import takes seconds,
 are imported when the first module of theirs is met.

@@ -1,4 +1,4 @@
-"""Recognise attention that goes through transformers' attention interface, by the source of its ``forward``.
+"""Recognise attention classes of transformers by the source code of their ``forward``, without a list of names.
 
 Such a class projects queries, keys and values, hands them to a function that ``ALL_ATTENTION_FUNCTIONS`` names, and
 projects the heads that it gets back. :func:`read` finds in the source which children project, and what else a forward
@@ -33,7 +33,7 @@ Origin = tuple[str, str]  # what a value comes from: ('projection' | 'child' | '
 
 @dataclass
 class Reading:
-    """Findings in the source of a forward.
+    """Facts that the source of an attention's ``forward`` tells, such as which child projects queries.
 
     Attributes:
         query: The child that projects queries.
@@ -57,12 +57,12 @@ class Reading:
 
     @property
     def projections(self) -> tuple[str, str, str]:
-        """Those of query, key and value."""
+        """The names of the children that project query, key and value."""
         return self.query, self.key, self.value
 
 
 def goes_through_interface(kind: type[nn.Module]) -> bool:
-    """Return whether the forward of a class names transformers' attention functions."""
+    """Return True if an attention class calls ALL_ATTENTION_FUNCTIONS, the attention interface of transformers."""
     known: Any = kind
     return _names_functions(known)
 
@@ -75,7 +75,7 @@ def _names_functions(kind: Any) -> bool:
 
 
 def read(kind: type[nn.Module], host: nn.Module) -> Reading:
-    """Return what the source of the forward of ``kind`` says of its instance ``host``.
+    """Read the source of an attention's ``forward``, and return which child projects queries, keys, values and output.
 
     Raises:
         ValueError: It does something else than this module's first lines say; the message tells it, as the end of a
@@ -136,7 +136,7 @@ def _read(kind: Any, children: frozenset[str], linear: frozenset[str]) -> Readin
 
 
 class _Flow:
-    """A pass over a forward's statements, in their order, that keeps for every variable what its value comes from.
+    """Data-flow analysis of a ``forward``: it follows the statements and keeps what each variable's value comes from.
 
     Attributes:
         calls: Of the attention function: what each of query, key and value comes from, and the names of what else it
@@ -160,7 +160,7 @@ class _Flow:
         self.run(function.body)
 
     def run(self, statements: list[Any]) -> None:
-        """Follow statements."""
+        """Follow a list of statements in their order."""
         for statement in statements:
             if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
                 self.assign(statement)
@@ -171,7 +171,7 @@ class _Flow:
                     self.origins(value)
 
     def branch(self, statement: Any) -> None:
-        """Follow both branches from here, and keep what either makes of a variable."""
+        """Follow both branches of an ``if`` or a loop, and keep the origins that either gives to a variable."""
         for name in ('test', 'iter'):
             if hasattr(statement, name):
                 self.origins(getattr(statement, name))
@@ -185,7 +185,7 @@ class _Flow:
         self.known = {name: frozenset().union(*(known.get(name, frozenset()) for known in after)) for name in names}
 
     def assign(self, statement: Any) -> None:
-        """Keep what the targets of an assignment come from."""
+        """Follow an assignment: keep what the variables on its left side come from."""
         if statement.value is None:
             return
         targets: list[Any] = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
@@ -205,7 +205,7 @@ class _Flow:
                 self.keep(target, made, adds=isinstance(statement, ast.AugAssign))
 
     def keep_each(self, target: Any, call: ast.Call, made: frozenset[Origin]) -> None:
-        """Keep an origin for several results of a call; one that has an argument's name comes from that alone."""
+        """Keep the origins of a call's several results; one that is named like an argument comes from that alone."""
         given = {part.id for part in call.args if isinstance(part, ast.Name)}
         before = dict(self.known)
         others = frozenset(one for one in made if one[0] not in ('projection', 'argument'))
@@ -214,12 +214,12 @@ class _Flow:
             self.keep(inner, before.get(inner.id, frozenset()) | others if same else made)
 
     def keep(self, target: Any, made: frozenset[Origin], adds: bool = False) -> None:
-        """Keep an origin for all names in a target."""
+        """Keep these origins for every variable name in an assignment's target."""
         for name in _names(target):
             self.known[name] = (self.known.get(name, frozenset()) if adds else frozenset()) | made
 
     def origins(self, node: Any) -> frozenset[Origin]:
-        """Return what the value of an expression comes from."""
+        """Return what the value of an expression comes from: projections, children, functions or arguments."""
         if isinstance(node, ast.Name):
             return self.known.get(node.id, frozenset())
         if isinstance(node, ast.Attribute):
@@ -234,7 +234,7 @@ class _Flow:
         return frozenset().union(*found) if found else frozenset()
 
     def called(self, node: ast.Call) -> frozenset[Origin]:
-        """Return what the result of a call comes from."""
+        """Return what the result of a function call comes from."""
         function = node.func
         if isinstance(function, ast.Name) and function.id in self.interfaces:
             self.attend(node)
@@ -254,7 +254,7 @@ class _Flow:
         return given if name in MOVES else given | {('function', name)}
 
     def child(self, name: str, given: frozenset[Origin]) -> frozenset[Origin]:
-        """Return what a child, or a method of the module, makes of its arguments."""
+        """Return the origins of the value that a call of a child, or of a method of the module, returns."""
         if name in self.linear:
             self.reads.setdefault(name, set()).update(one for where, one in given if where == 'argument')
             if any(where == 'heads' for where, _ in given):
@@ -265,7 +265,7 @@ class _Flow:
         return given if 'head' in name else given | {('function', name)}
 
     def attend(self, node: ast.Call) -> None:
-        """Keep what the attention function is handed."""
+        """Keep what the arguments of the call of the attention function come from."""
         names = ('module', 'query', 'key', 'value', 'attention_mask')
         handed = {name: self.origins(value) for name, value in zip(names, node.args, strict=False)}
         further = set()
@@ -282,7 +282,7 @@ class _Flow:
 
 
 def _names_interface(node: Any) -> bool:
-    """Return whether an expression looks an attention function up, or is a fallback for one."""
+    """Return True if an expression looks up an attention function of transformers, or is the fallback for one."""
     names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
     return INTERFACE in names or names == {'eager_attention_forward'}
 
@@ -296,7 +296,7 @@ def _is_self(node: Any) -> bool:
 
 
 def _path_of_self(node: Any) -> tuple[str, ...]:
-    """Return the longest path of attributes of ``self`` in an expression, ``training`` left out."""
+    """Return the longest attribute path of ``self`` in an expression, such as ``dropout.p``, without ``training``."""
     found: list[tuple[str, ...]] = []
     for part in ast.walk(node):
         path: list[str] = []

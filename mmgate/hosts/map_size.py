@@ -1,4 +1,4 @@
-"""The map that an attention sees in pre-training, read off a pass of its host's backbone on the device ``meta``."""
+"""Find out the size of the feature map that each attention sees in pre-training, by a pass on the device ``meta``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ EXAMPLES = dict(
 def map_options(
     model: nn.Module, names: Collection[str], gate: type, options: Mapping[str, Any]
 ) -> tuple[dict[int, dict[str, Any]], dict[int, tuple[int, int]]]:
-    """Return ``map_size`` and ``class_token`` by attention's id, as far as a gate needs them, and the maps by id.
+    """Find out for each attention the options ``map_size`` and ``class_token`` that a gate needs, and return them.
+
+    They are by the module's id. The second dict has the size of each attention's map.
 
     The size is that of the map for images of the backbone's ``pretrain_img_size`` or ``img_size``, see
     :func:`keep_image_size`, or of 224 x 224 pixels. A copy of the backbone on the device ``meta`` runs once. Options
@@ -104,7 +106,7 @@ def map_options(
 
 
 def keep_image_size(part: nn.Module, cfg: Mapping[str, Any]) -> None:
-    """Set the size of images in ``cfg`` on the parts of the model built from it; most hosts do not keep it."""
+    """Set the image size that a config names on the modules built from it, since most classes do not keep it."""
     for name, value in cfg.items():
         built = getattr(part, name, None)
         if name in IMAGE_SIZES and built is None:
@@ -114,18 +116,18 @@ def keep_image_size(part: nn.Module, cfg: Mapping[str, Any]) -> None:
 
 
 def needs_map_size(gate: type) -> bool:
-    """Return True if ``gate`` is not made without a ``map_size``."""
+    """Return True if a class of gates cannot be made without the option ``map_size``."""
     parameter = options_of(gate).get('map_size')
     return parameter is not None and parameter.default is parameter.empty
 
 
 def _of_several_stages(model: nn.Module, names: Collection[str]) -> bool:
-    """Return True if attentions differ in width, as those of stages of different maps do."""
+    """Return True if attentions belong to several stages: their weights differ in shape, and so do their maps."""
     return len({next(model.get_submodule(name).parameters()).shape for name in names}) > 1
 
 
 def _of_timm(model: nn.Module, name: str) -> Any:
-    """Return the nearest module around an attention that embeds patches as timm does, or None."""
+    """Return the timm model around an attention: the nearest module with timm's patch embedding; or None."""
     parts = name.split('.')
     around = (model.get_submodule('.'.join(parts[:count])) for count in range(len(parts) - 1, -1, -1))
     found = next((part for part in around if hasattr(part, 'patch_embed')), None)
@@ -134,24 +136,24 @@ def _of_timm(model: nn.Module, name: str) -> Any:
 
 @dataclass(frozen=True)
 class _TimmMap:
-    """The map and the tokens before it of a timm model, or of none, for images of a size."""
+    """Size of the map, and number of tokens before it, of a timm model for images of a size; None without a model."""
 
     owner: Any
     image: tuple[int, int]
 
     @property
     def sides(self) -> tuple[int, int] | None:
-        """Height and width of the map that images are cut into."""
+        """Height and width, in patches, of the map that images are cut into."""
         return None if self.owner is None else self.owner.patch_embed.dynamic_feat_size(self.image)
 
     @property
     def before(self) -> int | None:
-        """Number of class and register tokens."""
+        """Number of class and register tokens before those of the map."""
         return getattr(self.owner, 'num_prefix_tokens', None)
 
 
 def _kept_size(owner: Any, of_timm: Any = None) -> Any:
-    """Return the size of images that a backbone keeps, or None."""
+    """Return the image size that a backbone keeps as an attribute, or None."""
     embedding = getattr(owner, 'patch_embed', None)
     kept = [*(getattr(owner, name, None) for name in IMAGE_SIZES), getattr(embedding, 'init_input_size', None)]
     kept.append(None if of_timm is None else of_timm.patch_embed.img_size)
@@ -173,7 +175,7 @@ def _image_size(owner: Any, of_timm: Any) -> tuple[int, int]:
 def _noting(
     found: dict[int, dict[str, Any]], key: int, name: str, owner: Any, of_timm: _TimmMap
 ) -> Callable[..., None]:
-    """Return a hook that enters map and class token of the attention ``name`` into ``found`` under ``key``."""
+    """Return a forward pre-hook that writes an attention's map size and class token into ``found[key]``."""
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = inspect.signature(module.forward).bind(*args, **kwargs).arguments

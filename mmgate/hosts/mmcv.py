@@ -1,4 +1,4 @@
-"""Adapters of mmcv's attentions, or of the modules that replace them where there is no mmcv."""
+"""Adapters that let gates into mmcv's attention modules or, without mmcv, into the modules that replace them."""
 
 from __future__ import annotations
 

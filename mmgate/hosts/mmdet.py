@@ -1,4 +1,4 @@
-"""Adapters of mmdet's attentions."""
+"""Adapters that let gates into mmdet's attention modules (Conditional DETR, GLIP, Grounding DINO)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ adapt_reduced(SpatialReductionAttention)
 
 @adapts(DenseGate, ConditionalAttention)
 class GatedConditionalAttention(DenseHost):
-    """Adapter of ``ConditionalAttention`` (Conditional DETR, DAB-DETR).
+    """Adapter that lets dense gates into mmdet's ``ConditionalAttention`` (Conditional DETR, DAB-DETR).
 
     The host projects content and position separately. In cross-attention it concatenates them in every head. The gate
     reads their sum, as it would in DETR.
@@ -42,7 +42,10 @@ class GatedConditionalAttention(DenseHost):
 
     @classmethod
     def refuses(cls, host: ConditionalAttention, gate: DenseGate) -> str | None:
-        """Refuse two attentions in cross-attention, where the halves of a head are content and position."""
+        """Return the reason why a differential gate does not fit cross-attention, or None for any other gate.
+
+        It attends twice, but the halves of a head are content and position.
+        """
         if host.cross_attn and gate.attends_twice:
             return (
                 f'the gate {gate.attends_twice}, but those of a conditional cross-attention are content and position '
@@ -61,7 +64,9 @@ class GatedConditionalAttention(DenseHost):
         key_padding_mask: Tensor | None = None,
         is_first: bool = False,
     ) -> Tensor:
-        """Attend and add ``query``; the arguments are those of ``ConditionalAttention``, ``(B, N|M, C)``.
+        """Attend with the gate and add ``query``; the arguments are those of mmdet's ``ConditionalAttention``.
+
+        Tensors are ``(B, N|M, C)``.
 
         Raises:
             ValueError: A cross-attention without ``key_pos`` or ``ref_sine_embed``.
@@ -97,7 +102,7 @@ class GatedConditionalAttention(DenseHost):
 
 @adapts(DenseGate, BiMultiHeadAttention)
 class GatedBiMultiHeadAttention(DenseHost):
-    """Adapter of ``BiMultiHeadAttention`` (GLIP, Grounding DINO), with a gate for each direction.
+    """Adapter that lets dense gates into mmdet's ``BiMultiHeadAttention`` (GLIP, Grounding DINO), one per direction.
 
     The two directions of the host share their logits. Here each direction has its gate, and logits are computed for
     each. The host clamps logits to +-50000 to keep half precision finite. Here they are formed in float32 instead.
@@ -114,7 +119,7 @@ class GatedBiMultiHeadAttention(DenseHost):
 
     @classmethod
     def make_gate(cls, host: BiMultiHeadAttention, gate_type: type[Gate], **options: Any) -> nn.Module:
-        """Return two gates: ``vision``, whose queries attend to language, and ``language``, the other direction.
+        """Make and return two gates: ``vision`` for attention from the image to words, ``language`` for the reverse.
 
         Raises:
             ValueError: The gate acts on the output, whose width here is that of vision or of language.
@@ -136,7 +141,7 @@ class GatedBiMultiHeadAttention(DenseHost):
         attention_mask_v: Tensor | None = None,
         attention_mask_l: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Attend both ways.
+        """Attend from the image to the words and from the words to the image, each with its gate.
 
         Args:
             vision: ``(B, N, Cv)``.

@@ -1,4 +1,4 @@
-"""mmpretrain's attentions as hosts: of plain vision transformers, Swin in both versions, SAM, TinyViT and XCiT."""
+"""Adapters that let gates into mmpretrain's attention: of ViT, Swin, Swin v2, SAM, TinyViT and XCiT."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ adapts(DenseGate, Attention)(GatedRelativeAttention)
 
 @adapts(DenseGate, WindowMSAV2)
 class GatedWindowMSAV2(DenseHost):
-    """Adapter of ``WindowMSAV2`` (Swin v2), whose logits are cosines.
+    """Adapter that lets dense gates into mmpretrain's ``WindowMSAV2`` (Swin v2), whose logits are cosines.
 
     The logits are ``cos(q, k) / tau``: the gate gets unit queries and keys, ``1 / tau`` shared out evenly between
     them. A gate of queries or keys (G3, G4) therefore acts after they are normalised, before which it would be undone.
@@ -58,13 +58,16 @@ class GatedWindowMSAV2(DenseHost):
 
     @classmethod
     def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Refuse two attentions: neither halves of unit vectors nor queries that a gate projects are unit vectors."""
+        """Return the reason why a gate that attends twice does not fit cosines; None for other gates.
+
+        Neither halves of unit vectors nor queries that a gate projects are unit vectors.
+        """
         if gate.attends_twice:
             return f'the gate {gate.attends_twice}, but a WindowMSAV2 attends by the cosine of whole heads'
         return None
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend within windows ``(B nW, N, C)``, those of an image next to each other."""
+        """Attend inside each of nW windows of an image, with the gate; ``x`` is ``(B nW, N, C)``, image by image."""
         bias = None if self.q_bias is None else torch.cat((self.q_bias, torch.zeros_like(self.q_bias), self.v_bias))
         projected = F.linear(x, self.qkv.weight, bias).chunk(3, -1)
         query, key, value = (self.gate.split_heads(part) for part in projected)  # (B nW, H, N, d)
@@ -85,7 +88,7 @@ class GatedWindowMSAV2(DenseHost):
 
 
 def logit_factor(host: Any) -> float:
-    """Return by how much the host's logits are larger than those of a scale of ``1 / sqrt(d)``.
+    """Return the factor by which an attention's logits exceed those with the usual scale ``1 / sqrt(d)``.
 
     With any qk_scale mmpretrain divides by ``1 / sqrt(d)``, and so do all layers of its T2T-ViT.
 
@@ -102,7 +105,7 @@ def logit_factor(host: Any) -> float:
 
 
 def refuse_extras(host: Any) -> None:
-    """Raise ValueError for what a host has and a gated forward does not."""
+    """Raise ValueError if an attention uses an extra that its gated forward lacks, such as ``v_shortcut``."""
     extras = dict(v_shortcut=host.v_shortcut, input_dims=host.input_dims != host.embed_dims)
     refused = [name for name, used in extras.items() if used]
     if refused:
@@ -111,7 +114,7 @@ def refuse_extras(host: Any) -> None:
 
 @adapts(DenseGate, MultiheadAttention)
 class GatedTokenAttention(DenseHost):
-    """Adapter of mmpretrain's ``MultiheadAttention``, over the tokens of a ViT."""
+    """Adapter that lets dense gates into mmpretrain's ``MultiheadAttention``, as in its ViTs."""
 
     old_names = OLD_NAMES
 
@@ -124,12 +127,12 @@ class GatedTokenAttention(DenseHost):
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
-        """Return the sizes of a host."""
+        """Read channels, heads and dropout off an attention module (the host), for its gate."""
         return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop)
 
     @classmethod
     def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
-        """Return the gate for a host.
+        """Make a gate of class ``gate_type`` for an attention module (the host) and return it.
 
         Raises:
             ValueError: The host has an extra that a gated forward lacks, or scales its logits by a number that the
@@ -148,7 +151,7 @@ class GatedTokenAttention(DenseHost):
         return gate
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend over ``(B, N, C)`` tokens."""
+        """Attend over the tokens ``(B, N, C)``, with the gate."""
         query, key, value = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, N, d)
         out = self.attend_gated((query, key, value), (x, x, x), self.proj, logit_factor=logit_factor(self))
         out = out.contiguous()  # as the host's, for what is dropped to be the same
@@ -156,17 +159,17 @@ class GatedTokenAttention(DenseHost):
 
 
 def note_map(gated: Any, embedding: nn.Module, args: Any, output: Any) -> None:
-    """Note the map of embedded tokens at a gated attention."""
+    """Tell a gated attention the size of the map that the patch embedding returns; a forward hook."""
     if isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], (tuple, list)):
         gated.noted_map = tuple(output[1])
 
 
 @adapts(MapGate, MultiheadAttention)
 class MixedTokenAttention(MapHost):
-    """Adapter of the same class for gates over a map.
+    """Adapter that lets attention over a map (Agent, SAGA, linear) replace mmpretrain's ``MultiheadAttention``.
 
-    Its host is not told the map. The gate's ``map_size`` is that of pre-training; in a backbone with a ``patch_embed``
-    that returns tokens and their map, the map of each image is noted.
+    The call of its host does not give the size of the map. The gate's ``map_size`` is that of pre-training; in a
+    backbone with a ``patch_embed`` that returns tokens and their map, the map of each image is noted.
 
     Attributes:
         noted_map: Height and width of the map that the backbone has embedded last.
@@ -181,14 +184,14 @@ class MixedTokenAttention(MapHost):
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
-        """Return the sizes of a host, its scale of the logits among them."""
+        """Read channels, heads and the scale of the logits off an attention module (the host), for its gate."""
         scale = logit_factor(host) * host.head_dims**-0.5
         bias = host.qkv.bias is not None
         return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop, scale=scale, bias=bias)
 
     @classmethod
     def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
-        """Return the gate for a host.
+        """Make a gate of class ``gate_type`` for an attention module (the host) and return it.
 
         Raises:
             ValueError: The host has an extra that a gated forward lacks.
@@ -197,11 +200,11 @@ class MixedTokenAttention(MapHost):
         return super().make_gate(host, gate_type, **options)
 
     def finish(self, x: Tensor) -> Tensor:
-        """Project the output, scale it, and drop what the host drops."""
+        """Project the mixed tokens, scale them by LayerScale, and apply the host's dropouts."""
         return self.out_drop(self.gamma1(self.proj_drop(self.proj(x))))
 
     def after_gating(self, model: nn.Module) -> None:
-        """Let the embedding of the nearest backbone around the host note its map."""
+        """Register a hook on the patch embedding around this attention, which tells it the size of each map."""
         names = self.gating.name.split('.')
         around = [model.get_submodule('.'.join(names[:count])) for count in range(len(names))]
         embedding = next((part.patch_embed for part in reversed(around) if hasattr(part, 'patch_embed')), None)
@@ -209,7 +212,10 @@ class MixedTokenAttention(MapHost):
             self.gating.handles.append(embedding.register_forward_hook(partial(note_map, self)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend over ``(B, N, C)`` tokens of the noted map, of that of pre-training, or else of a square."""
+        """Attend over the tokens ``(B, N, C)`` of a map, with the gate.
+
+        The map's size is the one that the patch embedding has told, else that of pre-training, else a square.
+        """
         tokens = x.shape[1] - self.gate.class_tokens
         noted = self.noted_map
         fits = noted is not None and noted[0] * noted[1] == tokens
@@ -218,7 +224,10 @@ class MixedTokenAttention(MapHost):
 
 @adapts(DenseGate, LeAttention)
 class GatedLeAttention(DenseHost):
-    """Adapter of ``LeAttention`` (TinyViT); the bias of positions is added after the gate."""
+    """Adapter that lets dense gates into mmpretrain's ``LeAttention`` (TinyViT).
+
+    The position bias is added after the gate.
+    """
 
     num_heads: int
     key_dim: int
@@ -230,19 +239,19 @@ class GatedLeAttention(DenseHost):
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
-        """Return the sizes of a host, whose heads together may have another width than its tokens."""
+        """Read the sizes off an attention module (the host), whose heads and tokens may differ in width."""
         width = host.qkv.in_features
         return Sizes(host.num_heads * host.key_dim, host.num_heads, inputs=(width, width, width), output=width)
 
     @classmethod
     def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Refuse values of another width, as LeViT has them."""
+        """Return the reason why values of another width than the keys, as in LeViT, are not gated; None if they fit."""
         if host.d != host.key_dim:
             return f'heads need one width, but here are keys of {host.key_dim} and values of {host.d} channels'
         return None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend over ``(B, N, C)`` tokens."""
+        """Attend over the tokens ``(B, N, C)``, with the gate."""
         x = self.norm(x)
         joint = self.qkv(x).unflatten(-1, (self.num_heads, 3, self.key_dim))
         query, key, value = joint.permute(3, 0, 2, 1, 4)  # (B, H, N, d)
@@ -253,11 +262,12 @@ class GatedLeAttention(DenseHost):
 
 @adapts(DenseGate, XCA)
 class GatedXCA(DenseHost):
-    """Adapter of XCiT's cross-covariance attention, for PLuG's gate.
+    """Adapter that lets PLuG's gate into XCiT's cross-covariance attention, between the channels of a head.
 
     There the d channels of a head attend to each other, so that logits and gate are d x d maps. The gate is formed as
     the host forms its logits: from ``Wq x`` and ``Wk x``, d channels each, normalised over the tokens. The paper says
-    that PLuG acts within this layer, but not how its products are scaled; normalised, they do not grow with the image.
+    that PLuG acts within this layer, but not how its products are scaled; normalised, they do not grow with the number
+    of tokens.
     """
 
     over_channels = True  # there is no map of tokens to look at
@@ -270,12 +280,12 @@ class GatedXCA(DenseHost):
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
-        """Return the sizes of a host."""
+        """Read channels, heads and dropout off an attention module (the host), for its gate."""
         return Sizes(host.proj.in_features, host.num_heads, dropout=host.attn_drop.p)
 
     @classmethod
     def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Refuse gates of tokens, and gates of more or fewer pairs than a head has of channels."""
+        """Return the reason why a gate does not fit attention between channels; None for PLuG's gate at ratio 1."""
         if not isinstance(gate, PLuGGate):
             return (
                 'the gate is of tokens, but in a cross-covariance attention (XCA) the channels attend to each other; '
@@ -289,7 +299,7 @@ class GatedXCA(DenseHost):
         return None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend over the channels of ``(B, N, C)`` tokens."""
+        """Attend between the channels of the tokens ``(B, N, C)``, with the gate."""
         query, key, value = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 4, 1)  # (B, H, d, N)
         tokens = x.shape[1]
         # what attends here divides its products by the square root of their length

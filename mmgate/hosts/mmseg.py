@@ -1,4 +1,4 @@
-"""Adapters of mmseg's attentions."""
+"""Adapters that let gates into mmseg's attention modules (BEiT, MAE, Twins)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ adapt_reduced(EfficientMultiheadAttention, GlobalSubsampledAttention)
 
 
 class Scaled(Protocol):
-    """Attributes of a host that give its heads and the scale of its logits."""
+    """Protocol of a BEiT attention: the attributes that give its heads and the scale of its logits."""
 
     embed_dims: int
     num_heads: int
@@ -33,24 +33,27 @@ class Scaled(Protocol):
 
 
 class LocalAttention(Scaled, Protocol):
-    """Attributes of Twins' attention in windows that give its sizes."""
+    """Protocol of Twins' attention in windows: the attributes that give its sizes."""
 
     attn_drop: nn.Dropout
     qkv: nn.Linear
 
 
 class PlainScale(DenseHost):
-    """Base of the adapters of hosts that may have a ``qk_scale``, which gates do not take over."""
+    """Base of adapters that accept an attention only with the usual scale of the logits, no own ``qk_scale``."""
 
     @classmethod
     def refuses(cls, host: Scaled, gate: DenseGate) -> str | None:
-        """Refuse a host that scales its logits by another number than ``1 / sqrt(d)``."""
+        """Return the reason if an attention scales its logits by another number than ``1 / sqrt(d)``, else None."""
         return refuses_scale(host)
 
 
 @adapts(DenseGate, BEiTAttention, MAEAttention)
 class GatedBEiTAttention(PlainScale):
-    """Adapter of ``BEiTAttention`` and ``MAEAttention``; the relative position bias is added after the gate."""
+    """Adapter that lets dense gates into mmseg's ``BEiTAttention`` and ``MAEAttention``.
+
+    The relative position bias is added after the gate.
+    """
 
     num_heads: int
     bias: Any
@@ -63,7 +66,7 @@ class GatedBEiTAttention(PlainScale):
     proj_drop: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend over tokens ``(B, N, C)``, the class token first."""
+        """Attend over the tokens ``(B, N, C)``, the class token first, with the gate."""
         bias: Any = self.qkv.bias
         if self.bias == 'qv_bias':
             bias = torch.cat((self.q_bias, torch.zeros_like(self.v_bias), self.v_bias))
@@ -76,7 +79,7 @@ class GatedBEiTAttention(PlainScale):
 
 @adapts(DenseGate, LocallyGroupedSelfAttention)
 class GatedLocallyGroupedSelfAttention(PlainScale):
-    """Adapter of Twins' ``LocallyGroupedSelfAttention``, for gates inside its windows."""
+    """Adapter that lets dense gates into the windows of Twins' ``LocallyGroupedSelfAttention``."""
 
     num_heads: int
     window_size: int
@@ -85,7 +88,7 @@ class GatedLocallyGroupedSelfAttention(PlainScale):
     proj_drop: nn.Module
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        """Attend within windows of a map of tokens ``(B, H W, C)``."""
+        """Attend inside the windows of a map of tokens ``(B, H W, C)``, with the gate."""
         height, width = hw_shape
         side = self.window_size
         bottom = -height % side
@@ -117,21 +120,21 @@ class GatedLocallyGroupedSelfAttention(PlainScale):
 
 @adapts(MapGate, LocallyGroupedSelfAttention)
 class UngroupedSelfAttention(MapHost):
-    """Adapter of the same class for gates that mix the whole map instead of windows."""
+    """Adapter that lets attention over the whole map replace Twins' ``LocallyGroupedSelfAttention``."""
 
     proj: nn.Module
     proj_drop: nn.Module
 
     @classmethod
     def sizes(cls, host: LocalAttention) -> Sizes:
-        """Return the sizes of a host."""
+        """Read channels and heads off an attention module (the host), for its gate."""
         bias = host.qkv.bias is not None
         return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop.p, scale=host.scale, bias=bias)
 
     def finish(self, x: Tensor) -> Tensor:
-        """Project the output and apply the host's dropout."""
+        """Project the mixed tokens to the output and apply the host's dropout."""
         return self.proj_drop(self.proj(x))
 
     def forward(self, x: Tensor, hw_shape: Size) -> Tensor:
-        """Attend over ``(B, N, C)`` tokens of a map of ``hw_shape``."""
+        """Attend over all tokens ``(B, N, C)`` of a map of height and width ``hw_shape``, with the gate."""
         return self.attend(x, hw_shape)

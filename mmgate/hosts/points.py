@@ -1,4 +1,4 @@
-"""Sampling points of transformers' multi-scale deformable attentions, gated or not, without importing transformers."""
+"""Compute the sampling points of transformers' deformable attentions, gated or not; transformers is not imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmgate.ops.ms_deform_attn.uneven import axes_of_samples, points_of_levels
 
 
 class DeformableAttention(Protocol):
-    """Attributes that transformers' multi-scale deformable attentions have in common."""
+    """Protocol of transformers' multi-scale deformable attentions: the attributes that all of them have."""
 
     n_heads: int
     n_levels: int
@@ -21,12 +21,15 @@ class DeformableAttention(Protocol):
 
 
 def points_of(module: DeformableAttention) -> int | tuple[int, ...]:
-    """Return the number of points of a head and level; one for each level if they differ."""
+    """Return a deformable attention's number of sampling points per head and level, or one for each level.
+
+    It is one number for each level if they differ.
+    """
     return points_of_levels(module.n_points, module.n_levels)
 
 
 def sampled(module: DeformableAttention, query: Tensor, reference_points: Tensor) -> tuple[Tensor, Tensor]:
-    """Return offsets ``(B, Q, H, L, P, 2)`` and logits ``(B, Q, H, L, P)`` of a module.
+    """Return the sampling offsets ``(B, Q, H, L, P, 2)`` and logits ``(B, Q, H, L, P)`` of a query.
 
     Where its levels have different numbers of points, N in all, they are ``(B, Q, H, N, 2)`` and ``(B, Q, H, N)``.
     ``query (B, Q, C)`` has its position; ``reference_points`` are ``(B, Q, L|1, 2 or 4)``.

@@ -1,4 +1,4 @@
-"""Adapters of attentions of projects that are cloned, or not imported here.
+"""Adapters for attention of projects that are cloned (Deformable DETR, RT-DETR, detrex, ...), known by class name.
 
 Their classes are known by name. They are met when a model holds one.
 """
@@ -39,7 +39,7 @@ adapts(DenseGate, VITDET)(GatedRelativeAttention)
 
 
 class GatedProjectAttention(DeformableHost):
-    """Base of the adapters of deformable attentions that are known by name.
+    """Base of the adapters for deformable attention of such projects; it checks that the class is the known one.
 
     A project may have changed its copy of a class. A subclass therefore names what it knows of a constructor and of a
     call, and a class that takes anything else is refused.
@@ -65,7 +65,7 @@ class GatedProjectAttention(DeformableHost):
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
-        """Return the sizes of a host."""
+        """Read channels, heads, levels and points off a deformable attention (the host), for its gate."""
         width = getattr(host, cls.channels_at)
         # In ViT-Adapter values have fewer channels than queries.
         channels = host.value_proj.out_features if hasattr(host, 'value_proj') else width
@@ -79,12 +79,15 @@ class GatedProjectAttention(DeformableHost):
 
     @classmethod
     def points(cls, host: Any) -> int | tuple[int, ...]:
-        """Return the number of points of a head and level; one for each level if they differ."""
+        """Return a deformable attention's number of sampling points per head and level, or one for each level.
+
+        It is one number for each level if they differ.
+        """
         return host.n_points
 
     @classmethod
     def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
-        """Return the gate for a host.
+        """Make a gate of class ``gate_type`` for a deformable attention (the host) and return it.
 
         Raises:
             ValueError: The host's class is called with other arguments, or has further options; or an option makes
@@ -105,11 +108,14 @@ class GatedProjectAttention(DeformableHost):
 
     @classmethod
     def computes_otherwise(cls, host: Any) -> str | None:
-        """Return which option makes a host compute something else, or None; the end of a sentence."""
+        """Return the reason why an attention of this class computes something that the adapter does not, or None.
+
+        The reason is the end of a sentence about the class.
+        """
         return None
 
     def project(self, value: Tensor, padding: Tensor | None = None) -> Tensor:
-        """Return the values ``(B, S, H, d)`` of the levels ``(B, S, C)``; ``padding (B, S)`` is True where it is."""
+        """Project features of all levels ``(B, S, C)`` to values ``(B, S, H, d)``, zeros where ``padding`` is True."""
         value = self.value_proj(value)
         if padding is not None:
             value = value.masked_fill(padding[..., None], 0.0)
@@ -124,7 +130,7 @@ class GatedProjectAttention(DeformableHost):
         reference_points: Tensor,
         scale: float = 0.5,
     ) -> Tensor:
-        """Return what queries ``(B, Q, C)``, with their position, make of values ``(B, S, H, d)``, not yet projected.
+        """Sample the values ``(B, S, H, d)`` for queries ``(B, Q, C)``, with the gate, up to the output projection.
 
         Args:
             query: The queries.
@@ -145,7 +151,7 @@ class GatedProjectAttention(DeformableHost):
 
 @adapts(DeformableGate, MS_DEFORM_ATTN)
 class GatedMSDeformAttn(GatedProjectAttention):
-    """Adapter of ``MSDeformAttn`` of Deformable DETR's repository and of those that carry a copy, such as rfdetr.
+    """Adapter for ``MSDeformAttn`` of Deformable DETR's repository and of copies of it, such as rfdetr's.
 
     IDEA-Research's copies (DINO, DN-DETR, Lite-DETR, TAPTR) have ``use_4D_normalizer``, which moves points otherwise.
     """
@@ -155,7 +161,7 @@ class GatedMSDeformAttn(GatedProjectAttention):
 
     @classmethod
     def computes_otherwise(cls, host: Any) -> str | None:
-        """Return that points move by sizes of levels and boxes at once."""
+        """Return the reason why ``use_4D_normalizer=True`` is not gated, or None: it moves points in another way."""
         if getattr(host, 'use_4D_normalizer', False):
             return 'has use_4D_normalizer=True, which moves points by the size of a level and of a box at once'
         return None
@@ -170,7 +176,7 @@ class GatedMSDeformAttn(GatedProjectAttention):
         input_padding_mask: Tensor | None = None,
         input_spatial_shapes_hw: Sequence[tuple[int, int]] | None = None,
     ) -> Tensor:
-        """Attend from ``query (B, Q, C)`` to the levels in ``input_flatten (B, S, C)``.
+        """Attend from ``query`` ``(B, Q, C)`` to the levels in ``input_flatten`` ``(B, S, C)``, with the gate.
 
         Args:
             query: The queries, with their position.
@@ -190,7 +196,10 @@ class GatedMSDeformAttn(GatedProjectAttention):
 
 @adapts(DeformableGate, GROUNDING_DINO)
 class GatedGroundingDINOAttention(GatedProjectAttention):
-    """Adapter of ``MultiScaleDeformableAttention`` of Grounding DINO's repository: mmcv's without what it adds."""
+    """Adapter for ``MultiScaleDeformableAttention`` of Grounding DINO's repository.
+
+    That is mmcv's class without the identity that mmcv's adds to the output.
+    """
 
     constructed_with: ClassVar[tuple[str, ...]] = (
         'embed_dim',
@@ -218,7 +227,7 @@ class GatedGroundingDINOAttention(GatedProjectAttention):
 
     @classmethod
     def points(cls, host: Any) -> int | tuple[int, ...]:
-        """Return the number of points of a head and level."""
+        """Return the number of sampling points for each head and level of a deformable attention."""
         return host.num_points
 
     def attend(
@@ -231,7 +240,7 @@ class GatedGroundingDINOAttention(GatedProjectAttention):
         spatial_shapes: Tensor | None,
         level_start_index: Tensor | None,
     ) -> Tensor:
-        """Return the projected output, of the shape of ``query``; the arguments are those of :meth:`forward`."""
+        """Attend with the gate and project the output, of the shape of ``query``; arguments as in :meth:`forward`."""
         if reference_points is None or spatial_shapes is None or level_start_index is None:
             raise ValueError(
                 'reference_points, spatial_shapes and level_start_index are needed by deformable attention.'
@@ -257,7 +266,7 @@ class GatedGroundingDINOAttention(GatedProjectAttention):
         level_start_index: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Attend from ``query`` to the levels in ``value``.
+        """Attend from ``query`` to the feature levels in ``value``, with the gate.
 
         Args:
             query: ``(Q, B, C)``, or ``(B, Q, C)`` if ``batch_first``, as all of the following.
@@ -279,7 +288,7 @@ class GatedGroundingDINOAttention(GatedProjectAttention):
 
 @adapts(DeformableGate, DETREX)
 class GatedDetrexAttention(GatedGroundingDINOAttention):
-    """Adapter of detrex' ``MultiScaleDeformableAttention``, which drops from its output and adds an identity."""
+    """Adapter for detrex' ``MultiScaleDeformableAttention``, which ends with dropout and the identity added."""
 
     constructed_with = (*GatedGroundingDINOAttention.constructed_with, 'dropout')
     called_with = (
@@ -309,7 +318,7 @@ class GatedDetrexAttention(GatedGroundingDINOAttention):
         level_start_index: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Attend and add ``identity``, by default ``query``; the others are as in Grounding DINO's."""
+        """Attend with the gate and add ``identity`` (default: ``query``); other arguments as in Grounding DINO's."""
         levels = (reference_points, spatial_shapes, level_start_index)
         output = self.attend(query, value, query_pos, key_padding_mask, *levels)
         return self.dropout(output) + (query if identity is None else identity)
@@ -317,7 +326,7 @@ class GatedDetrexAttention(GatedGroundingDINOAttention):
 
 @adapts(DeformableGate, *RT_DETR)
 class GatedMSDeformableAttention(GatedProjectAttention):
-    """Adapter of ``MSDeformableAttention`` of RT-DETR's repository in both versions, of D-FINE's and of DEIM's.
+    """Adapter for ``MSDeformableAttention`` of the repositories of RT-DETR (v1 and v2), D-FINE and DEIM.
 
     In D-FINE and DEIM the decoder projects the values once and hands in a list of levels.
     """
@@ -338,12 +347,15 @@ class GatedMSDeformableAttention(GatedProjectAttention):
 
     @classmethod
     def points(cls, host: Any) -> int | tuple[int, ...]:
-        """Return the number of points of a head and level; one for each level if they differ."""
+        """Return a deformable attention's number of sampling points per head and level, or one for each level.
+
+        It is one number for each level if they differ.
+        """
         return points_of_levels(getattr(host, 'num_points_list', None) or host.num_points, host.num_levels)
 
     @classmethod
     def computes_otherwise(cls, host: Any) -> str | None:
-        """Return that points are rounded to pixels."""
+        """Return the reason why points that are rounded to pixels are not gated, or None."""
         method = getattr(host, 'method', 'default')
         if method != 'default':
             return f'has method={method!r}, and the gates sample bilinearly'
@@ -357,7 +369,7 @@ class GatedMSDeformableAttention(GatedProjectAttention):
         value_spatial_shapes: Sequence[Sequence[int]],
         value_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend from ``query (B, Q, C)`` to the levels in ``value``.
+        """Attend from ``query`` ``(B, Q, C)`` to the feature levels in ``value``, with the gate.
 
         Args:
             query: The queries, with their position.
@@ -380,7 +392,7 @@ class GatedMSDeformableAttention(GatedProjectAttention):
 
 @adapts(DeformableGate, ULTRALYTICS)
 class GatedUltralyticsAttention(GatedProjectAttention):
-    """Adapter of ``MSDeformAttn`` of ultralytics, in its RT-DETR. That package is never imported here: it is AGPL."""
+    """Adapter for ``MSDeformAttn`` of ultralytics' RT-DETR; the package is AGPL and never imported here."""
 
     constructed_with = ('d_model', 'n_levels', 'n_heads', 'n_points')
     called_with = ('query', 'refer_bbox', 'value', 'value_shapes', 'value_mask')
@@ -393,7 +405,7 @@ class GatedUltralyticsAttention(GatedProjectAttention):
         value_shapes: Sequence[Sequence[int]],
         value_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend from ``query (B, Q, C)`` to the levels in ``value (B, S, C)``.
+        """Attend from ``query`` ``(B, Q, C)`` to the feature levels in ``value`` ``(B, S, C)``, with the gate.
 
         Args:
             query: The queries, with their position.

@@ -1,4 +1,4 @@
-"""Adapter of attention over a map with decomposed relative positions, as in ViTDet and in SAM's image encoder."""
+"""Adapter that lets gates into attention with decomposed relative positions, as in ViTDet and SAM's image encoder."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mmgate.layers.parts.resizing import resize_axis
 
 
 class RelativeAttention(Protocol):
-    """Attributes of a host that give its sizes."""
+    """Protocol of such an attention: the attributes that give its sizes."""
 
     qkv: nn.Linear
     num_heads: int
 
 
 class GatedRelativeAttention(DenseHost):
-    """Adapter of ViTDet's ``Attention`` and of the classes with its attributes.
+    """Adapter that lets dense gates into ViTDet's ``Attention`` and into classes with the same attributes.
 
     A query's bias of a key is ``q Rh[y - y'] + q Rw[x - x']``, added to the logits after the gate. The tables, of
     distances down ``(2 H - 1, d)`` and to the right ``(2 W - 1, d)``, are interpolated where the map is not of their
@@ -38,11 +38,11 @@ class GatedRelativeAttention(DenseHost):
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
-        """Return the sizes of a host, whose constructor keeps its heads alone."""
+        """Read channels and heads off an attention module (the host), for its gate."""
         return Sizes(host.qkv.in_features, host.num_heads)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend over a map, or windows of one, ``(B, H, W, C)``."""
+        """Attend over a map ``(B, H, W, C)``, or over each window of one, with the gate."""
         height, width = x.shape[1:3]
         tokens = x.flatten(1, 2)
         query, key, value = (self.gate.split_heads(part) for part in self.qkv(tokens).chunk(3, -1))  # (B, h, N, d)
@@ -57,7 +57,7 @@ class GatedRelativeAttention(DenseHost):
 
 
 def _distances(table: Tensor, size: int) -> Tensor:
-    """Return the entries ``(size, size, d)`` for positions i of queries and j of keys: that of distance i - j."""
+    """Return a table's entries by distance ``i - j`` of query position i and key position j, ``(size, size, d)``."""
     table = resize_axis(table, 0, 2 * size - 1)
     positions = torch.arange(size, device=table.device)
     return table[positions[:, None] - positions + size - 1]

@@ -1,4 +1,4 @@
-"""Table of adapters, by a class of gates and the class of a host."""
+"""Table that finds the adapter for a class of gates and the class of an attention module (the host)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LATE = ('timm', 'transformers')
 
 @dataclass(frozen=True)
 class Inside:
-    """Entry of a host that holds an attention, which is gated instead of the host.
+    """Table entry of a module that wraps another attention, such as mmcv's around torch's: the inner one is gated.
 
     Attributes:
         child: Name of the child that is the attention.
@@ -36,7 +36,7 @@ class Inside:
 
 @dataclass(frozen=True)
 class Pattern:
-    """An entry for hosts that are told by what their class does instead of by its name.
+    """Table entry of an adapter for attention classes that are recognised by their code instead of by their name.
 
     Attributes:
         adapter: Of the hosts that it fits.
@@ -55,7 +55,7 @@ _PATTERNS: list[tuple[type, Pattern]] = []
 
 
 def adapts(gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = None) -> Callable[[Adapter], Adapter]:
-    """Register the adapter of host classes.
+    """Register an adapter for one or more attention classes (hosts), as a decorator of the adapter.
 
     It decorates the adapter, a subclass of :class:`~mmgate.layers.base.gated.GatedModule` whose ``forward`` has the
     host's signature and calls the gate. With ``like`` there is nothing to decorate: ``adapts(Gate, Sub, like=Base)``
@@ -94,14 +94,17 @@ def adapts(gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = N
 
 
 def adapts_inside(gate: type[nn.Module], child: str, *hosts: Host) -> None:
-    """Register host classes whose child of the name ``child`` is gated instead of them."""
+    """Register wrapper classes: a rule that names one gates its child called ``child`` instead."""
     adapts(gate, *hosts)(Inside(child))  # type: ignore[arg-type]
 
 
 def adapts_pattern(
     gate: type[nn.Module], concerns: Callable[[type[nn.Module]], bool], why_not: Callable[[nn.Module], str | None]
 ) -> Callable[[Adapter], Adapter]:
-    """Enter an adapter for hosts that have no entry of their class, as a decorator; see :class:`Pattern`."""
+    """Register an adapter for attention classes that are recognised by their code, as a decorator of the adapter.
+
+    It serves the classes that have no entry by name; see :class:`Pattern`.
+    """
 
     def register(adapter: Adapter) -> Adapter:
         _PATTERNS.append((gate_of_type(gate) or gate, Pattern(adapter, concerns, why_not)))
@@ -111,7 +114,7 @@ def adapts_pattern(
 
 
 def gate_of_type(kind: Any) -> type[Gate] | None:
-    """Return the class of the gate that a rule's type names, or None.
+    """Return the class of the gate that belongs to a rule's ``type``, or None if the type has no gate.
 
     Args:
         kind: A gate's class, which is returned, or an attention whose ``gate_type`` is.
@@ -121,7 +124,7 @@ def gate_of_type(kind: Any) -> type[Gate] | None:
 
 
 def adapter_for(kind: type, host: nn.Module) -> tuple[Adapter, str] | None:
-    """Return the adapter that lets a gate into a host, and the path to the module that is gated, or None.
+    """Find the adapter that lets a gate into a module; return it and the path of the module to gate, or None.
 
     The host's class has to match exactly: a subclass may compute something else, which a gate would lose in silence.
 
@@ -143,14 +146,17 @@ def adapter_for(kind: type, host: nn.Module) -> tuple[Adapter, str] | None:
 
 
 def why_not(kind: type, host: nn.Module) -> str | None:
-    """Return why an adapter by pattern does not fit a module of its kind, the end of a sentence, or None."""
+    """Return the reason why a module looks like a recognised attention but cannot be gated, or None.
+
+    The reason is the end of a sentence about the module's class.
+    """
     kind = gate_of_type(kind) or kind
     pattern = _pattern(kind, host) if _adapter(kind, type(host)) is None else None
     return None if pattern is None else pattern.why_not(host)
 
 
 def held_attention(host: nn.Module, *, exactly: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the name and the module of each attention in a host that is gated instead of the host.
+    """Yield name and module of each attention inside a wrapper that is gated instead of the wrapper.
 
     Args:
         host: A module, gated or not.
@@ -170,22 +176,22 @@ def held_attention(host: nn.Module, *, exactly: bool = False) -> Iterator[tuple[
 
 
 def gates_for(host: nn.Module) -> list[type]:
-    """Return the classes that rules may name as ``type`` for ``host``."""
+    """Return the registered attention classes that a rule may name as ``type`` for this module."""
     return [kind for kind in registered_gates() if adapter_for(kind, host) is not None]
 
 
 def hosts_of(kind: type) -> list[type]:
-    """Return the host classes that a gate has an adapter for, without those that are known by name."""
+    """Return the attention classes into which a gate fits, without those that are only known by name."""
     return [host for host in _hosts(kind) if not isinstance(host, str)]
 
 
 def host_names(kind: type) -> list[str]:
-    """Return the names of all host classes that a gate has an adapter for; empty if ``kind`` is no gate."""
+    """Return the names of all attention classes into which a gate fits; empty for a type without a gate."""
     return [host if isinstance(host, str) else full_name(host) for host in _hosts(kind)]
 
 
 def options_of(kind: type) -> dict[str, inspect.Parameter]:
-    """Return the options of a gate by name: its keyword-only arguments, and those that ``**kwargs`` hands to a base."""
+    """Return the options that a rule may set for a gate: its keyword-only arguments and those of its bases."""
     found: dict[str, inspect.Parameter] = {}
     for cls in (gate_of_type(kind) or kind).__mro__:
         if '__init__' in vars(cls):
@@ -197,12 +203,12 @@ def options_of(kind: type) -> dict[str, inspect.Parameter]:
 
 
 def full_name(cls: type) -> str:
-    """Return the name of a class with its module, as mmdet and mmseg have classes of one name."""
+    """Return the dotted name of a class with its module, since mmdet and mmseg have classes of equal names."""
     return f'{cls.__module__}.{cls.__qualname__}'
 
 
 def registered_gates() -> Iterator[type]:
-    """Yield the classes that rules may name: those that are registered and have a gate."""
+    """Yield the classes that rules may name as ``type``: those that are registered and have a gate."""
     for registered in MODELS.module_dict.values():
         if gate_of_type(registered) is not None:
             yield registered
@@ -215,7 +221,7 @@ def _hosts(kind: type) -> Iterator[type | str]:
 
 @cache
 def _import_late(package: str) -> None:
-    """Import the adapters of a package that nothing here imports, once a module of it is met."""
+    """Import the adapters of timm or transformers when a module of that package is met for the first time."""
     problem = _environment.why_not(f'{__package__}.{package}') if package in LATE else None
     # A package may be too old, for instance: mm's models of language hold modules of any transformers.
     if problem:
@@ -224,7 +230,10 @@ def _import_late(package: str) -> None:
 
 @cache
 def _package(host: Any) -> str:
-    """Return the package whose adapters may fit a class: its own, or transformers where it attends through that."""
+    """Return the name of the package whose adapters may fit an attention class: its own, or transformers.
+
+    It is transformers if the class attends through transformers' attention interface.
+    """
     package = host.__module__.partition('.')[0]
     return package if package in LATE or not goes_through_interface(host) else 'transformers'
 

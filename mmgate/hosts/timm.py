@@ -1,4 +1,4 @@
-"""Adapters of timm's attentions: of ViT, DINOv2, DINOv3, EVA, Swin, Visformer, GCViT and PVTv2.
+"""Adapters that let gates into timm's attention: of ViT, DINOv2, DINOv3, EVA, Swin, Visformer, GCViT and PVTv2.
 
 mmpretrain, mmdet and mmseg have them through their ``TIMMBackbone``.
 """
@@ -35,7 +35,7 @@ OF_TIMM_GATES = {'gate.weight': 'gate.gate_weight', 'gate.bias': 'gate.gate_bias
 
 
 class TimmHost(DenseHost):
-    """Base of the adapters of timm's attentions."""
+    """Base of the adapters that let gates into timm's attention modules."""
 
     num_heads: int
     qkv: nn.Module
@@ -44,7 +44,7 @@ class TimmHost(DenseHost):
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
-        """Return the sizes of a host, by the names that timm gives them."""
+        """Read channels, heads and dropout off an attention module of timm (the host), for its gate."""
         channels = host.head_dim * host.num_heads
         width = getattr(host, 'dim', channels)
         inputs = (width, width, width)
@@ -53,10 +53,10 @@ class TimmHost(DenseHost):
 
 @adapts(DenseGate, VisformerAttention)
 class GatedVisformerAttention(TimmHost):
-    """Adapter of Visformer's attention, whose projections are convolutions."""
+    """Adapter that lets dense gates into Visformer's attention, whose projections are convolutions."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend over a map ``(B, C, h, w)``."""
+        """Attend over a map ``(B, C, h, w)``, with the gate."""
         size = x.shape[2:]
         query, key, value = self.qkv(x).flatten(2).unflatten(1, (3, self.num_heads, -1)).permute(1, 0, 2, 4, 3)
         tokens = x.flatten(2).transpose(1, 2)  # (B, N, C)
@@ -69,7 +69,7 @@ class GatedVisformerAttention(TimmHost):
 
 
 def shares_by_image(forward: Callable[..., Any]) -> bool:
-    """Return True if a host gives an image's global queries to the windows of that image.
+    """Return True if the source of GCViT's attention gives each image's global queries to that image's windows.
 
     timm up to 1.0.29 repeats the batch instead, which mixes images where there are several.
     """
@@ -81,13 +81,18 @@ BY_IMAGE = shares_by_image(WindowAttentionGlobal.forward)
 
 @adapts(DenseGate, WindowAttentionGlobal)
 class GatedWindowAttentionGlobal(TimmHost):
-    """Adapter of GCViT's attention in windows; the bias of positions is added after the gate.
+    """Adapter that lets dense gates into GCViT's attention in windows.
+
+    The position bias is added after the gate.
 
     Global queries are the image's, shared by its windows and not projected. They are then the gate's query input, too.
     """
 
     def forward(self, x: Tensor, q_global: Tensor | None = None) -> Tensor:
-        """Attend within windows ``(B nW, N, C)``, by the queries of ``q_global`` ``(B, ..., C)`` if they are given."""
+        """Attend inside each of nW windows of an image, with the gate; ``x`` is ``(B nW, N, C)``, image by image.
+
+        Global queries ``q_global`` ``(B, ..., C)``, if given, replace those of the windows.
+        """
         if self.use_global and q_global is not None:
             windows = len(x) // len(q_global)
             asked = q_global.repeat_interleave(windows, 0) if BY_IMAGE else q_global.repeat(windows, 1, 1, 1)
@@ -104,10 +109,10 @@ class GatedWindowAttentionGlobal(TimmHost):
 
 @adapts(DenseGate, PVTAttention)
 class GatedPVTAttention(TimmHost):
-    """Adapter of PVTv2's attention; keys and values stay those of the reduced map."""
+    """Adapter that lets dense gates into PVTv2's attention; keys and values stay those of the reduced map."""
 
     def forward(self, x: Tensor, feat_size: list[int]) -> Tensor:
-        """Attend from ``(B, N, C)`` tokens of a map of ``feat_size`` to those of the reduced one."""
+        """Attend from the tokens ``(B, N, C)`` of a map to those of the reduced map, with the gate."""
         reduced = x
         if self.sr is not None:
             grid = x.transpose(1, 2).unflatten(-1, tuple(feat_size))
@@ -120,7 +125,7 @@ class GatedPVTAttention(TimmHost):
 
 
 def sizes_of(host: Any) -> Sizes:
-    """Return the sizes of a host by its projections, whose heads together may have another width than its tokens."""
+    """Read the sizes off an attention's projections, where the heads may have another total width than the tokens."""
     joint = getattr(host, 'qkv', None)
     width = (host.q_proj if joint is None else joint).in_features
     return Sizes(
@@ -135,7 +140,7 @@ def sizes_of(host: Any) -> Sizes:
 
 
 class TokenProjections(DenseHost):
-    """Base of the adapters of attention over a ViT's tokens: the projections, norms and masks of timm.
+    """Base of the adapters for timm's ViTs; it has their projections, norms of queries and keys, and masks.
 
     A gate at G1 acts before the norm of the heads (``scale_norm``), where there is one; timm's own acts after it.
     """
@@ -153,18 +158,21 @@ class TokenProjections(DenseHost):
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
-        """Return the sizes of a host."""
+        """Read channels, heads and dropout off an attention module of timm (the host), for its gate."""
         return sizes_of(host)
 
     @classmethod
     def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Refuse a second set of queries where the host normalises its queries."""
+        """Return the reason why a gate that adds queries does not fit a host that normalises queries, or None."""
         if gate.adds_queries and not isinstance(host.q_norm, nn.Identity):
             return f'the gate {gate.attends_twice}, but this {type(host).__name__} normalises its queries (qk_norm)'
         return None
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return normalised queries and keys, and values, ``(B, H|h, N, d)``; ``h`` heads where several share one."""
+        """Project tokens to queries, keys (normalised where timm does so) and values, ``(B, H|h, N, d)`` each.
+
+        Keys and values may have fewer heads, ``h``, which several heads of queries share.
+        """
         if self.qkv is None:
             projected = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
         elif getattr(self, 'q_bias', None) is not None:  # EVA's, whose keys have no bias
@@ -183,7 +191,10 @@ class TokenProjections(DenseHost):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> Tensor:
-        """Attend between ``heads`` of ``(B, N, C)`` tokens; a mask is timm's, True where a query may attend."""
+        """Attend between projected heads of the tokens ``(B, N, C)``, with the gate, and project the output.
+
+        A mask is timm's, True where a query may attend.
+        """
         query, key, value = heads
         if is_causal:
             tokens = x.shape[1]
@@ -200,22 +211,25 @@ class TokenProjections(DenseHost):
 
 @adapts(DenseGate, TOKENS)
 class GatedAttention(TokenProjections):
-    """Adapter of the attention of timm's ViT and of those like it: DeiT, DINOv2, SigLIP, CLIP and more."""
+    """Adapter that lets dense gates into the attention of timm's ViT, DeiT, DINOv2, SigLIP, CLIP and others."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Attend over ``(B, N, C)`` tokens; a mask broadcasts to ``(B, H, N, N)``, bool (True attends) or added."""
+        """Attend over the tokens ``(B, N, C)``, with the gate.
+
+        A mask broadcasts to ``(B, H, N, N)``; it is bool, True where a query may attend, or added to the logits.
+        """
         return self.attended(x, self.heads(x), attn_mask, is_causal)
 
 
 @adapts(DenseGate, *ROTARY)
 class GatedRotaryAttention(TokenProjections):
-    """Adapter of the attentions of timm's EVA, DINOv3 and Perception Encoder, which may rotate queries and keys."""
+    """Adapter that lets dense gates into timm's attention with rotary positions: EVA, DINOv3, Perception Encoder."""
 
     num_prefix_tokens: int
 
     @classmethod
     def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Refuse two attentions of heads whose channels are rotated in pairs."""
+        """Return the reason why a gate that attends twice does not fit rotary positions, or None for other gates."""
         if gate.attends_twice:
             return f'the gate {gate.attends_twice}, but {type(host).__name__} rotates channels of both together'
         return super().refuses(host, gate)
@@ -223,7 +237,10 @@ class GatedRotaryAttention(TokenProjections):
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """Attend over ``(B, N, C)`` tokens, those of the map rotated by ``rope``; masks are as in the ViT's."""
+        """Attend over the tokens ``(B, N, C)``, with the gate and, on the map's tokens, rotary positions ``rope``.
+
+        Masks are as in the ViT's.
+        """
         query, key, value = self.heads(x)
         if rope is not None:
             query = self.rotated(query, rope).type_as(value)
@@ -235,7 +252,7 @@ class GatedRotaryAttention(TokenProjections):
         return self.attended(x, (query, key, value), attn_mask, is_causal)
 
     def rotated(self, heads: Tensor, rope: Tensor) -> Tensor:
-        """Rotate ``(B, H, N, d)`` by ``rope``, the class and register tokens excepted."""
+        """Apply rotary positions ``rope`` to heads ``(B, H, N, d)``, except for class and register tokens."""
         before, of_map = heads[:, :, : self.num_prefix_tokens], heads[:, :, self.num_prefix_tokens :]
         halves = dict(half=True) if getattr(self, 'rotate_half', False) else {}
         return torch.cat((before, apply_rot_embed_cat(of_map, rope, **halves)), 2)
@@ -243,23 +260,23 @@ class GatedRotaryAttention(TokenProjections):
 
 @adapts(DenseGate, WINDOWS)
 class GatedWindowAttention(GatedWindowMSA):
-    """Adapter of the attention within the windows of timm's Swin."""
+    """Adapter that lets dense gates into the windows' attention of timm's Swin."""
 
     old_names: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
-        """Return the sizes of a host."""
+        """Read channels, heads and dropout off an attention module of timm (the host), for its gate."""
         return sizes_of(host)
 
     @classmethod
     def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Refuse nothing: timm's windows have no other scale of the logits."""
+        """Return None, as every dense gate fits: timm's windows have no other scale of the logits."""
         return None
 
 
 def refuse_other_width(host: Any) -> None:
-    """Raise ValueError for an attention whose heads together have another width than its input."""
+    """Raise ValueError if the heads of an attention together have another width than its input."""
     widths = (host.qkv.in_features, host.proj.in_features, host.proj.out_features)
     if len(set(widths)) > 1:
         raise ValueError(
@@ -269,15 +286,17 @@ def refuse_other_width(host: Any) -> None:
 
 
 def note_map(gated: Any, embedding: Any, args: Any, output: Any) -> None:
-    """Note the map that a timm model cuts an image into at a gated attention."""
+    """Tell a gated attention the size of the map that a timm model cuts an image into; a forward hook."""
     gated.noted_map = tuple(int(side) for side in embedding.dynamic_feat_size(args[0].shape[-2:]))
 
 
 @adapts(MapGate, TOKENS)
 class MixedAttention(MapHost):
-    """Adapter of the attention of timm's ViT for gates over a map; class and register tokens come before it.
+    """Adapter that lets attention over a map (Agent, SAGA, linear) replace that of timm's ViT.
 
-    The host is not told the map. That of each image is noted where the model embeds it.
+    Class and register tokens come before the map's.
+
+    The host's call does not give the size of the map. A hook on the patch embedding keeps it for each image.
 
     Attributes:
         noted_map: Height and width of the map that the model has embedded last.
@@ -295,12 +314,12 @@ class MixedAttention(MapHost):
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
-        """Return the sizes of a host."""
+        """Read channels, heads and dropout off an attention module of timm (the host), for its gate."""
         return sizes_of(host)
 
     @classmethod
     def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
-        """Return the gate for a host.
+        """Make a gate of class ``gate_type`` for an attention module of timm (the host) and return it.
 
         Raises:
             ValueError: Heads of another width than the tokens, or the gate does not fit.
@@ -309,7 +328,7 @@ class MixedAttention(MapHost):
         return super().make_gate(host, gate_type, **options)
 
     def after_gating(self, model: nn.Module) -> None:
-        """Let the embedding of the nearest model around the host note its map."""
+        """Register a hook on the patch embedding around this attention, which tells it the size of each map."""
         names = self.gating.name.split('.')
         around = [model.get_submodule('.'.join(names[:count])) for count in range(len(names))]
         embedding: Any = next((part.patch_embed for part in reversed(around) if hasattr(part, 'patch_embed')), None)
@@ -317,7 +336,7 @@ class MixedAttention(MapHost):
             self.gating.handles.append(embedding.register_forward_hook(partial(note_map, self)))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys, normalised in each head where the host does so, and values ``(B, N, C)``."""
+        """Project tokens to queries, keys and values ``(B, N, C)``, queries and keys normalised where timm does so."""
         query, key, value = self.qkv(x).chunk(3, -1)
         shape = (self.num_heads, -1)
         query = self.q_norm(query.unflatten(-1, shape)).flatten(-2)
@@ -325,11 +344,13 @@ class MixedAttention(MapHost):
         return query, key, value
 
     def finish(self, x: Tensor) -> Tensor:
-        """Project the output, and drop what the host drops."""
+        """Project the mixed tokens to the output, and apply the host's dropout."""
         return self.proj_drop(self.proj(self.norm(x) if hasattr(self, 'norm') else x))
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Attend over ``(B, N, C)`` tokens of the noted map, of that of pre-training, or else of a square.
+        """Attend over the tokens ``(B, N, C)`` of a map, with the gate.
+
+        The map's size is the one that the patch embedding has told, else that of pre-training, else a square.
 
         Raises:
             ValueError: A mask: there are no pairs of tokens to mask.
@@ -346,7 +367,7 @@ class MixedAttention(MapHost):
 
 @adapts(MapGate, SWIN_BLOCK)
 class MixedSwinBlock(MapHost):
-    """Adapter of a block of timm's Swin for gates over the whole map, which replace its shifted windows."""
+    """Adapter that lets attention over the whole map replace the shifted windows in a block of timm's Swin."""
 
     leaves_out = ('attn.relative_position_bias_table', 'attn.relative_position_index', 'attn_mask')
 
@@ -354,12 +375,12 @@ class MixedSwinBlock(MapHost):
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
-        """Return the sizes of the windows' attention."""
+        """Read channels and heads off the windows' attention in the block, for the gate."""
         return replace(sizes_of(host.attn), shifted=any(host.shift_size))
 
     @classmethod
     def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
-        """Return the gate for a host.
+        """Make a gate of class ``gate_type`` for an attention module of timm (the host) and return it.
 
         Raises:
             ValueError: Heads of another width than the tokens, or the gate does not fit.
@@ -368,14 +389,14 @@ class MixedSwinBlock(MapHost):
         return super().make_gate(host, gate_type, **options)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project by the windows' layer."""
+        """Project tokens to queries, keys and values with the layer ``qkv`` of the windows' attention."""
         query, key, value = self.attn.qkv(x).chunk(3, -1)
         return query, key, value
 
     def finish(self, x: Tensor) -> Tensor:
-        """Project the output, and drop what the host drops."""
+        """Project the mixed tokens to the output, and apply the host's dropout."""
         return self.attn.proj_drop(self.attn.proj(x))
 
     def _attn(self, x: Tensor) -> Tensor:
-        """Attend over a map ``(B, H, W, C)``; the block calls this between its norms."""
+        """Attend over the whole map ``(B, H, W, C)``, with the gate; the block calls this method for its attention."""
         return self.attend(x.flatten(1, 2), (x.shape[1], x.shape[2])).view_as(x)

@@ -1,4 +1,4 @@
-"""Adapters of torch's MultiheadAttention, and of attention over a reduced map that holds one (PVT, MiT, Twins)."""
+"""Adapters for ``torch.nn.MultiheadAttention``, and for the attention of PVT, MiT and Twins, which contains one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ adapts_inside(DenseGate, 'base_layer', 'peft.tuners.lora.layer.MultiheadAttentio
 
 
 class ReducedAttention(Protocol):
-    """Attributes of an attention over a reduced map that give its sizes."""
+    """Protocol of attention with spatial reduction (PVT, MiT, Twins): the attributes that give its sizes."""
 
     embed_dims: int
     num_heads: int
@@ -28,7 +28,7 @@ class ReducedAttention(Protocol):
 
 
 class GatedReducedAttention(MapHost):
-    """Adapter of PVT's, MiT's and Twins' attention over a reduced map, for gates that need no reduced one."""
+    """Adapter that lets attention over the whole map replace the spatial-reduction attention of PVT, MiT and Twins."""
 
     leaves_out = ('sr', 'norm')
     old_names = {
@@ -43,26 +43,26 @@ class GatedReducedAttention(MapHost):
 
     @classmethod
     def sizes(cls, host: ReducedAttention) -> Sizes:
-        """Return the sizes of a host, by the module of torch's in it."""
+        """Read channels and heads off torch's MultiheadAttention inside the host, for the gate."""
         bias = host.attn.in_proj_bias is not None
         return Sizes(host.embed_dims, host.num_heads, dropout=host.attn.dropout, bias=bias)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project by the weights of torch's module in the host."""
+        """Project tokens to queries, keys and values with the weights of torch's MultiheadAttention inside the host."""
         q, k, v = nn.functional.linear(x, self.attn.in_proj_weight, self.attn.in_proj_bias).chunk(3, -1)
         return q, k, v
 
     def finish(self, x: Tensor) -> Tensor:
-        """Project the output and apply the host's dropout."""
+        """Project the mixed tokens to the output and apply the host's dropout."""
         return self.dropout_layer(self.proj_drop(self.attn.out_proj(x)))
 
     def forward(self, x: Tensor, hw_shape: Size, identity: Tensor | None = None) -> Tensor:
-        """Attend over ``(B, N, C)`` tokens of a map of ``hw_shape``, and add ``identity`` if it is given."""
+        """Attend over all tokens ``(B, N, C)`` of a map with the gate, and add ``identity`` if it is given."""
         return self.attend(x, hw_shape, identity)
 
 
 def switch_nested_tensors(model: nn.Module) -> None:
-    """Let torch's encoders hand on nested tensors where none of their attentions is gated, as it was before.
+    """Switch nested tensors in torch's transformer encoders off if an attention in them is gated, else back on.
 
     ``TransformerEncoder`` packs padded sequences into nested tensors, which gated attention does not take. It decides
     so when it is built.
@@ -81,6 +81,6 @@ def switch_nested_tensors(model: nn.Module) -> None:
 
 
 def adapt_reduced(*hosts: type[nn.Module]) -> None:
-    """Let dense gates into the attention that ``hosts`` hold, and gates over the whole map into ``hosts``."""
+    """Register spatial-reduction attentions as hosts: of gates over the map and, inside, of dense gates."""
     adapts_inside(DenseGate, 'attn', *hosts)
     adapts(MapGate, *hosts)(GatedReducedAttention)

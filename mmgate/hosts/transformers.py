@@ -1,4 +1,4 @@
-"""transformers' attentions as hosts: those of its attention interface, Mask2Former's, and deformable ones."""
+"""Adapters that let gates into transformers' attention: by its attention interface, Mask2Former's, deformable."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ NUMBERS = ('height', 'width')  # arguments that are the map's sides
 
 
 class OtherTokensError(ValueError):
-    """An attention between other tokens than those that its projections have read."""
+    """Error: an attention attends between other tokens than its projections have read, for instance with a cache."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of a trial of a forward: heads H and their width d."""
+    """Result of trying an attention's forward without numbers: its number of heads H and their width d."""
 
     heads: int
     head_dim: int
 
 
 class _TrialGate(nn.Module):
-    """A gate that keeps the shapes of heads, and computes nothing."""
+    """Stand-in for a gate in a trial run, which keeps the shapes of the heads and computes nothing."""
 
     acts_after_projection = False
 
@@ -75,7 +75,7 @@ class _TrialGate(nn.Module):
         self.seen: list[tuple[torch.Size, ...]] = []
 
     def seen_heads(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Keep the shapes, and return heads ``(B, N, H, d)``."""
+        """Keep the shapes of query, key and value, and return an empty output ``(B, N, H, d)``."""
         self.seen.append((query.shape, key.shape, value.shape))
         return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
 
@@ -84,7 +84,7 @@ _TRIED: dict[Any, Trial | str] = {}
 
 
 def why_not(host: nn.Module) -> str | None:
-    """Return why a module that goes through the attention interface is not gated by pattern, or None."""
+    """Return the reason why an attention that calls transformers' attention interface cannot be gated, or None."""
     try:
         tried(host)
     except ValueError as error:
@@ -93,7 +93,9 @@ def why_not(host: nn.Module) -> str | None:
 
 
 def tried(host: Any) -> Trial:
-    """Return what a trial of a host's forward finds; hosts of one class and of the same sizes are tried once.
+    """Try an attention's forward on the device ``meta`` and return its heads and their width; the result is cached.
+
+    Modules of one class and of the same sizes are tried once.
 
     Raises:
         ValueError: The host does not fit; the message is the end of a sentence about its class.
@@ -141,7 +143,7 @@ def _try(host: Any) -> Trial:
 
 
 def _arguments(host: Any, reading: Reading) -> Iterator[dict[str, Any]]:
-    """Yield arguments for a forward, of one shape after the other."""
+    """Yield arguments with which an attention's forward may be tried, for one shape of its input after the other."""
     like = host.get_submodule(reading.query).weight
     widths = {
         name: host.get_submodule(projection).in_features
@@ -167,7 +169,7 @@ def _arguments(host: Any, reading: Reading) -> Iterator[dict[str, Any]]:
 
 
 def _on_meta(host: Any) -> Any:
-    """Return a copy of a host on the device ``meta``, without hooks, in evaluation; its numbers are not copied."""
+    """Return a copy of a module on the device ``meta`` (shapes without values), in eval mode, without hooks."""
     memo: dict[int, Any] = {id(host.config): host.config}
     for parameter in host.parameters():
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device='meta'), requires_grad=False)
@@ -181,7 +183,9 @@ def _on_meta(host: Any) -> Any:
 
 @adapts_pattern(DenseGate, goes_through_interface, why_not)
 class GatedInterfaceAttention(DenseHost):
-    """Adapter of attention that goes through the attention interface, whose attention function becomes ours.
+    """Adapter that lets dense gates into attention that calls transformers' attention interface.
+
+    The attention function of such a module becomes ours.
 
     Its hosts are recognised by the source of their forward, see :mod:`.interface`, and by the shapes of heads in a
     trial without numbers. A gate reads what the projections of query, key and value have read, which they note while
@@ -194,7 +198,7 @@ class GatedInterfaceAttention(DenseHost):
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
-        """Return the sizes of a host, by its projections and a trial."""
+        """Find out the sizes of an attention module (the host) by its projections and a trial run without numbers."""
         reading = read(type(host), host)
         found = tried(host)
         query, key, value = (host.get_submodule(name).in_features for name in reading.projections)
@@ -213,7 +217,10 @@ class GatedInterfaceAttention(DenseHost):
 
     @classmethod
     def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Refuse two attentions where the halves of a head are rotated together, or changed otherwise."""
+        """Return the reason why a gate that attends twice does not fit, if the host rotates its heads; else None.
+
+        Any other change of queries or keys is a reason, too.
+        """
         changes = read(type(host), host).changes
         if gate.attends_twice and changes:
             name = type(host).__name__
@@ -224,7 +231,7 @@ class GatedInterfaceAttention(DenseHost):
         return None
 
     def after_switch_on(self) -> None:
-        """Let this module, and no other of its model, attend by our function, and let projections note their input."""
+        """Let this module call our attention function, and register hooks that keep the inputs of its projections."""
         notes = self.gating.notes
         reading = read(self.gating.vanilla, self)
         notes['projections'] = reading.projections
@@ -235,12 +242,12 @@ class GatedInterfaceAttention(DenseHost):
         self._hook_projections()
 
     def before_switch_off(self) -> None:
-        """Give the module its config back, and take the notes off."""
+        """Give the module its own config back, and remove the hooks."""
         self.config = self.gating.notes.pop('config')
         self._unhook_projections()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend; the arguments are the host's. There are no weights to return, as with its fused functions."""
+        """Attend with the gate; the arguments are the host's, and no attention weights are returned."""
         notes = self.gating.notes
         # Others may have put a layer around a projection since, or taken it off, as PEFT does.
         if any(getattr(self, name) is not layer for name, layer in notes['hooked'].items()):
@@ -255,7 +262,7 @@ class GatedInterfaceAttention(DenseHost):
                 vars(getattr(self, name)).pop('noted_input', None)
 
     def _hook_projections(self) -> None:
-        """Let the projections of heads note their input, and that of the output call a gate that acts on it."""
+        """Register hooks that keep the inputs of the projections, and that let a gate act on the output projection."""
         notes = self.gating.notes
         names = dict.fromkeys(notes['projections'])
         notes['hooked'] = {name: getattr(self, name) for name in (*names, notes['output'])}
@@ -264,13 +271,13 @@ class GatedInterfaceAttention(DenseHost):
             notes['hooks'].append(getattr(self, notes['output']).register_forward_hook(finish_output))
 
     def _unhook_projections(self) -> None:
-        """Undo :meth:`_hook_projections`."""
+        """Remove the hooks of :meth:`_hook_projections` from the projections."""
         for hook in self.gating.notes.pop('hooks'):
             hook.remove()
         del self.gating.notes['hooked']
 
     def noted_inputs(self, query: Tensor, key: Tensor) -> Inputs:
-        """Return what the projections have read in this call, ``(B, N|M, C)``, as tokens of the heads.
+        """Return the inputs of the query, key and value projections in this call, ``(B, N|M, C)``, which gates read.
 
         Raises:
             OtherTokensError: The keys are more than those that this call has projected, as with a cache, or queries
@@ -291,12 +298,12 @@ class GatedInterfaceAttention(DenseHost):
 
 
 def note_input(projection: Any, args: tuple[Tensor, ...]) -> None:
-    """Keep what a projection reads until its attention has been computed."""
+    """Keep a projection's input until the attention has been computed; a forward pre-hook."""
     projection.noted_input = args[0]
 
 
 def finish_output(projection: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Let a gate that acts there change what the projection of the heads returns."""
+    """Let the gate change the output of the output projection; a forward hook, for gates that act there."""
     (gate,), query, inputs = projection.noted_finish
     tokens = output.reshape(*inputs[0].shape[:2], output.shape[-1])
     return gate.finish(tokens, query, inputs).view_as(output)
@@ -313,7 +320,7 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with the module's gate, or as ``'sdpa'`` does where it has none; transformers' interface.
+    """Attend with the gate of a module or, without one, as ``'sdpa'``; called by transformers' attention interface.
 
     Query ``(B, H, N, d)``, key and value ``(B, H, M, d)``, and a mask broadcastable to ``(B, H, N, M)``, bool (False
     masks) or added, become heads ``(B, N, H, d)``, and None for the weights. A gate drops what its host's constructor
@@ -366,7 +373,10 @@ AttentionMaskInterface.register(NAME, sdpa_mask)  # without it a model of this i
 
 @adapts(DenseGate, 'modeling_mask2former.Mask2FormerAttention')
 class GatedMask2FormerAttention(DenseHost):
-    """Adapter of Mask2Former's attention over its queries, which goes through no interface."""
+    """Adapter that lets dense gates into the self-attention of transformers' Mask2Former decoder.
+
+    It does not call the attention interface.
+    """
 
     host_signature = True
 
@@ -377,7 +387,7 @@ class GatedMask2FormerAttention(DenseHost):
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
-        """Return the sizes of a host."""
+        """Read the sizes (channels, heads, levels, points) off an attention module (the host), for its gate."""
         return Sizes(host.embed_dim, host.num_heads, dropout=host.dropout)
 
     def forward(
@@ -389,7 +399,7 @@ class GatedMask2FormerAttention(DenseHost):
         key_value_position_embeddings: Tensor | None = None,
         output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend from ``(N, B, C)`` to ``(M, B, C)``, or to itself, with a mask ``(B H, N, M)`` added to the logits.
+        """Attend from ``(N, B, C)`` to ``(M, B, C)``, or to itself, with the gate; a mask is added to the logits.
 
         Positions are added to queries, and to keys. Returns ``(N, B, C)``, and the weights ``(B, H, N, M)`` or None.
         """
@@ -410,7 +420,10 @@ class GatedMask2FormerAttention(DenseHost):
 
 @adapts(DeformableGate, *DEFORMABLE_HOSTS)
 class GatedMultiscaleDeformableAttention(DeformableHost):
-    """Adapter of transformers' multi-scale deformable attentions; a gate reads the query with its position."""
+    """Adapter that lets gates into transformers' multi-scale deformable attentions (Deformable DETR and others).
+
+    A gate reads the query with its position.
+    """
 
     host_signature = True
 
@@ -421,12 +434,12 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
-        """Return the sizes of a host."""
+        """Read the sizes (channels, heads, levels, points) off an attention module (the host), for its gate."""
         return Sizes(host.d_model, host.n_heads, levels=host.n_levels, points=points_of(host))
 
     @classmethod
     def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
-        """Return the gate for a host.
+        """Make a gate of class ``gate_type`` for a deformable attention (the host) and return it.
 
         Raises:
             ValueError: A host that does not sample bilinearly.
@@ -449,7 +462,7 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
         level_start_index: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Attend from queries ``(B, Q, C)`` to the levels of ``encoder_hidden_states``, ``(B, S, C)`` side by side.
+        """Attend from queries ``(B, Q, C)`` to the levels in ``encoder_hidden_states`` ``(B, S, C)``, with the gate.
 
         Args:
             hidden_states: The queries.
@@ -491,5 +504,5 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
 
     @property
     def mask_is_padding(self) -> bool:
-        """Return whether True in a mask means padding."""
+        """Return True if True means padding in the masks of this model; in other models it means a valid pixel."""
         return any(base.__name__.startswith(('Mask2Former', 'OneFormer')) for base in type(self).__mro__)

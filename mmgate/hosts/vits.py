@@ -1,4 +1,4 @@
-"""Recognition of vision transformers, whose authors start linear layers in another way than those of detectors."""
+"""Recognise whether a module is part of a vision transformer, on which the initial values of gates depend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _VITS = re.compile(
 
 
 def is_in_vit(model: nn.Module, name: str) -> bool:
-    """Return True if the module called ``name`` is part of a vision transformer, by its class or that of one around it.
+    """Return True if a module is part of a vision transformer, by its class or the class of a module around it.
 
     DeiT, GCViT, Swin, PVT and others draw every linear layer from a normal distribution of deviation 0.02. Detectors
     have torch's and mmcv's attention, too. It is part of a vision transformer if it lies in a backbone.

@@ -1,4 +1,4 @@
-"""Adapters of Swin's windows, for gates inside them and for gates that mix the whole map instead."""
+"""Adapters for Swin's attention in windows: gates inside the windows, or attention over the whole map instead."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WINDOWS: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 class Windows(Protocol):
-    """Attributes of the attention inside windows that give its sizes."""
+    """Protocol of ``WindowMSA``, Swin's attention inside windows: the attributes that give its sizes."""
 
     embed_dims: int
     num_heads: int
@@ -34,14 +34,14 @@ class Windows(Protocol):
 
 
 class ShiftedWindows(Protocol):
-    """Attributes of the attention that shifts windows."""
+    """Protocol of ``ShiftWindowMSA``, which cuts a map into windows: the attributes that give its sizes."""
 
     w_msa: Windows
     shift_size: int
 
 
 class GatedWindowMSA(DenseHost):
-    """Adapter of mmdet's, mmseg's and mmpretrain's ``WindowMSA``.
+    """Adapter that lets dense gates into ``WindowMSA``, Swin's attention inside windows, of all mm packages.
 
     The relative position bias and the mask ``(nW, N, N)`` of shifted windows are added to the logits after the gate.
     """
@@ -57,11 +57,11 @@ class GatedWindowMSA(DenseHost):
 
     @classmethod
     def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Refuse another scale of the logits."""
+        """Return the reason if an attention scales its logits by another number than ``1 / sqrt(d)``, else None."""
         return refuses_scale(host)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend within windows ``(B nW, N, C)``, those of an image next to each other."""
+        """Attend inside each of nW windows of an image, with the gate; ``x`` is ``(B nW, N, C)``, image by image."""
         query, key, value = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # (B nW, H, N, d)
         tokens = x.shape[1]
         table = self.relative_position_bias_table[self.relative_position_index.flatten()]
@@ -73,7 +73,7 @@ class GatedWindowMSA(DenseHost):
 
 
 class GatedShiftWindowMSA(MapHost):
-    """Adapter of ``ShiftWindowMSA``, for gates that mix the whole map instead of windows."""
+    """Adapter that lets attention over the whole map replace Swin's ``ShiftWindowMSA``."""
 
     leaves_out = ('w_msa.relative_position_bias_table', 'w_msa.relative_position_index')
     old_names = {'qkv.': 'w_msa.qkv.', 'proj.': 'w_msa.proj.'}
@@ -83,7 +83,7 @@ class GatedShiftWindowMSA(MapHost):
 
     @classmethod
     def sizes(cls, host: ShiftedWindows) -> Sizes:
-        """Return the sizes of the windows' attention."""
+        """Read channels and heads off the windows' attention inside the host, for the gate."""
         windows = host.w_msa
         return Sizes(
             windows.embed_dims,
@@ -96,7 +96,7 @@ class GatedShiftWindowMSA(MapHost):
 
     @classmethod
     def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
-        """Return the gate for a host around the plain windows of its package.
+        """Make a gate of class ``gate_type`` for a ``ShiftWindowMSA`` (the host) and return it.
 
         Raises:
             ValueError: Other windows, or the gate does not fit.
@@ -108,21 +108,21 @@ class GatedShiftWindowMSA(MapHost):
         return super().make_gate(host, gate_type, **options)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project by the windows' layer."""
+        """Project tokens to queries, keys and values with the layer ``qkv`` of the windows' attention."""
         q, k, v = self.w_msa.qkv(x).chunk(3, -1)
         return q, k, v
 
     def finish(self, x: Tensor) -> Tensor:
-        """Project the output and apply the host's dropout."""
+        """Project the mixed tokens to the output and apply the host's dropout."""
         return self.drop(self.w_msa.proj_drop(self.w_msa.proj(x)))
 
     def forward(self, query: Tensor, hw_shape: Size) -> Tensor:
-        """Attend over ``(B, N, C)`` tokens of a map of ``hw_shape``."""
+        """Attend over all tokens ``(B, N, C)`` of a map of height and width ``hw_shape``, with the gate."""
         return self.attend(query, hw_shape)
 
 
 def adapt_swin(window_msa: type[nn.Module], shift_window_msa: type[nn.Module]) -> None:
-    """Let dense gates into ``window_msa``, and gates over the whole map into ``shift_window_msa``."""
+    """Register a package's two Swin classes as hosts: of dense gates inside windows, and of gates over the map."""
     adapts(DenseGate, window_msa)(GatedWindowMSA)
     adapts(MapGate, shift_window_msa)(GatedShiftWindowMSA)
     WINDOWS[shift_window_msa] = window_msa

@@ -1,4 +1,4 @@
-"""Attention modules and their gates, one file a paper; importing them registers the modules."""
+"""Gates and the attention modules that have them, one file for each paper; importing this registers the modules."""
 
 from mmgate.layers.base.deformable import MultiScaleDeformableAttention
 

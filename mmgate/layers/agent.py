@@ -1,4 +1,4 @@
-"""Agent attention: softmax attention through a few agent tokens."""
+"""Agent attention: softmax attention in two steps through a few agent tokens, at a cost linear in the tokens."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class AgentGate(AgentBiases):
         self.make_biases(bias)
 
     def reset_gate(self) -> None:
-        """Draw the biases from a normal distribution of deviation 0.02, truncated at 2, and the convolution anew."""
+        """Initialise the biases from a truncated normal distribution (std 0.02) and the convolution as torch does."""
         if self.dwc is not None:
             self.dwc.reset_parameters()
         for name in (*BIASES, *CLASS_BIASES, 'agent_tokens'):
@@ -107,11 +107,11 @@ class AgentGate(AgentBiases):
                 nn.init.trunc_normal_(parameter, std=0.02)
 
     def resized_to(self) -> str:
-        """Return the shape to which rows and columns of the biases are resized, in words for the log."""
+        """Return, in words for the log, the map or window size to which loaded biases are resized."""
         return super().resized_to() if self.bias_size == self.map_size else f'windows of {self.bias_size}'
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Attend through the agents and add the convolved values, in each window if there are windows."""
+        """Attend through the agent tokens and add the convolved values, in each window if there are windows."""
         window, shift = self.window_of(hw_shape)
         if window == hw_shape:
             return self._mix(q, k, v, hw_shape)
@@ -120,7 +120,7 @@ class AgentGate(AgentBiases):
         return _roll(mixed, hw_shape, shift)
 
     def window_of(self, hw_shape: Size) -> tuple[Size, Size]:
-        """Return the height and width of a map's windows, and the rows and columns by which they are shifted.
+        """Return height and width of the windows on a map, and the rows and columns by which they are shifted.
 
         The one window of a map that is no larger is the map itself.
         """
@@ -132,11 +132,14 @@ class AgentGate(AgentBiases):
         return (rows, columns), (0, 0)
 
     def map_readings(self) -> tuple[str, ...]:
-        """Return the names of the readings; there is no geometry with a class token, which has no place on the map."""
+        """Return the names of what :meth:`read_map` can return for figures.
+
+        There is no geometry with a class token, which has no place on the map.
+        """
         return ('attention', 'agents') if self.class_tokens else ('attention', 'agents', 'geometry')
 
     def read_map(self, name: str, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Return a reading; the arguments beside ``name`` are as in :meth:`mix`.
+        """Return attention maps, agent maps or the layout of tokens, for figures; other arguments as in :meth:`mix`.
 
         Args:
             name: ``'attention'``: the product of the two softmaxes, ``(B, H, N, N)``, or ``(B nW, H, N, N)`` in
@@ -168,12 +171,12 @@ class AgentGate(AgentBiases):
         return on_map.roll(shift, (-2, -1))
 
     def _split_windows(self, x: Tensor, hw_shape: Size) -> Tensor:
-        """Return the tokens ``(B, h w, C)`` of a map in their windows, ``(B nW, N, C)``."""
+        """Cut the tokens ``(B, h w, C)`` of a map into windows, shifted if the host's are: ``(B nW, N, C)``."""
         window, (down, right) = self.window_of(hw_shape)
         return split_stripes(_roll(x, hw_shape, (-down, -right)), hw_shape, window)
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Attend over the whole map, or a whole window, of ``hw_shape``."""
+        """Attend through the agents over a whole map, or over windows, of height and width ``hw_shape``."""
         agents = self._agents(q, hw_shape)
         bias1, bias2 = (None, None) if self.an_bias is None else self.biases(hw_shape)
         q, k, values, agents = (self.split_heads(t) for t in (q, k, v, agents))
@@ -197,7 +200,10 @@ class AgentGate(AgentBiases):
         return out + self.after_class_token(self.dwc(values).flatten(2).transpose(1, 2))
 
     def _agents(self, q: Tensor, hw_shape: Size) -> Tensor:
-        """Return the agent tokens ``(B, n, C)``, contiguous, as torch's fused attention needs them."""
+        """Return the agent tokens ``(B, n, C)``: queries averaged over a grid, or learnt tokens.
+
+        They are contiguous, as torch's fused attention needs them.
+        """
         if self.agent_tokens is None:
             grid = q[:, self.class_tokens :].transpose(1, 2).unflatten(-1, hw_shape)  # (B, C, h, w)
             agents = F.adaptive_avg_pool2d(grid, self.grid)
@@ -211,11 +217,14 @@ class AgentGate(AgentBiases):
 
 @MODELS.register_module()
 class AgentAttention(GatedMapAttention):
-    """Agent attention with projections; it takes the options of :class:`AgentGate`."""
+    """Agent attention as a module with projections; rules name this class as their ``type``.
+
+    It takes the options of :class:`AgentGate`.
+    """
 
     gate_type = AgentGate
 
 
 def _roll(x: Tensor, hw_shape: Size, shift: Size) -> Tensor:
-    """Return tokens ``(B, h w, C)`` moved down and right by ``shift``; those that leave the map enter opposite."""
+    """Roll the tokens ``(B, h w, C)`` of a map down and right by ``shift``; what leaves the map enters opposite."""
     return x.unflatten(1, hw_shape).roll(shift, (1, 2)).flatten(1, 2) if any(shift) else x

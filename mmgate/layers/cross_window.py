@@ -1,4 +1,4 @@
-"""Attention in cross-shaped windows (CSwin)."""
+"""Attention in cross-shaped windows, as in the backbone CSwin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .parts.stripes import merge_stripes, split_stripes
 
 
 def lepe_convolutions(channels: int, heads: int, split: int | None) -> nn.ModuleList:
-    """Return a depthwise 3 x 3 convolution of the values for each direction of the stripes.
+    """Make the depthwise 3 x 3 convolutions of the values (LePE), one for each direction of CSwin's stripes.
 
     Args:
         channels: Channels C of all heads together.
@@ -46,7 +46,7 @@ def cross_window_attention(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attend with half of the channels in vertical stripes and with the other half in horizontal ones.
+    """Compute CSwin's attention: half of the channels attend in vertical stripes, the other half in horizontal ones.
 
     Args:
         q: Queries ``(B, N, C)``.
@@ -81,7 +81,7 @@ def cross_window_attention(
 
 
 class CrossWindowGate(MapGate):
-    """CSwin's attention in stripes, with the convolutions ``lepe`` of the values, in the attention of another host.
+    """Gate that replaces attention over a map by CSwin's in stripes, with convolved values (``lepe``) added.
 
     Args:
         sizes: Sizes of the host's attention.
@@ -103,13 +103,13 @@ class CrossWindowGate(MapGate):
         self.lepe = lepe_convolutions(self.embed_dims, self.num_heads, split)
 
     def reset_gate(self) -> None:
-        """Start the convolutions as torch does."""
+        """Initialise the convolutions as torch does."""
         convolutions: Any = self.lepe
         for convolution in convolutions:
             convolution.reset_parameters()
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Attend in stripes."""
+        """Attend in vertical and horizontal stripes, and add the convolved values."""
         return cross_window_attention(
             q,
             k,
@@ -125,7 +125,7 @@ class CrossWindowGate(MapGate):
 
 @MODELS.register_module()
 class CrossWindowAttention(MapAttention):
-    """CSwin's attention: half of the heads in vertical stripes, half in horizontal ones, with convolved values added.
+    """CSwin's attention as a module: half of the heads in vertical stripes, half in horizontal ones, plus convolution.
 
     Args:
         embed_dims: Channels C, a multiple of ``num_heads``.
@@ -151,7 +151,7 @@ class CrossWindowAttention(MapAttention):
         self.lepe = lepe_convolutions(embed_dims, num_heads, split)
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Attend in stripes."""
+        """Attend in vertical and horizontal stripes, and add the convolved values."""
         return cross_window_attention(
             q,
             k,

@@ -1,4 +1,4 @@
-"""Differential gated self-attention (M-DGSA)."""
+"""Multihead differential gated self-attention (M-DGSA): a gated difference of two softmax attentions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .parts.rms_norm import RMSNorm
 
 
 class DGSAGate(DenseGate):
-    """An excitatory minus an inhibitory attention, weighted by a gate of each token and head.
+    """M-DGSA's gate: it weighs an excitatory against an inhibitory attention, for each token and head.
 
     The heads are as wide as those of the vanilla attention, so that the projections keep their sizes. Each of the two
     attentions (streams) takes one half of a head's channels. Their difference is not the vanilla attention, and so
@@ -66,7 +66,7 @@ class DGSAGate(DenseGate):
         self.head_norm = RMSNorm(self.head_dim, eps=1e-5)
 
     def reset_gate(self) -> None:
-        """Start the gate's network as torch does, the norm at 1, and a learnt ``lambda_init`` at its value."""
+        """Initialise the gate's network as torch does, the norm to 1, and a learnt ``lambda_init`` to its option."""
         for layer in (*self.gate_hidden, self.gate_proj):
             layer.reset_parameters()
         if isinstance(self.lambda_init, nn.Parameter):
@@ -74,7 +74,7 @@ class DGSAGate(DenseGate):
         nn.init.ones_(self.head_norm.get_parameter('weight'))
 
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
-        """Return the weight of the excitatory attention of every token and head, ``(B, H, N, 1)``."""
+        """Return the gate, the weight of the excitatory attention for each token and head, ``(B, H, N, 1)``."""
         return self._gate(inputs[0])
 
     def _gate(self, query_input: Tensor) -> Tensor:
@@ -83,28 +83,31 @@ class DGSAGate(DenseGate):
         return self.gate_proj(query_input).sigmoid().transpose(1, 2)[..., None]  # (B, H, N, 1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the normalised heads."""
+        """Compute the gated difference of both attentions; return the normalised, scaled heads ``(B, H, N, d)``."""
         heads = differential_attention(query, key, value, self._gate(inputs[0]), bias, dropout=self.drop_rate)
         return self.head_norm(heads) * (1 - self.lambda_init)
 
     @property
     def acts_after_projection(self) -> bool:
-        """True if a residual is added to the output."""
+        """True if the projected queries or the input are added to the output (``residual`` is not ``'none'``)."""
         return self.residual != 'none'
 
     def finish(self, output: Tensor, query: Tensor, inputs: Inputs) -> Tensor:
-        """Return the output with the residual added."""
+        """Add the projected queries or the query input to the projected output, as the option ``residual`` says."""
         if self.residual == 'query':
             return output + query.transpose(1, 2).flatten(2)
         return output + inputs[0] if self.residual == 'input' else output
 
     def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the signed map ``g A+ - (1 - g) A-``."""
+        """Return the attention weights ``g A+ - (1 - g) A-``, which may be negative, ``(B, H, N, M)``."""
         return differential_map(query, key, self._gate(inputs[0]), bias)
 
 
 @MODELS.register_module()
 class DifferentialGatedMultiheadAttention(GatedMultiheadAttention):
-    """M-DGSA in mmcv's ``MultiheadAttention``; it takes the options of :class:`DGSAGate`."""
+    """mmcv's ``MultiheadAttention`` with M-DGSA's gate; rules name this class as their ``type``.
+
+    It takes the options of :class:`DGSAGate`.
+    """
 
     gate_type = DGSAGate

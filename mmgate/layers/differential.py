@@ -1,4 +1,4 @@
-"""Differential attention, that of the differential transformer and of its second version."""
+"""The attention of the differential transformer and of its second version: one softmax attention minus another."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAMBDAS = ('lambda_q1', 'lambda_k1', 'lambda_q2', 'lambda_k2')
 
 
 class DifferentialGate(DenseGate):
-    """The difference of two softmax attentions over the same values: ``(A1 - lambda A2) V``.
+    """Differential attention as a gate: the difference of two softmax attentions ``(A1 - lambda A2) V``.
 
     ``lambda`` is one number for the layer: ``exp(lq1 lk1) - exp(lq2 lk2) + lambda_init`` with four learnt vectors, or
     ``lambda_init`` itself. The heads are as wide as those of the vanilla attention, so that the projections keep their
@@ -71,7 +71,7 @@ class DifferentialGate(DenseGate):
         self.head_norm = RMSNorm(self.head_dim, eps=1e-5)
 
     def reset_gate(self) -> None:
-        """Draw the vectors anew and start the norm at 1."""
+        """Initialise the vectors of lambda from a normal distribution, and the norm to 1."""
         for name in LAMBDAS:
             vector = getattr(self, name)
             if vector is not None:
@@ -79,7 +79,7 @@ class DifferentialGate(DenseGate):
         nn.init.ones_(self.head_norm.get_parameter('weight'))
 
     def compute_lambda(self) -> Tensor | float:
-        """Return lambda, the weight of the second attention."""
+        """Compute lambda, the weight of the attention that is subtracted."""
         if self.lambda_q1 is None:
             return self.lambda_init
         first = (self.lambda_q1 * self.lambda_k1).sum()
@@ -87,25 +87,30 @@ class DifferentialGate(DenseGate):
         return first.exp() - second.exp() + self.lambda_init
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the normalised heads."""
+        """Compute the difference of both attentions; return the normalised, scaled heads ``(B, H, N, d)``."""
         first, second = differential_streams(query, key, value, bias, dropout=self.drop_rate)
         return self.head_norm(first - self.compute_lambda() * second) * (1 - self.lambda_init)
 
     def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the signed map ``A1 - lambda A2``."""
+        """Return the attention weights ``A1 - lambda A2``, which may be negative, ``(B, H, N, M)``."""
         first, second = stream_maps(query, key, bias)
         return first - self.compute_lambda() * second
 
 
 @MODELS.register_module()
 class DifferentialMultiheadAttention(GatedMultiheadAttention):
-    """Differential attention in mmcv's ``MultiheadAttention``; it takes the options of :class:`DifferentialGate`."""
+    """mmcv's ``MultiheadAttention`` with differential attention; rules name this class as their ``type``.
+
+    It takes the options of :class:`DifferentialGate`.
+    """
 
     gate_type = DifferentialGate
 
 
 class DifferentialV2Gate(DenseGate):
-    """The difference of two softmax attentions over the same keys and values: ``(A1 - lambda A2) V``.
+    """Differential attention, version 2, as a gate: the difference of two attentions over the same keys and values.
+
+    It is ``(A1 - lambda A2) V``.
 
     The first attention is the vanilla one. The second has other queries, as wide as the first, so that there are twice
     as many queries for the same keys and values. ``lambda = sigmoid(x W + b)`` is a weight of each token and
@@ -157,7 +162,7 @@ class DifferentialV2Gate(DenseGate):
 
     @torch.no_grad()
     def reset_gate(self) -> None:
-        """Start the projections as ``init`` says, and lambda around ``lambda_init``."""
+        """Initialise the projections as the option ``init`` says, and lambda to about ``lambda_init``."""
         if self.init == 'paper':
             self.query_proj.reset_parameters()
             self.lambda_proj.reset_parameters()
@@ -169,42 +174,42 @@ class DifferentialV2Gate(DenseGate):
         self.lambda_proj.bias.fill_(math.log(self.lambda_init / (1 - self.lambda_init)))
 
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
-        """Return lambda of every token and head, ``(B, H, N, 1)``."""
+        """Return lambda, the weight of the subtracted attention, for each token and head: ``(B, H, N, 1)``."""
         return self._lambda(inputs[0])
 
     def unchanged_value(self, name: str) -> float | None:
-        """Return 0, or None with an identity start, where a lambda of 0 leaves a factor."""
+        """Return lambda's value that changes nothing: 0, or None with an identity start, which has a further factor."""
         return 0 if self.init == 'paper' else None
 
     def _lambda(self, query_input: Tensor) -> Tensor:
         return self.lambda_proj(query_input).sigmoid().transpose(1, 2)[..., None]  # (B, H, N, 1)
 
     def _second_query(self, query: Tensor, query_input: Tensor) -> Tensor:
-        """Return the queries of the second attention, ``(B, H, N, d)``."""
+        """Compute the queries of the second, subtracted attention, ``(B, H, N, d)``."""
         if self.init == 'paper':
             return self.split_heads(self.query_proj(query_input))
         return query + self.split_heads(self.query_shift(query_input))
 
     @property
     def _factor(self) -> float:
-        """Factor of the heads."""
+        """The constant that multiplies the heads: ``1 / (1 - lambda_init)`` with an identity start, else 1."""
         return 1.0 if self.init == 'paper' else 1 / (1 - self.lambda_init)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the heads."""
+        """Compute the difference of both attentions and return the heads ``(B, H, N, d)``."""
         second = self._second_query(query, inputs[0])
         weight = self._lambda(inputs[0])
         return self._factor * shared_key_attention(query, second, key, value, weight, bias, dropout=self.drop_rate)
 
     def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the signed map ``A1 - lambda A2``, with the factor of the heads."""
+        """Return the attention weights ``A1 - lambda A2``, which may be negative, times the heads' factor."""
         second = self._second_query(query, inputs[0])
         return self._factor * shared_key_map(query, second, key, self._lambda(inputs[0]), bias)
 
 
 @MODELS.register_module()
 class DifferentialV2MultiheadAttention(GatedMultiheadAttention):
-    """Differential attention of the second version in mmcv's ``MultiheadAttention``.
+    """mmcv's ``MultiheadAttention`` with differential attention, version 2; rules name this class as their ``type``.
 
     It takes the options of :class:`DifferentialV2Gate`.
     """

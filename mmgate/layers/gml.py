@@ -1,4 +1,4 @@
-"""The gating modulation layer (GML) of PLuG attention."""
+"""PLuG's gating modulation layer (GML), which turns the raw gate, a linear map of the query, into the gate."""
 
 from __future__ import annotations
 
@@ -27,20 +27,23 @@ MLP_WIDTH = 4
 
 
 def _draw(weight: Tensor, bias: Tensor, inputs: int) -> None:
-    """Start a linear layer as :func:`xavier_` does; weights ``(outputs * inputs,)`` and biases ``(outputs,)``."""
+    """Initialise a flattened linear layer as :func:`xavier_` does.
+
+    Weights are ``(outputs * inputs,)``, biases ``(outputs,)``.
+    """
     xavier = (6 / (inputs + bias.numel())) ** 0.5
     weight.uniform_(-xavier, xavier)
     bias.uniform_(-(inputs**-0.5), inputs**-0.5)
 
 
 def xavier_(projection: nn.Linear) -> None:
-    """Start a gate projection as a detector does: xavier-uniform weights, torch's biases."""
+    """Initialise a linear layer as detectors do: xavier-uniform weights, biases as torch draws them."""
     projection.reset_parameters()
     nn.init.xavier_uniform_(projection.weight)
 
 
 class GatingModulation(nn.Module):
-    """Map every raw gate ``r`` to a gate ``G`` by two scalar factors ``gA = a r + b`` and ``gB = c r + e``.
+    """PLuG's GML: map each raw gate ``r`` to the gate ``G = gA gB`` with ``gA = a r + b`` and ``gB = c r + e``.
 
     Args:
         variant: One of Table 4's: ``'product'`` (E: ``gA gB``), ``'sum'`` (B: ``gA + gB``), ``'single'`` (C: ``gA``),
@@ -95,7 +98,7 @@ class GatingModulation(nn.Module):
         self.reset_parameters()
 
     def start_projection(self, projection: nn.Linear, in_vit: bool) -> None:
-        """Start the projection of raw gates.
+        """Initialise the linear layer that computes the raw gates, as the option ``init`` says.
 
         Args:
             projection: Layer that computes the raw gates.
@@ -107,12 +110,12 @@ class GatingModulation(nn.Module):
             xavier_(projection)
 
     def starts_narrow(self, in_vit: bool) -> bool:
-        """Return True if weights start with a deviation of 0.02 and biases at 0; see :meth:`start_projection`."""
+        """Return True if linear layers are initialised as vision transformers do: std 0.02, biases 0."""
         return self.init == 'vit' or (self.init == 'paper' and in_vit)
 
     @torch.no_grad()
     def reset_parameters(self, in_vit: bool = False) -> None:
-        """Set the parameters to the start that ``init`` names; ``in_vit`` as in :meth:`start_projection`."""
+        """Initialise the scalars as the option ``init`` says; ``in_vit`` as in :meth:`start_projection`."""
         if self.variant == 'none':
             return
         if self.starts_narrow(in_vit):
@@ -133,7 +136,7 @@ class GatingModulation(nn.Module):
             self.bias.copy_(self.bias.new_tensor(with_residual if self.residual else without_residual))
 
     def forward(self, r: Tensor) -> Tensor:
-        """Return the gate of every raw gate ``r``.
+        """Return the gate ``G`` for each raw gate ``r``, elementwise.
 
         It has the shape of ``r`` and is in float32 if ``r`` has 16 bits, whose range products of factors leave.
         """

@@ -1,4 +1,4 @@
-"""PLuG attention: a learned gate on every attention logit, before the softmax."""
+"""PLuG in deformable attention: a learned gate multiplies every attention logit before the softmax."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GRANULARITIES = {
 
 
 class PLuGDeformableGate(DeformableGate):
-    """PLuG's gate on the logits of multi-scale deformable attention: ``gate_proj`` and ``gml``.
+    """PLuG's gate, which multiplies the logits of multi-scale deformable attention by a function of the query.
 
     Where the levels have different numbers of points, N of them in all, a gate of each point has N values, and a gate
     of each level is the same for all points of that level.
@@ -87,7 +87,7 @@ class PLuGDeformableGate(DeformableGate):
 
     @torch.no_grad()
     def reset_gate(self) -> None:
-        """Set the parameters to the start that ``init`` names."""
+        """Initialise the gate as the option ``init`` says."""
         self.gml.start_projection(self.gate_proj, self.in_vit)
         if self.gml.variant == 'none' and self.gml.init == 'identity':
             self.gate_proj.weight.zero_()
@@ -95,7 +95,7 @@ class PLuGDeformableGate(DeformableGate):
         self.gml.reset_parameters(self.in_vit)
 
     def compute_gate(self, query: Tensor) -> Tensor:
-        """Return the gate ``G`` of ``query`` (B, Q, C), position embedding included (Eq. 10).
+        """Compute the gate ``G`` of queries (B, Q, C) that include their position embedding (Eq. 10).
 
         It is (B, Q, H|1, L|1, P|1), or (B, Q, H|1, N|1) where the levels have different numbers of points.
         """
@@ -106,20 +106,23 @@ class PLuGDeformableGate(DeformableGate):
         return gate
 
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
-        """Return the gate of the query, see :meth:`compute_gate`."""
+        """Return the gate's values for a query, for figures; see :meth:`compute_gate`."""
         return self.compute_gate(inputs[0])
 
     def unchanged_value(self, name: str) -> float | None:
-        """Return 0, or 1 where logits are multiplied by the gate itself."""
+        """Return the gate's value that changes nothing: 0 if logits are multiplied by ``1 + G``, 1 if by ``G``."""
         return 0 if self.residual else 1
 
     def modulate(self, query: Tensor) -> dict[str, Any]:
-        """Return the operator's arguments for ``query`` (B, Q, C): its gate, ``residual`` and ``position`` (Eq. 12)."""
+        """Compute the gate of a query (B, Q, C); return the gate's arguments for :func:`.ms_deform_attn` (Eq. 12)."""
         return dict(gate=self.compute_gate(query), residual=self.residual, position=self.position)
 
 
 @MODELS.register_module()
 class PLuGMultiScaleDeformableAttention(MultiScaleDeformableAttention):
-    """PLuG in mmcv's multi-scale deformable attention; it takes the options of :class:`PLuGDeformableGate`."""
+    """mmcv's multi-scale deformable attention with PLuG's gate; rules name this class as their ``type``.
+
+    It takes the options of :class:`PLuGDeformableGate`.
+    """
 
     gate_type = PLuGDeformableGate

@@ -1,4 +1,4 @@
-"""PLuG attention in its dense form."""
+"""PLuG in dense attention: a learned gate for each pair of query and key multiplies its logit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .parts.options import check_option
 
 
 class PLuGGate(DenseGate):
-    """PLuG's gate of each query-key pair, which multiplies the logits: ``gate_q_proj``, ``gate_k_proj`` and ``gml``.
+    """PLuG's gate for each pair of query and key, which multiplies their logit in dense attention.
 
     Args:
         sizes: Sizes of the host's attention.
@@ -78,34 +78,37 @@ class PLuGGate(DenseGate):
         check_backend(backend, self.gml, width, residual, position)
 
     def reset_gate(self) -> None:
-        """Set the parameters to the start that ``init`` names."""
+        """Initialise the gate as the option ``init`` says."""
         self.gml.start_projection(self.gate_q_proj, self.in_vit)
         self.gml.start_projection(self.gate_k_proj, self.in_vit)
         self.gml.reset_parameters(self.in_vit)
 
     def gate_vectors(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Return the gate's queries ``(B, H|1, N, g)`` and keys ``(B, H|1, M, g)``; raw gates are their products."""
+        """Project the inputs to the gate's queries ``(B, H|1, N, g)`` and keys ``(B, H|1, M, g)``.
+
+        Raw gates are their scalar products.
+        """
         gate_q = self.gate_q_proj(inputs[0]).unflatten(-1, (self.gate_heads, -1))
         gate_k = self.gate_k_proj(inputs[1]).unflatten(-1, (self.gate_heads, -1))
         return gate_q.transpose(1, 2), gate_k.transpose(1, 2)
 
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
-        """Return the gate of every query and key, ``(B, H|1, N, M)``."""
+        """Return the gate of each query and key, ``(B, H|1, N, M)``, for figures."""
         query, key = self.gate_vectors((inputs[0], inputs[1], inputs[1]))
         return self.gml(query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5)
 
     def unchanged_value(self, name: str) -> float | None:
-        """Return 0, or 1 where logits are multiplied by the gate itself."""
+        """Return the gate's value that changes nothing: 0 if logits are multiplied by ``1 + G``, 1 if by ``G``."""
         return 0 if self.residual else 1
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the heads (Eq. 5 to 7)."""
+        """Compute attention with gated logits and return the heads ``(B, H, N, d)`` (Eq. 5 to 7)."""
         return self.attend_by_vectors(query, key, value, self.gate_vectors(inputs), bias)
 
     def attend_by_vectors(
         self, query: Tensor, key: Tensor, value: Tensor, vectors: tuple[Tensor, Tensor], bias: Tensor | None
     ) -> Tensor:
-        """Return the heads; ``vectors`` are the gate's queries and keys as :meth:`gate_vectors` returns them."""
+        """Compute attention with gated logits, given the gate's queries and keys of :meth:`gate_vectors`."""
         return plug_attention(
             query,
             key,
@@ -120,7 +123,7 @@ class PLuGGate(DenseGate):
         )
 
     def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the gated attention weights."""
+        """Return the attention weights ``(B, H, N, M)`` after gating, for figures."""
         return attention_map(
             query, key, *self.gate_vectors(inputs), self.gml, bias, residual=self.residual, position=self.position
         )
@@ -128,6 +131,9 @@ class PLuGGate(DenseGate):
 
 @MODELS.register_module()
 class PLuGMultiheadAttention(GatedMultiheadAttention):
-    """PLuG in mmcv's ``MultiheadAttention``; it takes the options of :class:`PLuGGate`."""
+    """mmcv's ``MultiheadAttention`` with PLuG's gate; rules name this class as their ``type``.
+
+    It takes the options of :class:`PLuGGate`.
+    """
 
     gate_type = PLuGGate

@@ -1,4 +1,4 @@
-"""SAGA: selective adaptive gating for linear attention."""
+"""SAGA (selective adaptive gating): linear attention whose keys, values and output are gated."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ GATES = ('gate_k', 'gate_v', 'gate_out')
 
 
 class SAGAGate(LinearGate):
-    """Gated linear attention over an H x W map: ``[Q ((K * A)^T (V * B)) + DWC(V)] * G``.
+    """SAGA's linear attention over an H x W map, with gates A, B, G: ``[Q ((K * A)^T (V * B)) + DWC(V)] * G``.
 
     ``A = sigmoid(x Wa)`` and ``B = sigmoid(x Wb)`` gate keys and values, ``G = x Wg`` gates the output.
 
     The paper leaves the scale open. Here K^T V is scaled by 1 / N, as 1 / sqrt(N) on each factor, and Q by 1 / sqrt(d),
-    so that the output does not grow with the image. Two more points follow from the paper's parameter counts. A learnt
-    position encoding is added to K; it is resized bilinearly for a map of another size than in pre-training. The 5 x 5
-    depthwise convolution has d channels, which the heads share.
+    so that the output does not grow with the number of tokens. Two more points follow from the paper's parameter
+    counts. A learnt position encoding is added to K; it is resized bilinearly for a map of another size than in
+    pre-training. The 5 x 5 depthwise convolution has d channels, which the heads share.
 
     Args:
         sizes: Sizes of the host's attention.
@@ -75,12 +75,15 @@ class SAGAGate(LinearGate):
         self.gate_readings = {name: 'channels' for name in GATES if getattr(self, name) is not None}
 
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
-        """Return one of the three gates ``(B, N, C)``; those of keys and values after their sigmoid."""
+        """Return one of the three gates (of keys, values or the output) for each token and channel, ``(B, N, C)``.
+
+        Those of keys and values are returned after their sigmoid.
+        """
         gate = super().read_gate(name, *inputs)
         return gate if name == 'gate_out' else gate.sigmoid()
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Attend linearly with gated keys and values."""
+        """Compute linear attention with gated keys and values, and return the tokens ``(B, N, C)``."""
         gate_k = None if self.gate_k is None else self.split_heads(self.gate_k(x).sigmoid())
         gate_v = None if self.gate_v is None else self.split_heads(self.gate_v(x).sigmoid())
         q, k, v = (self.split_heads(t) for t in (q, k, v))
@@ -89,12 +92,15 @@ class SAGAGate(LinearGate):
         return self.merge_heads(out)
 
     def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
-        """Return the keys ``(B, H, N, d)``, which are their features here."""
+        """Return the keys ``(B, H, N, d)`` themselves as the K of ``K^T V``, for figures."""
         return self.split_heads(k)
 
 
 @MODELS.register_module()
 class SAGAAttention(GatedMapAttention):
-    """SAGA with projections; it takes the options of :class:`SAGAGate`."""
+    """SAGA's linear attention as a module with projections; rules name this class as their ``type``.
+
+    It takes the options of :class:`SAGAGate`.
+    """
 
     gate_type = SAGAGate

@@ -1,4 +1,4 @@
-"""Gates at one of five places of softmax attention: the SDPA output gate and its variants."""
+"""The SDPA output gate: a learned gate on the output of softmax attention, or at one of four other places (G1-G5)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _INPUT = {'G1': 0, 'G2': 2, 'G3': 1, 'G4': 0, 'G5': 0}
 
 
 class SDPAGate(DenseGate):
-    """A gate ``s = scale * act(x W + b)`` at one of five places.
+    """Gate ``s = scale * act(x W + b)`` on the heads, values, keys, queries or output of softmax attention.
 
     ``x`` is the query input for G1, G4 and G5, the value input for G2 and the key input for G3, or the first channels
     of it.
@@ -127,7 +127,7 @@ class SDPAGate(DenseGate):
 
     @torch.no_grad()
     def reset_gate(self) -> None:
-        """Set the parameters to the start that ``init`` names."""
+        """Initialise the gate as the option ``init`` says."""
         if self.init == 'paper':
             # torch's nn.Linear starts within these bounds.
             bound = self.gate_weight.shape[1] ** -0.5
@@ -157,26 +157,26 @@ class SDPAGate(DenseGate):
 
     @property
     def _input_width(self) -> int:
-        """Channels of the input that the gate's position reads."""
+        """Number of channels of the input from which the gate is computed, which depends on its position."""
         return (self.qdim, self.kdim, self.vdim)[_INPUT[self.position]]
 
     def _reads_others(self, weight: Tensor) -> bool:
-        """Return True if a weight fits this gate but for ``gate_channels``."""
+        """Return True if a checkpoint's weight fits this gate except for another number of ``gate_channels``."""
         same_outputs = weight.dim() == 2 and weight.shape[0] == self.gate_weight.shape[0]
         return same_outputs and self.gate_channels != weight.shape[1] <= self._input_width
 
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
-        """Return the gate of every token, ``(B, H|1, N|M, d|1)``."""
+        """Return the gate's values for each token, ``(B, H|1, N|M, d|1)``."""
         query, key, value = inputs
         neutral = query.new_full((), 1.0 if self.form == 'multiplicative' else 0.0)
         return self._gated(neutral, (query, key, value))
 
     def unchanged_value(self, name: str) -> float | None:
-        """Return 1, or 0 where the gate is added."""
+        """Return the gate's value that changes nothing: 1, or 0 with ``form='additive'``."""
         return 1 if self.form == 'multiplicative' else 0
 
     def _gated(self, heads: Tensor, inputs: Inputs) -> Tensor:
-        """Return heads ``(B, H, N, d)``, gated from the input that belongs to the gate's position."""
+        """Apply the gate to queries, keys, values or heads ``(B, H, N, d)``; it is computed from the matching input."""
         x = inputs[_INPUT[self.position]][..., : self.gate_channels]  # (B, N, k)
         score = F.linear(x, self.gate_weight, self.gate_bias)  # (B, N, H|1 * d|1)
         score = self.scale * ACTIVATIONS[self.act](score.unflatten(-1, self.gate_shape)).transpose(1, 2)
@@ -185,11 +185,11 @@ class SDPAGate(DenseGate):
         return heads * score if self.form == 'multiplicative' else heads + score
 
     def _gated_at(self, position: str, x: Tensor, inputs: Inputs) -> Tensor:
-        """Return ``x``, gated if the gate's position is ``position``."""
+        """Apply the gate to ``x`` if the gate acts at ``position``; return ``x`` unchanged otherwise."""
         return self._gated(x, inputs) if self.position == position else x
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the heads, gated before (G2, G3, G4) or after (G1) a fused attention."""
+        """Attend by torch's fused attention with the gate before it (G2, G3, G4) or after it (G1); return heads."""
         query = self._gated_at('G4', query, inputs)
         key = self._gated_at('G3', key, inputs)
         value = self._gated_at('G2', value, inputs)
@@ -197,22 +197,22 @@ class SDPAGate(DenseGate):
         return self._gated_at('G1', heads, inputs)
 
     def weighed_values(self, value: Tensor, inputs: Inputs) -> Tensor:
-        """Return the values, gated at G2."""
+        """Return the values that attention weights multiply, for figures; with the gate applied if it acts at G2."""
         return self._gated_at('G2', value, inputs)
 
     @property
     def acts_after_projection(self) -> bool:
-        """True if the gate is at G5."""
+        """True if the gate acts at G5, on the output of the output projection."""
         return self.position == 'G5'
 
     def finish(self, output: Tensor, query: Tensor, inputs: Inputs) -> Tensor:
-        """Return the projected output, gated at G5."""
+        """Return the projected output, with the gate applied if it acts at G5."""
         if self.position != 'G5':
             return output
         return self._gated(self.split_heads(output), inputs).transpose(1, 2).flatten(2)
 
     def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the attention weights; gates on values or outputs do not change them."""
+        """Return the attention weights ``(B, H, N, M)`` for figures; gates on values or outputs do not change them."""
         query = self._gated_at('G4', query, inputs)
         key = self._gated_at('G3', key, inputs)
         logits = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
@@ -233,6 +233,9 @@ def _check_identity(form: str, act: str, scale: float) -> None:
 
 @MODELS.register_module()
 class SDPAGatedMultiheadAttention(GatedMultiheadAttention):
-    """The SDPA gate in mmcv's ``MultiheadAttention``; it takes the options of :class:`SDPAGate`."""
+    """mmcv's ``MultiheadAttention`` with the SDPA gate; rules name this class as their ``type``.
+
+    It takes the options of :class:`SDPAGate`.
+    """
 
     gate_type = SDPAGate

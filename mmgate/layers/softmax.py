@@ -1,4 +1,4 @@
-"""Softmax attention over a map, to compare the linear attentions with."""
+"""Plain softmax attention over a map, with which linear attentions are compared."""
 
 from __future__ import annotations
 
@@ -10,14 +10,22 @@ from mmgate.registry import MODELS
 
 
 class SoftmaxGate(MapGate):
-    """``softmax(Q K^T / sqrt(d)) V`` over all tokens of an H x W map, a class token included.
+    """Plain softmax attention over all tokens of an H x W map, and its class token if there is one, as a baseline.
+
+    ``softmax(Q K^T / sqrt(d)) V``
+
+    ``softmax(Q K^T / sqrt(d)) V``
+
+    ``softmax(Q K^T / sqrt(d)) V``
+
+    The formula is ``softmax(Q K^T / sqrt(d)) V``.
 
     PVT reduces the keys' map and Swin divides the map into windows; agent and linear attention do neither. Compared
     with this one, they differ by the attention alone. It takes O(N^2 d) operations, in torch's fused attention.
     """
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Attend in every head."""
+        """Attend in each head by torch's softmax attention, and return the tokens ``(B, N, C)``."""
         q, k, v = (self.split_heads(t) for t in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, dropout_p=self.drop_rate, scale=self.scale)
         return out.transpose(1, 2).flatten(2)
@@ -25,6 +33,9 @@ class SoftmaxGate(MapGate):
 
 @MODELS.register_module()
 class SoftmaxAttention(GatedMapAttention):
-    """Softmax attention with projections; it takes the options of :class:`SoftmaxGate`."""
+    """Softmax attention over a map as a module with projections; rules name this class as their ``type``.
+
+    It takes the options of :class:`SoftmaxGate`.
+    """
 
     gate_type = SoftmaxGate

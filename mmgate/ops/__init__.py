@@ -1,4 +1,4 @@
-"""Operators: pure functions of tensors that import torch only."""
+"""Operators: pure functions of tensors, such as deformable attention, that need nothing but torch."""
 
 from .agent_attention import agent_attention
 from .differential_attention import differential_attention

@@ -1,4 +1,4 @@
-"""Agent attention: two softmax attentions through a few agent tokens, linear in the number of tokens.
+"""Agent attention as a function: two softmax attentions through a few agent tokens, linear in the tokens.
 
 Eq. 5: O = softmax(Q A^T / sqrt(d) + B2) softmax(A K^T / sqrt(d) + B1) V, with q, k, v (B, H, N, d),
 agents (B, H, n, d), bias1 (1|B, H, n, N), bias2 (1|B, H, N, n).
@@ -16,7 +16,10 @@ from .layout import check_qkv
 def agent_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, agents: Tensor, bias1: Tensor | None, bias2: Tensor | None, scale: float
 ) -> Tensor:
-    """Compute Eq. 5 with all maps in memory; the arguments are as in :func:`agent_attention`."""
+    """Compute agent attention by the paper's Eq. 5 with all maps in memory, as a reference for tests.
+
+    The arguments are those of :func:`agent_attention`.
+    """
     # Agent aggregation: the agents attend to the keys.
     logits = agents @ k.transpose(-1, -2) * scale
     agent_v = (logits if bias1 is None else logits + bias1).softmax(-1) @ v  # (B, H, n, d)
@@ -37,7 +40,7 @@ def agent_attention(
     broadcast_scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Aggregate the values in agent tokens and broadcast them to the queries, by two fused attentions.
+    """Compute agent attention by two fused attentions: values to agent tokens, and agent tokens to queries.
 
     Args:
         q: Queries ``(B, H, N, d)``.
@@ -73,7 +76,7 @@ def agent_attention(
 
 
 def interpolation_matrix(source: int, target: int, like: Tensor) -> Tensor:
-    """Return the ``(target, source)`` matrix of a bilinear resize along one axis.
+    """Return the matrix ``(target, source)`` that resizes one axis bilinearly from ``source`` to ``target`` entries.
 
     It resizes as ``F.interpolate(mode='bilinear', align_corners=False)`` does. A resize is linear and separable, so it
     may be applied to the factors of a map before they are multiplied.

@@ -1,4 +1,4 @@
-"""Autocast in every torch version: the dtype that it gives to matrix products, and a context without it."""
+"""Helpers for autocast in every torch version: its dtype for matrix products, and a context that switches it off."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype that autocast gives to matrix products on ``device_type``, or None if it is off."""
+    """Return the dtype to which autocast converts matrix products on this type of device, or None if it is off."""
     if device_type == 'meta':
         return None
     if hasattr(torch, 'get_autocast_dtype'):  # torch 2.4
@@ -17,5 +17,5 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def without_autocast(device_type: str) -> torch.autocast:
-    """Return a context without autocast, which does not know the device ``'meta'``."""
+    """Return a context that switches autocast off; on ``'meta'``, which autocast does not know, it does nothing."""
     return torch.autocast('cpu' if device_type == 'meta' else device_type, enabled=False)

@@ -1,4 +1,4 @@
-"""Choice of an operator's backend: by a fixed order, or by a calibration of this machine.
+"""Choose the backend (implementation) that runs an operator: by a fixed order, or by times on this machine.
 
 A name asks for exactly that backend. ``auto`` takes the first of the order that can run, or the one that ``python -m
 mmgate.doctor --calibrate`` found to be faster for the dtype and the size. A backend that raises
@@ -40,18 +40,18 @@ _logged: set[tuple[str, str]] = set()
 
 
 def every_tensor(tensor: Tensor) -> str | None:
-    """Return None: nothing keeps a backend from running on ``tensor``."""
+    """Return None, as a backend's ``why_not`` does if it can run on every tensor."""
     return None
 
 
 def no_advice(tensor: Tensor) -> str | None:
-    """Return None: nothing has to be installed or built for a backend to run on ``tensor``."""
+    """Return None, as a backend's ``advice`` does if nothing has to be installed or built for it."""
     return None
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of an operator.
+    """One implementation of an operator, with the conditions under which it can run.
 
     Attributes:
         name: The name in configs, arguments and the environment variable.
@@ -79,7 +79,7 @@ class Backend:
 def run(
     op: str, backends: Sequence[Backend], tensor: Tensor, requested: str | None, work: Work, /, **arguments: Any
 ) -> Tensor:
-    """Run an operator on the first of its candidates that has the call.
+    """Run an operator with the best backend; if that cannot run this call, with the next one.
 
     Args:
         op: The operator's name.
@@ -110,7 +110,7 @@ def run(
 def _log_choice(
     op: str, backends: Sequence[Backend], first: Backend, reason: str, tensor: Tensor, requested: str | None
 ) -> None:
-    """Log which backend runs and why, and how to have a faster one."""
+    """Log which backend runs and why, and how the user gets a faster one."""
     line = f'{op} runs on {first.description} ({first.name!r}), {reason}'
     if (requested or 'auto') == 'auto':
         for preferred in backends[: backends.index(first)]:
@@ -125,7 +125,7 @@ def _log_choice(
 def candidates(
     op: str, backends: Sequence[Backend], tensor: Tensor, requested: str | None = None, work: Work = (0, 0, 0)
 ) -> tuple[list[Backend], str]:
-    """Return the backends of ``op`` for a call, to be tried one after the other, and why the first comes first.
+    """Return the backends to try for a call of an operator, the best first, and the reason why it is the best.
 
     Args:
         op: The operator's name.
@@ -159,7 +159,7 @@ def candidates(
 
 
 def find(op: str, backends: Sequence[Backend], name: Any, source: str = 'backend') -> Backend:
-    """Return the backend called ``name``.
+    """Return the backend of an operator that has this name.
 
     Raises:
         ConfigError: There is none of that name; the message lists the names there are.
@@ -171,32 +171,35 @@ def find(op: str, backends: Sequence[Backend], name: Any, source: str = 'backend
 
 
 def size_class(number: int, small: int, medium: int) -> str:
-    """Return one of :data:`SIZES` for a call of ``number`` samples or pairs."""
+    """Classify a call by its number of samples or pairs as ``'small'``, ``'medium'`` or ``'large'``."""
     return SIZES[0] if number <= small else SIZES[1] if number <= medium else SIZES[2]
 
 
 @torch.compiler.assume_constant_result
 def _winner(op: str, device_type: str, index: int | None, dtype: torch.dtype, size: str) -> str | None:
-    """Return the calibrated backend's name; torch.compile asks once, while it traces."""
+    """Return the name of the backend that the calibration found fastest for a call, or None.
+
+    torch.compile calls this once, while it traces.
+    """
     return winners(op, device_type, index).get(f'{dtype} {size}')
 
 
 @functools.cache
 def winners(op: str, device_type: str, index: int | None) -> dict[str, str]:
-    """Return the calibration's backends of this machine by dtype and size; there are none before a calibration."""
+    """Return the fastest backends on this machine by dtype and size, as calibrated; empty before a calibration."""
     kept = read() if path() and (device_type != 'cuda' or torch.cuda.is_available()) else {}
     device = torch.device(device_type if index is None else f'{device_type}:{index}')
     return kept.get(key(op, device), {}) if kept else {}
 
 
 def path() -> str:
-    """Return the path of the calibration's file, or an empty string for none."""
+    """Return the path of the calibration file, or an empty string if none is to be used."""
     cache = os.environ.get('MMGATE_CACHE') or Path.home() / '.cache/mmgate'
     return os.environ.get('MMGATE_CALIBRATION', str(Path(cache) / 'calibration.json'))
 
 
 def read() -> dict[str, dict[str, str]]:
-    """Return the content of the calibration's file: for each :func:`key`, backends' names by dtype and size."""
+    """Read the calibration file: for each machine (:func:`key`), the fastest backends by dtype and size."""
     try:
         return json.loads(Path(path()).read_text())
     except FileNotFoundError:
@@ -207,7 +210,7 @@ def read() -> dict[str, dict[str, str]]:
 
 
 def write(op: str, device: torch.device, names: dict[str, str]) -> None:
-    """Write the backends' ``names`` by dtype and size; they replace those under the same :func:`key`."""
+    """Write the fastest backends of an operator on this machine, by dtype and size, into the calibration file."""
     target = Path(path())
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f'{target.name}.{os.getpid()}')
@@ -218,7 +221,7 @@ def write(op: str, device: torch.device, names: dict[str, str]) -> None:
 
 
 def key(op: str, device: torch.device) -> str:
-    """Return the conditions under which a calibration of ``op`` is valid: machine, sources and usable backends."""
+    """Return a text that names all on which a calibration depends: machine, kernels' sources and usable backends."""
     heads = torch.empty(1, 1, 1, 1, device=device)
     usable = ' '.join(backend.name for backend in OPERATORS[op] if backend.why_not(heads) is None)
     digest = hashlib.sha256()
@@ -230,7 +233,7 @@ def key(op: str, device: torch.device) -> str:
 
 
 def machine(device: torch.device) -> str:
-    """Return the device, its driver and the versions of packages, on which times depend, in one line."""
+    """Describe the device, its driver and package versions, on which times depend, in one line."""
     name = f'{device.type} of {platform.platform()}'
     if device.type == 'cuda':
         version = Path('/sys/module/nvidia/version')
@@ -248,7 +251,7 @@ def machine(device: torch.device) -> str:
 
 
 def _log_once(op: str, subject: str, text: str) -> None:
-    """Log ``text`` once for each operator and subject, in the run's log if mmengine keeps one."""
+    """Log a message once for each operator and subject, in mmengine's log if there is one."""
     if (op, subject) in _logged:
         return
     _logged.add((op, subject))

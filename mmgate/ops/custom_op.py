@@ -1,4 +1,4 @@
-"""Custom operators: a plain autograd function in eager mode, a registered operator in graphs.
+"""Custom operators: plain autograd functions in eager mode, registered torch operators under torch.compile.
 
 A call of a registered operator costs several times a call of an autograd function, which decoders of few queries feel.
 Only tracers need the registered one: torch.compile, export, fake tensors, counters of operations. torch has had
@@ -22,12 +22,12 @@ _Function = TypeVar('_Function', bound=Callable[..., Any])
 
 
 def outside_graphs(function: _Function) -> _Function:
-    """Keep torch.compile out of ``function`` below torch 2.4, where nothing in it can be registered."""
+    """Decorator: keep torch.compile out of a function below torch 2.4, which cannot register custom operators."""
     return function if CAN_REGISTER else torch.compiler.disable(function)
 
 
 class Operator:
-    """A function of tensors that torch knows as ``torch.ops.mmgate.<name>``, from torch 2.4 on.
+    """A function of tensors that is registered with torch as ``torch.ops.mmgate.<name>``, from torch 2.4 on.
 
     Args:
         name: The operator's name.
@@ -48,11 +48,11 @@ class Operator:
             self._registered.register_fake(fake)
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run on ``inputs``, all by position, as autograd functions take them."""
+        """Call the operator; all arguments are by position, as autograd functions take them."""
         return self._registered(*inputs) if self._registered and is_traced() else self._eager(*inputs)
 
     def differentiate(self, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
-        """Give the operator its gradient, once differentiable.
+        """Register the operator's gradient, which itself is not differentiable.
 
         Args:
             backward: ``(ctx, *output gradients) -> input gradients``, one for each input, None for what has none.
@@ -78,5 +78,5 @@ class Operator:
 
 
 def operator(name: str, fake: Callable[..., Any], schema: str | None = None) -> Callable[..., Operator]:
-    """Decorate an implementation to make it an :class:`Operator`."""
+    """Decorator: make a custom operator of a function; see :class:`Operator`."""
     return lambda run: Operator(name, run, fake, schema)

@@ -1,4 +1,4 @@
-r"""Differential attention: the difference of two softmax attentions over the same values.
+r"""Differential attention as functions: the difference of two softmax attentions over the same values.
 
 Layout: query (B, H, N, d) and key (B, H, M, d), each two streams of d' = d / 2; value (B, H, M, d);
 gate (B, H, N, 1); output (B, H, N, d). Where keys are shared, query and second_query have a whole d each.
@@ -16,7 +16,9 @@ from .layout import check_layout
 def differential_streams(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, dropout: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return ``A+ V`` and ``A- V``, ``(B, H, N, d)`` each; the arguments are as in :func:`differential_attention`.
+    """Compute the two softmax attentions of M-DGSA and return both, ``A+ V`` and ``A- V``, ``(B, H, N, d)`` each.
+
+    The arguments are those of :func:`differential_attention`.
 
     Raises:
         ValueError: Shapes or dtypes do not go together, d is odd, or there are no keys.
@@ -44,7 +46,7 @@ def differential_streams(
 def differential_attention(
     query: Tensor, key: Tensor, value: Tensor, gate: Tensor, bias: Tensor | None = None, *, dropout: float = 0.0
 ) -> Tensor:
-    r"""Return :math:`(g A^+ - (1 - g) A^-) V` by two fused attentions, without an N x M map in memory.
+    r"""Compute :math:`(g A^+ - (1 - g) A^-) V` by two fused attentions, with no N x M map in memory.
 
     Args:
         query: Queries ``(B, H, N, d)``: those of the excitatory stream, then those of the inhibitory stream.
@@ -68,13 +70,13 @@ def differential_attention(
 
 
 def differential_map(query: Tensor, key: Tensor, gate: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the signed attention map ``(B, H, N, M)`` of :func:`differential_attention`, whose reference it is."""
+    """Compute the attention map ``g A+ - (1 - g) A-``, ``(B, H, N, M)``, for figures and as a reference for tests."""
     plus, minus = stream_maps(query, key, bias)
     return gate * plus - (1 - gate) * minus
 
 
 def stream_maps(query: Tensor, key: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the maps ``A+`` and ``A-``, ``(B, H, N, M)`` each."""
+    """Compute the two softmax maps ``A+`` and ``A-`` of differential attention, ``(B, H, N, M)`` each."""
     maps = []
     for q, k in zip(query.chunk(2, -1), key.chunk(2, -1), strict=True):
         logits = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
@@ -92,7 +94,7 @@ def shared_key_attention(
     *,
     dropout: float = 0.0,
 ) -> Tensor:
-    r"""Return :math:`(A_1 - w A_2) V` of two queries over the same keys, by two fused attentions.
+    r"""Compute :math:`(A_1 - w A_2) V` for two sets of queries over the same keys, by two fused attentions.
 
     Args:
         query: Queries of the first attention ``(B, H, N, d)``.
@@ -128,7 +130,7 @@ def shared_key_attention(
 def shared_key_map(
     query: Tensor, second_query: Tensor, key: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """Return the signed attention map ``(B, H, N, M)`` of :func:`shared_key_attention`, whose reference it is."""
+    """Compute the attention map ``A1 - w A2``, ``(B, H, N, M)``, for figures and as a reference for tests."""
     maps = []
     for q in (query, second_query):
         logits = q @ key.transpose(-1, -2) / q.shape[-1] ** 0.5

@@ -1,8 +1,8 @@
-"""SAGA's gated linear attention, linear in the number of tokens.
+"""SAGA's gated linear attention as a function, at a cost linear in the number of tokens.
 
 Eq. 8: O = Q ((K * A)^T (V * B)), with A and B in (0, 1); q, k, v, gate_k, gate_v are (B, H, N, d).
 The paper leaves the scale open. Here the map K^T V is scaled by 1 / N, as 1 / sqrt(N) on K and on V, and Q by
-1 / sqrt(d); unscaled, the output would grow with the image.
+1 / sqrt(d); unscaled, the output would grow with the number of tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from .linear_attention import key_value_map
 def gated_linear_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, gate_k: Tensor | None, gate_v: Tensor | None
 ) -> Tensor:
-    """Compute Eq. 5, a gate matrix ``G_i = alpha_i^T beta_i`` on every token's ``k_i^T v_i``, by (N, d, d) tensors."""
+    """Compute SAGA's attention by its Eq. 5, token by token with (N, d, d) tensors, as a reference for tests.
+
+    A gate matrix ``G_i = alpha_i^T beta_i`` multiplies each token's ``k_i^T v_i``.
+    """
     outer = k[..., :, None] * v[..., None, :]  # (B, H, N, d, d)
     if gate_k is not None and gate_v is not None:
         outer = outer * (gate_k[..., :, None] * gate_v[..., None, :])
@@ -34,7 +37,7 @@ def gated_linear_attention(
     scale: float | None = None,
     scale_by_tokens: bool = True,
 ) -> Tensor:
-    """Return ``Q ((K * gate_k)^T (V * gate_v))``, scaled; no tensor is larger than the inputs.
+    """Compute SAGA's linear attention ``Q ((K * gate_k)^T (V * gate_v))``, scaled, in memory linear in the tokens.
 
     Args:
         q: Queries ``(B, H, N, d)``.
@@ -43,8 +46,8 @@ def gated_linear_attention(
         gate_k: Gates of the keys in (0, 1), of the shape of ``k``, or None for no gate.
         gate_v: Gates of the values in (0, 1), of the shape of ``v``, or None for no gate.
         scale: Factor of Q; ``1 / sqrt(d)`` by default.
-        scale_by_tokens: True divides ``K^T V`` by the number of keys. Without that it grows with the image, and soon
-            leaves half precision.
+        scale_by_tokens: True divides ``K^T V`` by the number of keys. Without that it grows with the number of keys,
+            and soon leaves half precision.
 
     Returns:
         ``(B, H, N, d)``.

@@ -1,4 +1,4 @@
-"""Checks of an operator's arguments: each tensor against its layout, with a message that names the wrong one."""
+"""Check that an operator's arguments have matching shapes, dtypes and devices; errors name the wrong one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tracing import is_exporting
 def check_layout(
     *arguments: tuple[str, Tensor | None, str], filled: str = '', integer: str = '', one_dtype: bool = True
 ) -> None:
-    """Refuse tensors whose shapes, dtypes or devices do not go together.
+    """Raise an error unless tensors have the layouts given as text (``'B H N d'``), one device and matching dtypes.
 
     Args:
         *arguments: Name, tensor and layout of each argument, the layout such as ``'B H N d'``. Axes with the same
@@ -60,7 +60,7 @@ def check_layout(
 def check_qkv(
     q: Tensor, k: Tensor, v: Tensor, *more: tuple[str, Tensor | None, str], filled: str = 'M d', one_dtype: bool = True
 ) -> None:
-    """Refuse queries ``(B, H, N, d)``, keys ``(B, H, M, d)``, values ``(B, H, M, e)`` and more that do not go together.
+    """Raise an error unless queries ``(B, H, N, d)``, keys ``(B, H, M, d)`` and values ``(B, H, M, e)`` match.
 
     The arguments and errors are those of :func:`check_layout`.
     """
@@ -75,7 +75,7 @@ def check_qkv(
 
 
 def _check_sizes(name: str, x: Tensor, layout: str, sizes: dict[str, tuple[int, str]]) -> None:
-    """Check a tensor against its layout and the known ``sizes`` of axes, and add those that it is the first to have.
+    """Check a tensor's shape against its layout and the axis sizes known so far, and add the sizes that it defines.
 
     The values of ``sizes`` are the size of an axis and the name of the tensor that has it.
     """
@@ -99,7 +99,7 @@ def _check_sizes(name: str, x: Tensor, layout: str, sizes: dict[str, tuple[int, 
 
 
 def broadcasts_to(shape: Sequence[int], full: Sequence[int]) -> bool:
-    """Return True if a tensor of ``shape`` can be expanded to the shape ``full``."""
+    """Return True if a tensor of the shape ``shape`` broadcasts to the shape ``full``."""
     if len(shape) > len(full):
         return False
     return all(size in (wanted, 1) for size, wanted in zip(reversed(shape), reversed(full), strict=False))

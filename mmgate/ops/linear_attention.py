@@ -1,4 +1,4 @@
-"""Linear attentions by products in the order Q (K^T V), and a reference of each by N x N maps, which it equals.
+"""Linear attentions as functions, by products in the order ``Q (K^T V)``, each with a reference by N x N maps.
 
 Layout: q, k, v (B, H, N, d), where q and k may be features of queries and keys; output (B, H, N, d). In sums over the
 tokens both factors are scaled by 1 / sqrt(N), so that the sums stay within half precision. Every function raises
@@ -22,7 +22,7 @@ EPS_HALF = 2**-12
 
 
 def key_value_map(k: Tensor, v: Tensor) -> Tensor:
-    """Return ``K^T V / N``, ``(..., d, d)``, of keys and values ``(..., N, d)``, in the dtype of the values."""
+    """Compute ``K^T V / N``, ``(..., d, d)``, from keys and values ``(..., N, d)``, in the values' dtype."""
     share = k.shape[-2] ** -0.5
     return (k * share).to(v.dtype).transpose(-1, -2) @ (v * share)
 
@@ -30,7 +30,7 @@ def key_value_map(k: Tensor, v: Tensor) -> Tensor:
 def kernel_attention(
     q: Tensor, k: Tensor, v: Tensor, norm_q: Tensor | None = None, norm_k: Tensor | None = None
 ) -> Tensor:
-    """Return linear attention, ``Q (K^T V) / (Q sum(K))``: its weights ``q_i k_j`` are divided by their sum.
+    """Compute linear attention ``Q (K^T V) / (Q sum(K))``, whose weights ``q_i k_j`` are divided by their sum.
 
     Args:
         q: Features of the queries, not negative, ``(B, H, N, d)``.
@@ -78,7 +78,7 @@ def kernel_attention(
 def kernel_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, norm_q: Tensor | None = None, norm_k: Tensor | None = None
 ) -> Tensor:
-    """Compute :func:`kernel_attention` by its N x N weights."""
+    """Compute :func:`kernel_attention` with its N x N weights in memory, as a reference for tests."""
     norm_q = q if norm_q is None else norm_q
     norm_k = k if norm_k is None else norm_k
     total = (norm_q @ norm_k.transpose(-1, -2)).sum(-1, keepdim=True)
@@ -86,7 +86,7 @@ def kernel_attention_reference(
 
 
 def hydra_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return hydra attention, ``q̂ * sum_N(k̂ * v)``, of tensors ``(B, N, C)``; ``q̂`` and ``k̂`` are normalised over C.
+    """Compute hydra attention ``q̂ * sum_N(k̂ * v)`` of ``(B, N, C)`` tensors; ``q̂``, ``k̂`` are normalised over C.
 
     Source: Hydra attention (Bolya et al., 2022), Eq. 8.
     """
@@ -99,7 +99,7 @@ def hydra_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def hydra_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute :func:`hydra_attention` by one N x N map for each channel."""
+    """Compute :func:`hydra_attention` with an N x N map for each channel, as a reference for tests."""
     q = F.normalize(q, dim=-1)
     k = F.normalize(k, dim=-1)
     maps = torch.einsum('bnc,bmc->bcnm', q, k)
@@ -107,7 +107,7 @@ def hydra_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def efficient_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return efficient attention, ``softmax_d(Q) (softmax_N(K)^T V)``: softmaxes over channels and over tokens.
+    """Compute efficient attention ``softmax_d(Q) (softmax_N(K)^T V)``, with softmaxes over channels and over tokens.
 
     Source: Efficient attention (Shen et al., 2021), Eq. 4 and 5.
     """
@@ -116,12 +116,12 @@ def efficient_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def efficient_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute :func:`efficient_attention` by its N x N weights, which sum to 1."""
+    """Compute :func:`efficient_attention` with its N x N weights in memory, as a reference for tests."""
     return (q.softmax(-1) @ k.softmax(-2).transpose(-1, -2)) @ v
 
 
 def linear_angular_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return linear angular attention, ``V / 2 + Q̂ (K̂^T V) / pi``; each head of each token is normalised.
+    """Compute linear angular attention ``V / 2 + Q̂ (K̂^T V) / pi``; each head of each token is normalised.
 
     Source: Castling-ViT (You et al., 2023), the linear term of the angular kernel.
     """
@@ -133,7 +133,10 @@ def linear_angular_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def linear_angular_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute :func:`linear_angular_attention` by its N x N map ``I / 2 + Q̂ K̂^T / pi``."""
+    """Compute :func:`linear_angular_attention` with its N x N map in memory, as a reference for tests.
+
+    The map is ``I / 2 + Q̂ K̂^T / pi``.
+    """
     q = F.normalize(q, dim=-1)
     k = F.normalize(k, dim=-1)
     identity = torch.eye(k.shape[-2], dtype=q.dtype, device=q.device)
@@ -141,7 +144,7 @@ def linear_angular_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tenso
 
 
 def focused_features(x: Tensor, power: float = 3.0) -> Tensor:
-    """Return ``‖x‖ x^p / ‖x^p‖`` of features ``(..., C)`` that are not negative.
+    """Sharpen non-negative features ``(..., C)`` by a power and keep their norm: ``‖x‖ x^p / ‖x^p‖``.
 
     This sharpens their direction and keeps their length. The result is in float32 if ``x`` has 16 bits, whose range
     powers leave.
@@ -155,7 +158,7 @@ def focused_features(x: Tensor, power: float = 3.0) -> Tensor:
 
 
 def polarity_features(x: Tensor, power: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the positive and the negative part of ``x``, both as numbers from 0 up, raised to a power.
+    """Split features into their positive and their negative part, both as numbers from 0 up, raised to a power.
 
     Args:
         x: Queries or keys ``(B, H, N, d)``.
@@ -173,7 +176,7 @@ def polarity_features(x: Tensor, power: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def polarity_attention(q: Tensor, k: Tensor, v: Tensor, power: Tensor) -> Tensor:
-    """Return linear attention that treats parts of queries and keys of the same and of opposite sign separately.
+    """Compute PolaFormer's linear attention: parts of queries and keys of the same and of opposite sign attend apart.
 
     Products of parts of the same sign weigh the first half of the values' channels, those of opposite sign the second
     half.
@@ -199,7 +202,7 @@ def polarity_attention(q: Tensor, k: Tensor, v: Tensor, power: Tensor) -> Tensor
 
 
 def polarity_attention_reference(q: Tensor, k: Tensor, v: Tensor, power: Tensor) -> Tensor:
-    """Compute :func:`polarity_attention` by four N x N products."""
+    """Compute :func:`polarity_attention` with four N x N products in memory, as a reference for tests."""
     q_plus, q_minus = polarity_features(q, power)
     k_plus, k_minus = (part.transpose(-1, -2) for part in polarity_features(k, power))
     same = q_plus @ k_plus + q_minus @ k_minus
@@ -212,7 +215,7 @@ def polarity_attention_reference(q: Tensor, k: Tensor, v: Tensor, power: Tensor)
 
 
 def inline_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
-    """Return linear attention with the weights ``q_i k_j - mean_j(q_i k_j) + 1 / N``, normalised by a difference.
+    """Compute InLine's linear attention, with the weights ``q_i k_j - mean_j(q_i k_j) + 1 / N``.
 
     The products ``q_i k_j`` are scaled by ``scale / N``; ``scale`` is ``1 / sqrt(d)`` by default. Normalised by a
     quotient, several queries could get the same weights; by a difference, they cannot.
@@ -228,14 +231,14 @@ def inline_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = N
 
 
 def inline_attention_reference(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
-    """Compute :func:`inline_attention` by its N x N weights, which sum to 1."""
+    """Compute :func:`inline_attention` with its N x N weights in memory, as a reference for tests."""
     tokens = k.shape[-2]
     weights = q @ k.transpose(-1, -2) * ((q.shape[-1] ** -0.5 if scale is None else scale) / tokens)
     return (weights - weights.mean(-1, keepdim=True) + 1 / tokens) @ v
 
 
 def rank_augmented_keys(q: Tensor, k: Tensor, *, scale: float | None = None) -> Tensor:
-    """Return the keys ``alpha_j k_j``, weighted by the attention of the mean query, with ``sum(alpha) = N``.
+    """Weigh the keys by the attention of the mean query, for RALA: ``alpha_j k_j`` with ``sum(alpha) = N``.
 
     Source: Breaking the low-rank dilemma of linear attention (Fan et al., 2024), section 3.
     """
@@ -246,7 +249,7 @@ def rank_augmented_keys(q: Tensor, k: Tensor, *, scale: float | None = None) -> 
 
 
 def rotate(x: Tensor, hw_shape: tuple[int, int], base: float = 10_000.0, *, inclusive: bool = False) -> Tensor:
-    """Rotate pairs of channels by angles that grow with the row (first half of the pairs) and the column (second).
+    """Apply rotary positions to tokens of a map: pairs of channels rotate by the row, others by the column.
 
     Args:
         x: Tokens ``(..., N, d)`` of an ``h x w`` map, row by row; ``d`` is a multiple of 4.
@@ -279,7 +282,7 @@ def rotate(x: Tensor, hw_shape: tuple[int, int], base: float = 10_000.0, *, incl
 
 
 def _unit(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return ``x`` normalised to length 1 along the last axis, in ``dtype``, by default that of ``x``.
+    """Normalise ``x`` to length 1 along the last axis; the result has ``dtype``, by default that of ``x``.
 
     The gradient grows with the inverse of the length. F.normalize allows lengths down to 1e-12, whose inverse is
     infinite in half precision. There a vector shorter than 1e-4 becomes 0 and gets no gradient.
@@ -293,5 +296,5 @@ def _unit(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Return ``x`` in float32 if it has 16 bits, else as it is."""
+    """Convert a 16-bit tensor to float32; return any other tensor as it is."""
     return x.float() if x.dtype.itemsize < 4 else x

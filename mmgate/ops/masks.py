@@ -1,4 +1,4 @@
-"""Attention masks as one bias that is added to the logits, and the rows whose keys are all masked."""
+"""Turn attention masks into one bias that is added to the logits, and treat rows whose keys are all masked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .layout import broadcasts_to
 def merge_masks(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int, heads: int, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Merge the two masks of torch's attention into a bias of the logits.
+    """Merge torch's ``attn_mask`` and ``key_padding_mask`` into one bias that is added to the logits.
 
     A row whose keys are all masked would be NaN after a softmax, and so would its gradients. Its bias is set to 0 here,
     and the caller has to set its output to 0.
@@ -55,7 +55,7 @@ def merge_masks(
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask as a tensor that is added to the logits."""
+    """Turn a mask, bool or float, into a tensor that is added to the logits."""
     if mask.is_floating_point():
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask.bool(), float('-inf'))

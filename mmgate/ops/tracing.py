@@ -1,4 +1,4 @@
-"""Detection of tracers: torch.compile, exports, and dispatch modes that look at operators.
+"""Detect whether code is being traced: by torch.compile, by an export, or by a mode that records operators.
 
 Older torch versions lack some of these questions; below torch 2.3 nobody can tell that torch.compile is tracing.
 """
@@ -21,22 +21,22 @@ _is_exporting: Callable[[], bool] = getattr(torch.compiler, 'is_exporting', _nev
 
 
 def is_compiling() -> bool:
-    """Return whether torch.compile or an export is tracing; False below torch 2.3, which cannot tell."""
+    """Return True if torch.compile or an export is tracing; always False below torch 2.3, which cannot tell."""
     return _is_compiling()
 
 
 def is_exporting() -> bool:
-    """Return whether a model is written down for another runtime, by torch.export, jit.trace or torch.onnx."""
+    """Return True if a model is being exported, by torch.export, jit.trace or torch.onnx."""
     return (is_compiling() and _is_exporting()) or torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
 
 
 def is_traced() -> bool:
-    """Return whether something looks at operators rather than at numbers: a tracer or a dispatch mode."""
+    """Return True if a tracer or a dispatch mode looks at the operators that run, not only at their results."""
     return is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def hides_numbers(tensor: Tensor) -> bool:
-    """Return whether the numbers of tensors cannot be read: while something traces, of fake tensors, on ``'meta'``.
+    """Return True if a tensor's values cannot be read, because it is fake, on ``'meta'``, or being traced.
 
     Counters of operations and selective checkpointing look at operators, too, but leave the numbers.
     """

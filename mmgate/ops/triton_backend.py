@@ -1,4 +1,4 @@
-"""Helpers of the Triton backends: conditions, launches and the GPU's architecture."""
+"""Helpers that the Triton backends share: conditions to run, launching, the GPU's architecture."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _missing() -> str | None:
 
 
 def interpreted() -> bool:
-    """Return whether Triton interprets its kernels, which is when they can run on the CPU."""
+    """Return True if Triton's interpreter is on, in which kernels run on the CPU."""
     return os.environ.get('TRITON_INTERPRET') == '1'
 
 
@@ -37,7 +37,7 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def launch(kernel: Any, grid: Any, tensor: Tensor, *arguments: Any, **constants: Any) -> None:
-    """Launch ``kernel`` on ``tensor`` and the other arguments, on the device of ``tensor``."""
+    """Launch a Triton kernel on the device of its first tensor."""
     with _on(tensor.device):
         # Triton 3.10 turned fused multiply-add off by default.
         kernel[grid](tensor, *arguments, enable_fp_fusion=True, **constants)
@@ -45,7 +45,7 @@ def launch(kernel: Any, grid: Any, tensor: Tensor, *arguments: Any, **constants:
 
 @functools.cache
 def target_of(device: torch.device) -> Any:
-    """Return Triton's target for ``device``, such as one whose ``backend`` is ``'cuda'`` and ``arch`` 90."""
+    """Return the compile target that Triton has for a device, such as ``backend='cuda'``, ``arch=90``."""
     from triton.runtime import driver
 
     with _on(device):
@@ -53,7 +53,7 @@ def target_of(device: torch.device) -> Any:
 
 
 def why_not(heads: Tensor) -> str | None:
-    """Return why a Triton backend cannot run on ``heads``, whose last dimension is a head's channels, or None."""
+    """Return the reason why Triton kernels cannot run on a tensor ``(..., d)`` of heads, or None if they can."""
     if heads.device.type != 'cuda' and not interpreted():
         return f'it is for CUDA tensors, not for {heads.device} (TRITON_INTERPRET=1 runs it slowly on the CPU)'
     if heads.dtype not in DTYPES:
@@ -64,5 +64,5 @@ def why_not(heads: Tensor) -> str | None:
 
 
 def padded(width: int) -> int:
-    """Return the power of two, at least 16, that ``width`` channels are padded to."""
+    """Return the power of two, at least 16, to which kernels pad so many channels."""
     return max(16, 1 << (width - 1).bit_length())

@@ -1,1 +1,1 @@
-"""Faster training steps outside of attention: matching, compiled parts, memory layout."""
+"""Make training steps faster outside of attention: matching, compiled modules, memory layout."""

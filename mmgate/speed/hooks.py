@@ -1,4 +1,4 @@
-"""Hooks for faster training steps: compiled parts, channels-last layout, and float32 parts in mixed precision."""
+"""Hooks for faster training: compile modules, use the channels-last layout, keep modules in float32 under AMP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmgate.wrappers import unwrap_model
 
 
 class _PathsHook(Hook):
-    """Base of hooks for modules that patterns name.
+    """Base class of hooks that act on some modules of the model, which path patterns name.
 
     Args:
         paths: Patterns like those of ``mmgate.Gated``, each of which has to match. None takes ``usual``, of which at
@@ -38,7 +38,7 @@ class _PathsHook(Hook):
             raise ConfigError(f'{type(self).__name__}: paths must be a pattern or a list of some, got {paths!r}.')
 
     def modules(self, runner: Runner) -> dict[str, nn.Module]:
-        """Return the modules that the patterns name, by name, without those that lie inside of another.
+        """Return the modules whose names match the patterns, without those that lie inside of another match.
 
         Raises:
             ConfigError: A pattern matches nothing; the message lists the model's parts.
@@ -64,7 +64,9 @@ class _PathsHook(Hook):
 
 @HOOKS.register_module()
 class CompileHook(_PathsHook):
-    """Compile parts of the model for training: backbone and encoder layers, each by itself.
+    """Hook that compiles modules of the model with torch.compile: by default the backbone and encoder layers.
+
+    Each module is compiled by itself.
 
     mmengine's ``compile=True`` compiles the whole step with losses and matching, whose sizes differ from image to
     image. This hook compiles modules in place, so that checkpoints keep their keys and load without it. The first
@@ -99,14 +101,14 @@ class CompileHook(_PathsHook):
         self.options: dict[str, Any] = dict(mode=mode, dynamic=dynamic, backend=backend)
 
     def before_train(self, runner: Runner) -> None:
-        """Mark the modules for compilation at their first call."""
+        """Let torch.compile compile each of the modules in place, at its first call."""
         modules = self.modules(runner)
         for module in dict.fromkeys(modules.values()):
             module.compile(**self.options, options=self._random_numbers(module))
         runner.logger.info(f'CompileHook: {", ".join(modules)} are compiled as they are first called.')
 
     def _random_numbers(self, module: nn.Module) -> dict[str, Any] | None:
-        """Return inductor's option that leaves random numbers to torch, for a module on a CPU, else None."""
+        """Return, for a module on a CPU, the option of inductor that leaves random numbers to torch; else None."""
         # torch.compile takes a mode or options, and other backends know no such option.
         if self.options['backend'] != 'inductor' or self.options['mode'] is not None:
             return None
@@ -116,7 +118,7 @@ class CompileHook(_PathsHook):
 
 @HOOKS.register_module()
 class ChannelsLastHook(_PathsHook):
-    """Hand images to the backbone with their channels last in memory, where a CPU's convolutions are faster.
+    """Hook that gives the backbone its images in the channels-last memory layout, which is faster on CPUs.
 
     Convolutions, norms and activations keep the layout of their input. Weights do not change, in memory and in
     checkpoints. ``paths`` (``'backbone'`` by default) and errors are as in :class:`CompileHook`, but
@@ -126,14 +128,14 @@ class ChannelsLastHook(_PathsHook):
     usual = ('backbone',)
 
     def before_run(self, runner: Runner) -> None:
-        """Register the hooks that convert the inputs of the modules."""
+        """Register a forward pre-hook on the backbone (or ``paths``) that converts its inputs to channels last."""
         for module in dict.fromkeys(self.modules(runner).values()):
             if _channels_last not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(_channels_last)
 
 
 def _channels_last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments with every tensor of images or maps in the channels-last layout."""
+    """Convert every 4-dimensional tensor among a module's arguments to channels last; a forward pre-hook."""
 
     def convert(x: object) -> object:
         if isinstance(x, Tensor) and x.dim() == 4:
@@ -145,7 +147,7 @@ def _channels_last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @HOOKS.register_module()
 class Float32Hook(_PathsHook):
-    """Keep parts of the model in float32 under mixed precision: those that predict coordinates and logits.
+    """Hook that keeps modules in float32 under mixed precision: by default layers that predict boxes and logits.
 
     A coordinate in bfloat16 has 8 bits, which is four pixels in a thousand, and mmdet's heads refine boxes in the dtype
     of the layers that predict them. Without autocast the hook changes nothing. ``paths`` (by default the layers that
@@ -156,19 +158,19 @@ class Float32Hook(_PathsHook):
     usual = ('**reference_points_fc', '**reg_branches.*', '**cls_branches.*', '**sampling_offsets')
 
     def before_run(self, runner: Runner) -> None:
-        """Exempt the modules from autocast."""
+        """Exempt the modules from autocast, so that they compute in float32."""
         for module in dict.fromkeys(self.modules(runner).values()):
             keep_float32(module)
 
 
 def keep_float32(module: nn.Module) -> None:
-    """Let ``module`` compute in float32 under autocast from now on."""
+    """Exempt a module from autocast from now on: it converts its inputs to float32 and computes in float32."""
     if not isinstance(module, _Float32):
         module.__class__ = _in_float32(type(module))  # type: ignore[arg-type]
 
 
 class _Float32(nn.Module):
-    """Mixin before a module's class that computes in float32 under autocast."""
+    """Mixin that lets a module compute in float32 under autocast; it comes before the module's class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map(_wide, (args, kwargs))
@@ -176,7 +178,7 @@ class _Float32(nn.Module):
             return super().forward(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by the original class, because the derived class has no name in any module."""
+        """Pickle the module by its original class, because the derived class can be found in no Python module."""
         return _new_instance, (type(self).__bases__[1],), vars(self)
 
 
@@ -186,11 +188,11 @@ def _wide(x: object) -> object:
 
 @functools.cache
 def _in_float32(kind: Any) -> type[nn.Module]:
-    """Return the subclass of ``kind`` that computes in float32."""
+    """Return the subclass of a module's class that computes in float32 under autocast."""
     return type(kind.__name__, (_Float32, kind), {})
 
 
 def _new_instance(kind: type[nn.Module]) -> nn.Module:
-    """Return an instance of :func:`_in_float32` whose state is still to be set; pickles name this function."""
+    """Return an instance of such a subclass without its state, which pickle sets; pickles name this function."""
     made: Any = _in_float32(kind)  # type: ignore[arg-type]
     return made.__new__(made)

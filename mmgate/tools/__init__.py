@@ -1,1 +1,1 @@
-"""The tools as modules, for use without a checkout: ``python -m mmgate.tools.train CONFIG``."""
+"""Command lines for use without a checkout of the repository: ``python -m mmgate.tools.train CONFIG``."""

@@ -1,4 +1,4 @@
-"""Run a tool that mmdet or mmseg ships, with mmgate imported: ``python -m mmgate.tools.mm [NAME [ARGUMENTS]]``.
+"""Run a script of mmdet or mmseg with mmgate imported: ``python -m mmgate.tools.mm [NAME [ARGUMENTS]]``.
 
 NAME is a file's name (``print_config``) or its path (``analysis_tools/confusion_matrix.py``), and may begin with its
 package (``mmseg:browse_dataset``). A tool that both packages have is taken from the one whose config is among the
@@ -22,12 +22,12 @@ PACKAGES = ('mmdet', 'mmseg', 'mmgate')
 
 
 def main() -> int:
-    """Run the command line and return its exit status."""
+    """Run the command line of ``python -m mmgate.tools.mm`` and return its exit status."""
     return cli.main(run)
 
 
 def run(argv: list[str]) -> None:
-    """Run the tool ``argv[0]`` in this process, with the rest of ``argv`` as its arguments; without any, list tools."""
+    """Run a tool of mmdet or mmseg in this process: its name and arguments are in ``argv``; list tools if empty."""
     if not argv:
         for package in PACKAGES:
             print(package, *tools_of(package), sep='\n  ')
@@ -43,7 +43,7 @@ def run(argv: list[str]) -> None:
 
 
 def tools_of(package: str) -> dict[str, Path]:
-    """Return the scripts of a package by their paths below its tools, those of the top folder first.
+    """Return the tool scripts that an mm package ships, by their path below its folder ``tools``, top folder first.
 
     The result is empty if the package is not installed, or has come without its tools.
     """
@@ -62,7 +62,7 @@ def tools_of(package: str) -> dict[str, Path]:
 
 
 def find(name: str, arguments: Sequence[str] = ()) -> Path:
-    """Return the path of the tool ``name``.
+    """Return the path of the script that has this tool name.
 
     Args:
         name: A file's name or path, with or without ``.py``, with or without ``package:`` before it.

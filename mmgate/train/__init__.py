@@ -1,1 +1,1 @@
-"""Additions of our command lines to mmengine's Runner."""
+"""Hooks, checks and options that mmgate's command lines add to mmengine's Runner."""

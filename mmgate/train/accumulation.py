@@ -1,4 +1,4 @@
-"""The batch of an optimizer step: images of a process x processes x accumulation, and settings that depend on it."""
+"""Gradient accumulation for a given number of images per optimizer step, with all settings that depend on it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _PROCESSES = {'pytorch': 'WORLD_SIZE', 'slurm': 'SLURM_NTASKS', 'mpi': 'OMPI_COM
 
 
 def accumulation(cfg: Config) -> int:
-    """Return the number of iterations over which the config accumulates gradients."""
+    """Return over how many iterations the config accumulates gradients."""
     return int((cfg.get('optim_wrapper') or {}).get('accumulative_counts', 1))
 
 
 def enable_auto_accumulate(cfg: Config) -> str:
-    """Set the accumulation that brings a step to ``auto_scale_lr.base_batch_size`` images.
+    """Let a config accumulate gradients until a step has ``auto_scale_lr.base_batch_size`` images.
 
     mmengine counts iterations, not optimizer steps. Settings in iterations (``max_iters``, warm-ups, schedules,
     intervals of validation and checkpoints with ``by_epoch=False``) are stretched by the same factor, so that the run
@@ -66,7 +66,9 @@ def enable_auto_accumulate(cfg: Config) -> str:
 
 
 def enable_auto_scale_lr(cfg: Config) -> str:
-    """Scale the learning rate by the images of a step, accumulated ones included, over the base batch size.
+    """Scale a config's learning rate by the number of images in an optimizer step over the base batch size.
+
+    Accumulated images count.
 
     mmengine leaves accumulation out, so the base batch size is divided by it. A config that scales already, such as the
     one that a run has dumped, is left as it is.
@@ -93,7 +95,7 @@ def _base_batch_size(cfg: Config, flag: str) -> float:
 
 
 def _stretch(cfg: Config, factor: Fraction) -> list[str]:
-    """Multiply every setting in iterations by ``factor`` and return the changes as text."""
+    """Multiply every count of iterations in a config by a factor, in place; return the changes for the log."""
     loop = cfg.get('train_cfg') or {}
     iterates = type_name(loop).endswith('IterBasedTrainLoop') or loop.get('by_epoch') is False
     counting: list[tuple[str, dict[str, Any], tuple[str, ...]]] = (

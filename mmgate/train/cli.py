@@ -1,4 +1,4 @@
-"""The command lines of tools/train.py and tools/test.py, and the changes of their flags to a config.
+"""The command lines of tools/train.py and tools/test.py, and what their options change in a config.
 
 Missing data and checkpoints are reported before the Runner exists, so that such a start leaves no work dir.
 """
@@ -38,7 +38,9 @@ STATISTICS = 'GateStatisticsHook'
 
 
 def main(command: Callable[[list[str]], None], argv: list[str] | None = None) -> int:
-    """Run a command and print an error that the user can mend as one message (MMGATE_TRACEBACK=1: a traceback).
+    """Run a command; print an error that the user can mend as a message without traceback.
+
+    ``MMGATE_TRACEBACK=1`` shows the traceback.
 
     While it runs, mmengine loads checkpoints by our loaders, which run no code of a file.
 
@@ -62,7 +64,7 @@ def main(command: Callable[[list[str]], None], argv: list[str] | None = None) ->
 
 
 def train(argv: list[str]) -> None:
-    """Train the model of a config."""
+    """Run ``train.py``: train the model of a config."""
     parser = _parser('Train a detector, a segmentor or a classifier')
     parser.add_argument('--amp', action='store_true', help='train in automatic mixed precision (on a GPU)')
     batch = parser.add_mutually_exclusive_group()
@@ -116,7 +118,7 @@ def train(argv: list[str]) -> None:
 
 
 def test(argv: list[str]) -> None:
-    """Evaluate a checkpoint."""
+    """Run ``test.py``: evaluate a checkpoint with a config."""
     parser = _parser('Test (and evaluate) a detector, a segmentor or a classifier')
     parser.add_argument('checkpoint', help='checkpoint file or URL')
     parser.add_argument(
@@ -161,7 +163,7 @@ def test(argv: list[str]) -> None:
 
 
 def build_runner(cfg: Config) -> Runner | FlexibleRunner:
-    """Return the config's Runner, or mmengine's own, with the hooks of our command lines.
+    """Build the Runner of a config, and add the hooks of mmgate's command lines.
 
     Args:
         cfg: The config; ``runner_type`` names a registered runner, such as mmengine's FlexibleRunner, and
@@ -182,7 +184,7 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
 
 
 def add_gate_statistics(runner: Any) -> None:
-    """Let a run with gates log their statistics, unless it has the hook or ``gate_statistics=False`` in its config.
+    """Add a GateStatisticsHook to a Runner whose model has gates, unless the config says otherwise.
 
     Sharded models are left out, whose modules have other names.
     """
@@ -194,7 +196,7 @@ def add_gate_statistics(runner: Any) -> None:
 
 
 def check_backends(model: nn.Module) -> None:
-    """Refuse a backend, of a rule or of an environment variable, that cannot run on the device of the run.
+    """Raise ConfigError if a backend that a rule or the environment asks for cannot run on the model's device.
 
     Raises:
         ConfigError: A backend cannot run; the message has the gate's name and the reason.
@@ -210,7 +212,7 @@ def check_backends(model: nn.Module) -> None:
 
 
 def enable_amp(cfg: Config) -> None:
-    """Turn the optimizer wrapper into its mixed-precision form.
+    """Change a config's optimizer wrapper to AmpOptimWrapper, for the option ``--amp``.
 
     Raises:
         ConfigError: The wrapper is of a type that has no such form.
@@ -226,7 +228,7 @@ def enable_amp(cfg: Config) -> None:
 
 
 def check_amp(cfg: Config) -> None:
-    """Refuse mixed precision, by the flag or the config, on a device for which mmengine has none.
+    """Raise ConfigError if the config asks for mixed precision on a device for which mmengine has none.
 
     Raises:
         ConfigError: The run is on such a device.
@@ -240,12 +242,12 @@ def check_amp(cfg: Config) -> None:
 
 
 def starts_from_checkpoint(cfg: Config) -> bool:
-    """Return True if the run begins with the weights of a checkpoint."""
+    """Return True if a run begins with the weights of a checkpoint (``load_from`` or ``--resume``)."""
     return bool(cfg.get('load_from') or (cfg.get('resume') and find_latest_checkpoint(cfg.work_dir)))
 
 
 def enable_visualization(cfg: Config, *, show: bool, show_dir: str | None, wait_time: float) -> None:
-    """Draw predictions during testing.
+    """Let a config draw predictions during testing, for the options ``--show`` and ``--show-dir``.
 
     Raises:
         ConfigError: The config has no visualization hook.
@@ -265,7 +267,7 @@ def enable_visualization(cfg: Config, *, show: bool, show_dir: str | None, wait_
 
 
 def enable_tta(cfg: Config) -> None:
-    """Wrap the model and the pipeline in test-time augmentation: the config's own, else a horizontal flip."""
+    """Change a config to test-time augmentation (``--tta``): its own, or a horizontal flip if it has none."""
     tta_cfg = dict(nms=dict(type='nms', iou_threshold=0.5), max_per_img=100)
     keys = ['img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor', 'flip', 'flip_direction']
     model: dict = dict(type='DetTTAModel', tta_cfg=tta_cfg)

@@ -1,4 +1,4 @@
-"""Configs of a command line: read from a file or a package, changed by ``--cfg-options``, and checked.
+"""Read the config that a command line names, merge ``--cfg-options`` into it, and check its files.
 
 Missing data and checkpoints are reported before anything is built.
 """
@@ -27,7 +27,7 @@ PACKAGES = (*MM, 'mmgate')
 
 
 def config_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return an argument parser for a config and its overrides."""
+    """Return an argument parser with the arguments for a config and for changes to it."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument('config', help="config file, or 'package::path' of an installed package's config")
     changed = 'override settings: key=value, nested keys by dots, lists as key="[a,b]"'
@@ -36,7 +36,9 @@ def config_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def load_config(args: argparse.Namespace) -> Config:
-    """Read ``args.config``, merge ``args.cfg_options`` and set the work dir: argument, then config, then file name.
+    """Return the config that parsed arguments describe, with their changes and a work dir.
+
+    The work dir is the argument's, else the config's, else one named after the config file.
 
     Raises:
         ConfigError: The file is missing or malformed, or an option cannot be merged into the config.
@@ -50,7 +52,7 @@ def load_config(args: argparse.Namespace) -> Config:
 
 
 def read_config(config: str) -> Config:
-    """Return the config of a file or of ``package::path``.
+    """Read a config from a file, or from an installed package as in ``mmdet::path``.
 
     Raises:
         ConfigError: The file is missing or malformed, or it needs mmpretrain, which is not installed.
@@ -79,7 +81,9 @@ def read_config(config: str) -> Config:
 
 
 def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
-    """Merge ``options`` (dotted keys) into ``cfg`` as the mm tools do, and import what they add to ``custom_imports``.
+    """Merge ``--cfg-options``, a dict with dotted keys, into a config as mm tools do, and import what they name.
+
+    They name modules in ``custom_imports``.
 
     Raises:
         ConfigError: A key goes beyond the end of a list, or into a value that is neither a dict nor a list; or a module
@@ -100,7 +104,7 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
 
 
 def mappings(node: object, where: str = '') -> Iterator[tuple[str, Any]]:
-    """Yield every mapping of a config with its path below ``where``, outer ones first."""
+    """Yield each dict in a config with its dotted path, outer ones first."""
     if isinstance(node, Mapping):
         yield where, node
         for key, value in node.items():
@@ -111,7 +115,7 @@ def mappings(node: object, where: str = '') -> Iterator[tuple[str, Any]]:
 
 
 def differences(before: object, now: object, where: str) -> Iterator[str]:
-    """Yield the differences of nested dicts and lists, as ``model.attention.gml: 'sum' -> 'product'``.
+    """Yield each difference of two configs as text, such as ``model.attention.gml: 'sum' -> 'product'``.
 
     Args:
         before: The older value.
@@ -137,13 +141,13 @@ _NOTHING = _Nothing()
 
 
 def type_name(entry: Mapping[str, Any]) -> str:
-    """Return the name of a config entry's ``type``, without a scope; the type may be a class."""
+    """Return the name of the class that a config entry's ``type`` is or names, without a scope."""
     kind = entry.get('type')
     return getattr(kind, '__name__', str(kind)).rpartition('.')[2]
 
 
 def add_trust_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--trust-checkpoint``, which is valid for this process and those that it starts."""
+    """Add the option ``--trust-checkpoint`` to a parser; it holds for this process and those that it starts."""
     parser.add_argument(
         '--trust-checkpoint',
         action=_Trust,
@@ -158,7 +162,7 @@ class _Trust(argparse.Action):
 
 
 def check_files(cfg: Config, splits: Sequence[str]) -> None:
-    """Refuse a config whose data, pretrained parts or checkpoint to load are missing or unreadable.
+    """Raise ConfigError if data, pretrained weights or the checkpoint of a config are missing or unreadable.
 
     Raises:
         ConfigError: A file cannot be used; the message has its setting and the reason.
@@ -171,7 +175,7 @@ def check_files(cfg: Config, splits: Sequence[str]) -> None:
 
 
 def check_data(cfg: Config, splits: Sequence[str]) -> None:
-    """Refuse a config whose local annotation files or data folders are missing, as far as the mm packages read them.
+    """Raise ConfigError if local annotation files or data folders that a config names are missing.
 
     Raises:
         ConfigError: A file or folder is missing; the message has its setting and its path.
@@ -202,7 +206,7 @@ def _is_of_packages(entry: Mapping[str, Any], scope: str | None) -> bool:
 
 
 def _check_files(entry: Mapping[str, Any], where: str) -> None:
-    """Look for the annotation file of a data set or a metric or, without one, for the folders that it lists."""
+    """Raise ConfigError if the annotation file of a data set or metric, or its data folders, are missing."""
     root = entry.get('data_root') or ''
     ann_file = entry.get('ann_file')
     prefix = entry.get('data_prefix')
@@ -220,7 +224,7 @@ def _check_files(entry: Mapping[str, Any], where: str) -> None:
 
 
 def check_pretrained(cfg: Config) -> None:
-    """Refuse a config whose model starts from a local checkpoint that cannot be read.
+    """Raise ConfigError if a part of the model starts from a local checkpoint that cannot be read.
 
     Raises:
         ConfigError: A checkpoint cannot be read; the message has the setting of its ``init_cfg`` and the reason.
@@ -237,7 +241,7 @@ def check_pretrained(cfg: Config) -> None:
 
 
 def check_checkpoint(path: str, *, sharded: bool = False) -> None:
-    """Refuse a local checkpoint that is missing, cut short or no checkpoint; URLs pass.
+    """Raise ConfigError if a local checkpoint is missing, cut short or no checkpoint; URLs are not checked.
 
     Args:
         path: File or URL.

@@ -1,4 +1,4 @@
-"""Check of the classes of data against those of the model and of the annotation file; mm tools accept any."""
+"""Check that the classes of data sets, annotation files and model agree, since mm packages accept any."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LARGEST_FILE = 32 << 20  # bytes up to which an annotation file is read again, f
 
 @HOOKS.register_module()
 class DataCheckHook(Hook):
-    """Refuse training data if no class is in the annotation file, and warn once of other differences in classes.
+    """Hook that stops a training on data without any of its classes, and warns of other mistakes in classes.
 
     It warns of classes that the file lacks, of heads with another number of classes than the data, and of labels
     beyond a segmentor's classes in the first maps. It checks data sets after they are built and samples in their
@@ -49,13 +49,13 @@ class DataCheckHook(Hook):
         self._logged: set[str] = set()
 
     def before_train(self, runner: Runner) -> None:
-        """Check the data sets of training and validation, so that no message waits for the end of an epoch."""
+        """Check the data sets of training and validation before the first step."""
         self._check(runner, 'train')
         if runner.val_loop is not None:
             self._check(runner, 'val')
 
     def _before_epoch(self, runner: Runner, mode: str = 'train') -> None:
-        """Check the data sets and the heads; mmengine calls this at the start of any loop."""
+        """Check the data sets and the model's heads; mmengine calls this at the start of each epoch of any loop."""
         self._left = self.maps
         self._check(runner, mode)
 
@@ -68,7 +68,7 @@ class DataCheckHook(Hook):
                 self._warn(runner, found, f'{mode}_dataloader: ')
 
     def _before_iter(self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None, mode: str = 'train') -> None:
-        """Check the labels of a batch; mmengine calls this before each iteration of any loop."""
+        """Check the labels of the first batches; mmengine calls this before each iteration of any loop."""
         samples = data_batch.get('data_samples') if isinstance(data_batch, dict) and self._left > 0 else None
         # Test-time augmentation gives several views of the whole batch.
         if samples and isinstance(samples[0], Sequence):
@@ -84,7 +84,7 @@ class DataCheckHook(Hook):
 
 
 def refuse_foreign_classes(cfg: Config, runner: Runner) -> None:
-    """Check the classes of a training data set that could not be built.
+    """Raise ConfigError if a training data set could not be built because none of its classes is in its file.
 
     If no class is in the file, mmdet finds no box and drops every image, and mmengine fails with another message.
 
@@ -102,7 +102,7 @@ def refuse_foreign_classes(cfg: Config, runner: Runner) -> None:
 
 
 def innermost(dataset: Any) -> Iterator[Any]:
-    """Yield the data sets, or their configs, inside wrappers such as RepeatDataset, or the data set itself."""
+    """Yield the data sets (or their configs) inside wrappers such as RepeatDataset; else the data set itself."""
     inner = [getattr(dataset, 'dataset', None), *(getattr(dataset, 'datasets', None) or ())]
     found = [one for one in inner if one is not None]
     for one in found:
@@ -112,7 +112,7 @@ def innermost(dataset: Any) -> Iterator[Any]:
 
 
 def lacking_categories(dataset: Any) -> tuple[str, bool]:
-    """Return a message on the classes that a COCO data set's annotation file lacks, and True if it lacks all.
+    """Return a message on classes that are missing in a COCO annotation file, and True if all are missing.
 
     The message is empty where it lacks none, where that is unknown, and where nothing is labelled.
     """
@@ -138,7 +138,7 @@ def lacking_categories(dataset: Any) -> tuple[str, bool]:
 
 
 def other_numbers(model: nn.Module, dataset: object) -> Iterator[str]:
-    """Yield a message for each head that predicts another number of classes than the data set has."""
+    """Yield a message for each head of the model whose number of classes differs from the data set's."""
     meta = getattr(dataset, 'metainfo', None) or {}
     classes = _classes(dataset)
     things = meta.get('thing_classes')
@@ -177,7 +177,7 @@ def other_numbers(model: nn.Module, dataset: object) -> Iterator[str]:
 
 
 def label_beyond(model: nn.Module, sample: BaseDataElement) -> str:
-    """Return a message on the largest label in a sample's map that a segmentor does not know, or an empty one."""
+    """Return a message if a sample's label map has a class number beyond the segmentor's classes, else ''."""
     head: Any = getattr(model, 'decode_head', None)
     head = head[-1] if isinstance(head, nn.ModuleList) else head
     classes = getattr(head, 'num_classes', None)
@@ -204,14 +204,14 @@ def _classes(dataset: object) -> list[str]:
 
 
 def _labels(dataset: object) -> dict[Any, int] | None:
-    """Return the labels of a file's categories, by category, in a data set of the mm packages; None for another's."""
+    """Return the label that a data set of the mm packages gives each category of its file; None for other sets."""
     load = getattr(type(dataset), 'load_data_list', None)
     theirs = str(getattr(load, '__module__', '')).partition('.')[0] in (*MM, 'mmgate')
     return getattr(dataset, 'cat2label', None) if theirs else None
 
 
 def _categories(ann_file: str) -> list[str] | None:
-    """Return the names of the categories in a local COCO file, None for a large or remote file."""
+    """Return the category names in a local COCO file, or None if the file is large or remote."""
     if not osp.isfile(ann_file) or osp.getsize(ann_file) > LARGEST_FILE:
         return None
     with open(ann_file, encoding='utf-8') as file:

@@ -1,4 +1,4 @@
-"""The options ``--gate``, ``--gates`` and ``--train``, with which a command line gates the model of any config."""
+"""The command-line options ``--gate``, ``--gates`` and ``--train``, which gate the model of any config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .config_file import merge_options, read_config, type_name
 
 
 def add_gate_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--gate``, ``--gates`` and ``--train``."""
+    """Add the options ``--gate``, ``--gates`` and ``--train`` to a parser."""
     add_gate_option(parser)
     parser.add_argument(
         '--gates', metavar='FILE', help='put the gates of a gates file on the model of CONFIG, instead of --gate'
@@ -30,7 +30,7 @@ def add_gate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_gate_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--gate`` alone."""
+    """Add the option ``--gate`` alone to a parser."""
     parser.add_argument(
         '--gate',
         action='append',
@@ -42,7 +42,7 @@ def add_gate_option(parser: argparse.ArgumentParser) -> None:
 
 
 def configured(args: argparse.Namespace) -> Config:
-    """Return the config of a command line, with its ``--cfg-options`` and its gates; a warning is logged.
+    """Return the config that parsed arguments describe, with the gates that their options ask for.
 
     Raises:
         ConfigError: The config cannot be read, an option cannot be merged, or a gate cannot be put on the model.
@@ -56,7 +56,7 @@ def configured(args: argparse.Namespace) -> Config:
 
 
 def put_gates(cfg: Config, rules: Iterable[str], *, gates: str | None = None, train: str | None = None) -> str:
-    """Gate the model of a config, as a config that inherits it would.
+    """Change a config so that its model gets gates, as a config file that inherits it would.
 
     Args:
         cfg: Config of any mm package, vanilla or gated. It is changed, and the files that it inherits are not. Dumped
@@ -97,7 +97,7 @@ def put_gates(cfg: Config, rules: Iterable[str], *, gates: str | None = None, tr
 
 
 def import_mmgate(cfg: Config) -> None:
-    """Let a config import mmgate, beside what it imports already, so that any tool can build what it names."""
+    """Add mmgate to the ``custom_imports`` of a config, so that any tool can build its model."""
     given = cfg.get('custom_imports') or dict(imports=[], allow_failed_imports=False)
     names = [given['imports']] if isinstance(given['imports'], str) else list(given['imports'])
     if not any(name.partition('.')[0] == 'mmgate' for name in names):
@@ -105,7 +105,7 @@ def import_mmgate(cfg: Config) -> None:
 
 
 def _make_gated(cfg: Config) -> None:
-    """Let ``mmgate.Gated`` build the model."""
+    """Change a config's model so that ``mmgate.Gated`` builds it."""
     import_mmgate(cfg)
     if type_name(cfg.model) != 'Gated':
         host: Any = cfg.model.type
@@ -120,7 +120,7 @@ def _rules_of(cfg: Config) -> list[Any]:
 
 
 def _replaced(cfg: Config, path: str) -> str:
-    """Return a warning that a file of gates replaces gates of the config; empty if it has none."""
+    """Return a warning if a gates file replaces gates that the config has, else an empty text."""
     replaced = [f'model.gates={cfg.model.gates}'] if cfg.model.get('gates') else []
     replaced += [f'{type_name(rule)} at {rule.get("path")} by model.attention' for rule in _rules_of(cfg)]
     if not replaced:

@@ -1,4 +1,4 @@
-"""Gates files beside whole checkpoints or instead of them."""
+"""A hook that saves gates files during training, beside whole checkpoints or instead of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from mmgate.registry import HOOKS
 
 @HOOKS.register_module()
 class GatesCheckpointHook(Hook):
-    """Write ``epoch_N.gates.safetensors`` or ``iter_N.gates.safetensors`` into the work dir.
+    """Hook that saves the gates of the model during training, as ``epoch_N.gates.safetensors`` in the work dir.
+
+    In a loop of iterations the name is ``iter_N.gates.safetensors``.
 
     Among ``custom_hooks`` it writes beside the whole checkpoints; as ``default_hooks.checkpoint`` it writes instead of
     them, and then the run cannot be resumed.
@@ -53,7 +55,7 @@ class GatesCheckpointHook(Hook):
         self._written: list[Path] = []
 
     def before_train(self, runner: Runner) -> None:
-        """Set ``by_epoch`` as the loop counts, and check that a file can hold the gates and all that trains."""
+        """Find out whether the loop counts epochs, and check that a gates file can hold all that trains."""
         if self.by_epoch is None:
             self.by_epoch = not isinstance(runner.train_loop, IterBasedTrainLoop)
         if gates_content(runner.model).trained == 'all':
@@ -66,14 +68,14 @@ class GatesCheckpointHook(Hook):
             runner.logger.warning(words)
 
     def after_train_epoch(self, runner: Runner) -> None:
-        """Write a file after an epoch, if epochs are counted."""
+        """Save a gates file after an epoch, if the hook counts epochs."""
         if self.by_epoch and (self.every_n_epochs(runner, self.interval) or self.is_last_train_epoch(runner)):
             self._write(runner, f'epoch_{runner.epoch + 1}')
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None, outputs: dict[str, Tensor] | None = None
     ) -> None:
-        """Write a file after an iteration, if iterations are counted."""
+        """Save a gates file after an iteration, if the hook counts iterations."""
         if not self.by_epoch and (self.every_n_train_iters(runner, self.interval) or self.is_last_train_iter(runner)):
             self._write(runner, f'iter_{runner.iter + 1}')
 

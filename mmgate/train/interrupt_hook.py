@@ -1,4 +1,4 @@
-"""An opt-in hook that saves a run when Ctrl-C or a cluster ends it."""
+"""A hook, to be named in a config, that saves a run when Ctrl-C or a cluster ends it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FORWARDED = 1.0  # seconds within which a launcher forwards a Ctrl-C that the te
 
 @HOOKS.register_module()
 class SaveOnInterruptHook(Hook):
-    """Save a run at Ctrl-C or SIGTERM and end it; ``--resume`` goes on from there, in the middle of an epoch, too.
+    """Hook that saves a run at Ctrl-C or SIGTERM and ends it; ``--resume`` continues it, also within an epoch.
 
     The current step is finished (the optimizer's, where gradients are accumulated; during a validation, the next one),
     and all processes stop after the same step. ``interrupted.pth`` is written beside the run's checkpoints, and
@@ -61,12 +61,12 @@ class SaveOnInterruptHook(Hook):
         self._trained: dict[str, int] = {}
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
-        """Note the place in the epoch of a resumed run."""
+        """Keep the number of batches that an interrupted epoch has already trained, if this run resumes one."""
         if getattr(runner, '_resume', False):
             self._trained = checkpoint.get('meta', {}).get(KEY) or {}
 
     def before_train(self, runner: Runner) -> None:
-        """Install the signal handlers, shield the loaders' workers, and skip the trained batches of an epoch."""
+        """Install signal handlers, let data workers ignore the signals, and skip the batches already trained."""
         atexit.register(_end_workers)
         for loop in filter(None, (runner.train_loop, runner.val_loop)):
             loop.dataloader.worker_init_fn = partial(_start_shielded, loop.dataloader.worker_init_fn)
@@ -84,7 +84,7 @@ class SaveOnInterruptHook(Hook):
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None, outputs: dict[str, Tensor] | None = None
     ) -> None:
-        """Save and end the run after an optimizer step, if a process got a signal."""
+        """Save the run and end it after an optimizer step, if any process has got a signal."""
         loop = runner.train_loop
         wrapper = runner.optim_wrapper
         if self._is_asked() and (isinstance(wrapper, OptimWrapperDict) or wrapper.should_update()):
@@ -92,7 +92,7 @@ class SaveOnInterruptHook(Hook):
             self._end(runner, {KEY: in_epoch} if isinstance(loop, EpochBasedTrainLoop) else {})
 
     def after_train(self, runner: Runner) -> None:
-        """Restore the signal handlers."""
+        """Restore the signal handlers from before the training."""
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
@@ -155,7 +155,10 @@ class SaveOnInterruptHook(Hook):
 
 
 def _restart_workers(loop: IterBasedTrainLoop) -> None:
-    """Restart the workers of an IterBasedTrainLoop, shielded: mmengine 0.10.7 starts them when it builds the loop."""
+    """Restart the data workers of an IterBasedTrainLoop so that they ignore signals.
+
+    mmengine 0.10.7 starts them when it builds the loop.
+    """
     first = getattr(loop.dataloader_iterator, '_iterator', None)
     if first is not None and loop.dataloader.num_workers:
         first._shutdown_workers()
@@ -166,7 +169,7 @@ def _restart_workers(loop: IterBasedTrainLoop) -> None:
 
 
 def _start_shielded(start: Callable[[int], None] | None, worker: int) -> None:
-    """Start a worker that ignores the signals that a terminal or a cluster sends to all processes."""
+    """Initialise a data worker so that it ignores the signals that a terminal or cluster sends to all processes."""
     if start is not None:
         start(worker)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -174,7 +177,7 @@ def _start_shielded(start: Callable[[int], None] | None, worker: int) -> None:
 
 
 def _end_workers() -> None:
-    """Kill the workers that are left at exit, which ignore the SIGTERM for which multiprocessing would wait."""
+    """Kill data workers that are left at exit, since they ignore the SIGTERM by which multiprocessing ends them."""
     # torch's handler would raise an error for each.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for process in multiprocessing.active_children():

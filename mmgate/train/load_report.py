@@ -1,4 +1,4 @@
-"""Report of a checkpoint that was loaded: the keys of the model that it filled."""
+"""Report how much of a model a checkpoint has filled."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ OF_TRAINING = ('auxiliary_head', 'dn_query_generator')
 
 
 class HasModel(Protocol):
-    """A runner, or another object with a model."""
+    """Protocol of a Runner or another object with an attribute ``model``."""
 
     model: nn.Module
 
 
 class LoadReportHook(Hook):
-    """Log the number of the model's keys that a checkpoint filled, before testing or training starts from it.
+    """Hook that logs how many of the model's tensors a checkpoint has filled, before training or testing starts.
 
     A key counts as filled when loading wrote into its tensor, even if it was renamed or resized on loading. Testing
     refuses a checkpoint that fills less than half of the keys. Training may start from one with a warning, for example
@@ -60,7 +60,7 @@ class LoadReportHook(Hook):
         self._given: list[str] = []
 
     def after_load_checkpoint(self, runner: HasModel, checkpoint: dict[str, Any]) -> None:
-        """Note the state of every tensor; mmengine calls this when the file is read and nothing is copied yet."""
+        """Keep the state of each tensor, to see later which ones loading has changed; called before the copy."""
         # mmengine needs these two to resume.
         whole = 'iter' in checkpoint.get('meta', {}) and 'message_hub' in checkpoint
         if getattr(runner, '_resume', False) and not whole:
@@ -74,14 +74,14 @@ class LoadReportHook(Hook):
         self._given = [key for key in checkpoint.get('state_dict', checkpoint) if not key.endswith(COUNTERS)]
 
     def before_train(self, runner: Runner) -> None:
-        """Log the report; refuse a checkpoint that fills nothing, and warn of one that fills less than half."""
+        """Log the report; raise an error if the checkpoint fills nothing, and warn if it fills less than half."""
         found, share = self.report(runner)
         if not share:
             raise ConfigError(f'{found}. It is of another model; leave load_from away, or give one of this model.')
         self.log_report(runner, found, share >= 0.5)
 
     def before_test(self, runner: Runner) -> None:
-        """Log the report; refuse a checkpoint that fills less than half."""
+        """Log the report; raise an error if the checkpoint fills less than half of the model."""
         found, share = self.report(runner)
         if share < 0.5 and not self.allow_mismatch:
             raise ConfigError(
@@ -99,7 +99,7 @@ class LoadReportHook(Hook):
             )
 
     def report(self, runner: HasModel) -> tuple[str, float]:
-        """Return a message on the keys that were loaded, empty for a sharded model, and their share.
+        """Return a message on how many tensors were loaded, and their share; empty for a sharded model.
 
         Gates that were not filled do not count in the share: a vanilla checkpoint in a gated model is whole.
         """
@@ -120,11 +120,11 @@ class LoadReportHook(Hook):
         return found + (f'; not loaded: {_first(missing)}' if missing else ''), share
 
     def missing(self, runner: HasModel) -> list[str]:
-        """Return the keys that the checkpoint did not fill."""
+        """Return the names of the model's tensors that the checkpoint did not fill."""
         return [key for key, version in _versions(runner.model).items() if self._before.get(key) == version]
 
     def log_report(self, runner: HasModel, found: str, fits: bool) -> None:
-        """Log the message of :meth:`report`, and warn of gates for which the model has no place."""
+        """Log the message of :meth:`report`, and warn if the checkpoint has gates that the model does not have."""
         if not found:
             return
         log(f'{found}.', logging.INFO if fits else logging.WARNING)
@@ -143,7 +143,7 @@ class LoadReportHook(Hook):
 
 
 def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> None:
-    """Load a checkpoint into a model without a runner and without running its code; log the keys that it filled.
+    """Load a checkpoint into a model without a Runner, running no code of the file; log how much it filled.
 
     Args:
         model: Model.

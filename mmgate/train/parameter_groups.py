@@ -1,4 +1,4 @@
-"""Optimizer constructors that change another's parameter groups: no weight decay for some of the gates, few groups."""
+"""Optimizer wrapper constructors: settings for gates (learning rate, no weight decay), and merged groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TORCH = tuple(int(part) for part in torch.__version__.split('.')[:2])
 
 
 class ChangesGroups:
-    """Base of constructors that let another constructor make the optimizer and then change its parameter groups.
+    """Base class of constructors that let another one build the optimizer and then change its parameter groups.
 
     Args:
         optim_wrapper_cfg: mmengine's optimizer wrapper config.
@@ -38,7 +38,7 @@ class ChangesGroups:
         self.host = self.options.pop(self.named, 'DefaultOptimWrapperConstructor')
 
     def __call__(self, model: nn.Module) -> OptimWrapper | OptimWrapperDict:
-        """Return the optimizer wrapper for ``model``."""
+        """Build the optimizer wrapper for a model."""
         wrapper, options = self.settings(model)
         host = dict(type=self.host, optim_wrapper_cfg=wrapper, paramwise_cfg=options or None)
         built = OPTIM_WRAPPER_CONSTRUCTORS.build(host)(model)
@@ -47,17 +47,22 @@ class ChangesGroups:
         return built
 
     def settings(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the other constructor's ``optim_wrapper_cfg`` and ``paramwise_cfg`` for ``model``."""
+        """Return the settings with which the other constructor builds the optimizer of a model.
+
+        They are ``optim_wrapper_cfg`` and ``paramwise_cfg``.
+        """
         return self.wrapper, self.options
 
     def change(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """Change the groups of ``optimizer``, in place."""
+        """Change the parameter groups of the built optimizer in place; subclasses override this."""
         raise NotImplementedError
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class GateOptimWrapperConstructor(ChangesGroups):
-    """Take the weight decay off the parameters that gates declare as ``undecayed``, after any other constructor.
+    """Optimizer constructor for gated models: another learning rate for gates, no weight decay on their biases.
+
+    It runs after any other constructor. Gates declare in ``undecayed`` which parameters get no weight decay.
 
     mmengine's default constructor exempts only BatchNorm, InstanceNorm, GroupNorm and LayerNorm, constructors with
     layer-wise decay go by a parameter's dimensions, and a longer key of ``custom_keys``, such as ``backbone``, wins
@@ -75,13 +80,13 @@ class GateOptimWrapperConstructor(ChangesGroups):
     named = 'constructor'
 
     def settings(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the other constructor's settings without the key of gates."""
+        """Return the other constructor's settings, without the key ``'mmgate.gates'``, which it does not know."""
         options = dict(self.options)
         keys = {name: key for name, key in (options.pop('custom_keys', None) or {}).items() if not _is_of_gates(name)}
         return self.wrapper, {**options, **({'custom_keys': keys} if keys else {})}
 
     def change(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """Apply the keys of gates, then take the weight decay off the undecayed parameters."""
+        """Apply the settings under ``'mmgate.gates'`` to gates, then take weight decay off the undecayed parameters."""
         keys = {name: key for name, key in (self.options.get('custom_keys') or {}).items() if _is_of_gates(name)}
         # The key of all gates comes first, those of classes after it.
         for name in sorted(keys):
@@ -96,7 +101,7 @@ def _is_of_gates(key: str) -> bool:
 
 
 def _parameters_of(key: str, model: nn.Module) -> Iterable[nn.Parameter]:
-    """Return the parameters of all gates of a model, or of those of the class that a key names.
+    """Return the parameters of all gates of a model, or of the gates of one class, as a ``custom_keys`` key says.
 
     Raises:
         ConfigError: There is no such class.
@@ -112,7 +117,7 @@ def _parameters_of(key: str, model: nn.Module) -> Iterable[nn.Parameter]:
 
 
 def _set(optimizer: Optimizer, parameters: Iterable[nn.Parameter], **settings: float) -> None:
-    """Change the settings of parameters; split a group if it has other parameters, too."""
+    """Change settings such as the learning rate of some parameters; split a group that has others, too."""
     chosen = {id(parameter) for parameter in parameters}
     for group in list(optimizer.param_groups):
         own = [id(parameter) in chosen for parameter in group['params']]
@@ -127,14 +132,14 @@ def _set(optimizer: Optimizer, parameters: Iterable[nn.Parameter], **settings: f
 
 
 def _part(group: dict[str, Any], own: list[bool], taken: bool) -> dict[str, list[Any]]:
-    """Return a group's parameters, and their names if listed, for which ``own`` equals ``taken``."""
+    """Return the part of a parameter group for which ``own`` equals ``taken``, with names if the group has any."""
     lists = [key for key in ('params', 'param_names') if len(group.get(key, ())) == len(own)]
     return {key: [value for value, is_own in zip(group[key], own, strict=True) if is_own is taken] for key in lists}
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class GroupedOptimWrapperConstructor(ChangesGroups):
-    """Merge the parameter groups of equal settings, after any other constructor.
+    """Optimizer constructor that merges parameter groups of equal settings, after any other one, for faster steps.
 
     mmengine makes a group of each parameter as soon as one differs, 300 of two settings in a Deformable DETR, and an
     optimizer launches its kernels group by group. The computation stays the same, and schedulers, logs and checkpoints
@@ -147,13 +152,13 @@ class GroupedOptimWrapperConstructor(ChangesGroups):
     named = 'grouped'
 
     def settings(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the other constructor's settings, with a fused optimizer where possible."""
+        """Return the other constructor's settings, with ``fused=True`` for the optimizer if that is possible."""
         if 'optimizer' not in self.wrapper or not _can_fuse(self.wrapper['optimizer'], model):
             return self.wrapper, self.options
         return {**self.wrapper, 'optimizer': {**self.wrapper['optimizer'], 'fused': True}}, self.options
 
     def change(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """Merge the groups, in the order of their first members."""
+        """Merge parameter groups of equal settings, in the order of their first members."""
         settings: list[dict[str, Any]] = []
         members: list[list[nn.Parameter]] = []
         for group in optimizer.param_groups:
@@ -166,7 +171,7 @@ class GroupedOptimWrapperConstructor(ChangesGroups):
 
 
 def _can_fuse(optimizer: dict[str, Any], model: nn.Module) -> bool:
-    """Return True if the optimizer has a fused form on the parameters' device and the config chooses none."""
+    """Return True if the optimizer has a fused implementation here and the config does not choose another."""
     if {'fused', 'foreach', 'capturable', 'differentiable'} & set(optimizer):
         return False
     kind = optimizer['type']

@@ -1,4 +1,4 @@
-"""Training in several processes without a GPU, which mmengine cannot start."""
+"""Train in several processes on CPUs, which mmengine cannot start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WITH_DEVICES = ('MMDistributedDataParallel', 'MMSeparateDistributedDataParallel'
 
 
 def prepare_processes(cfg: Config) -> None:
-    """Without a GPU, connect the processes over gloo and wrap the model of ``cfg`` without device numbers.
+    """On a machine without GPU, connect the processes over gloo and set up DDP in a config without device numbers.
 
     mmengine selects a CUDA device before it starts a process group, and passes device numbers to the model's wrapper.
 

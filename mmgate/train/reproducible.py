@@ -1,4 +1,4 @@
-"""An opt-in hook for runs that resume exactly."""
+"""A hook, to be named in a config, with which a resumed run equals one that was never stopped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmgate.registry import HOOKS
 
 @HOOKS.register_module()
 class ReproducibleHook(Hook):
-    """Make a resumed run equal to one that was never stopped: random numbers follow from seed, step and process.
+    """Hook that seeds random numbers by seed, step and process, so that a resumed run equals an unbroken one.
 
     mmengine saves no state of the random generators, so that dropout and drop path differ after a resume. The hook
     seeds the generators at every step. A resumed run then ends with the same weights, bit for bit, on the same machine,
@@ -34,7 +34,7 @@ class ReproducibleHook(Hook):
     priority = 'VERY_HIGH'
 
     def before_train(self, runner: Runner) -> None:
-        """Check that there is a seed and a loader that starts its workers anew."""
+        """Check that the config has a seed, and a data loader that starts its workers anew in each epoch."""
         loop = runner.train_loop
         loader = runner.train_dataloader
         iterates = isinstance(loop, IterBasedTrainLoop)
@@ -60,21 +60,24 @@ class ReproducibleHook(Hook):
             batches.skip_iter = read
 
     def before_train_epoch(self, runner: Runner) -> None:
-        """Seed the generators from which the loader draws."""
+        """Seed all random generators for the data loader of this epoch."""
         self._seed(runner, runner.epoch, 1)
 
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None) -> None:
-        """Seed the generators from which the model draws."""
+        """Seed all random generators for the model in this step."""
         self._seed(runner, runner.iter, 0)
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None, outputs: dict[str, Tensor] | None = None
     ) -> None:
-        """Seed the generators from which a loader without workers draws the next batch."""
+        """Seed all random generators for the next batch, which a loader without workers draws in this process."""
         self._seed(runner, runner.iter, 2)
 
     def after_left_out(self, runner: Runner) -> None:
-        """Seed as after the last batch that an interrupted run has trained; SaveOnInterruptHook calls this."""
+        """Seed all random generators as after the last trained batch, once a resumed run has skipped those batches.
+
+        SaveOnInterruptHook calls this when it has skipped the batches that the interrupted run had trained.
+        """
         self._seed(runner, runner.iter - 1, 2)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Checks of a checkpoint that a run resumes from: gates and optimizer have to be those of the config."""
+"""Check that the gates and the optimizer in a checkpoint to resume from are those of the config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ MOST = 3  # settings in one message
 
 
 def refuse_other_run(runner: Runner, checkpoint: Mapping[str, Any], source: str) -> None:
-    """Refuse a checkpoint whose gates or groups of parameters are not this run's; warn of rules that changed.
+    """Raise ConfigError if a checkpoint to resume from has other gates or optimizer groups than this run.
+
+    Rules that have changed and still fit are warned of.
 
     The optimizer's state would belong to other tensors; torch's error, at times only at the first step, names none.
 
@@ -53,7 +55,7 @@ def refuse_other_run(runner: Runner, checkpoint: Mapping[str, Any], source: str)
 
 
 def _refuse_first_version(runner: Runner, checkpoint: Mapping[str, Any], source: str) -> None:
-    """Raise ConfigError if the checkpoint is that of a gated run of mmgate 0.1, with its optimizer."""
+    """Raise ConfigError if the checkpoint to resume from was written by a gated run of mmgate 0.1."""
     if 'optimizer' not in checkpoint:
         return
     model = unwrap_model(runner.model)
@@ -70,7 +72,7 @@ def _refuse_first_version(runner: Runner, checkpoint: Mapping[str, Any], source:
 
 
 def _other_gates(runner: Runner, checkpoint: Mapping[str, Any]) -> str:
-    """Return a message on the first gate that differs in the checkpoint; empty if none does or it has no optimizer."""
+    """Return a message on the first gate that differs between checkpoint and model, or an empty text."""
     state = checkpoint.get('state_dict', {})
     model = unwrap_model(runner.model)
     if 'optimizer' not in checkpoint:
@@ -86,7 +88,7 @@ def _other_gates(runner: Runner, checkpoint: Mapping[str, Any]) -> str:
 
 
 def _other_groups(runner: Runner, checkpoint: Mapping[str, Any]) -> str:
-    """Return a message on parameter groups that differ; empty if none do or if there is no single optimizer."""
+    """Return a message if the optimizer's parameter groups differ from the checkpoint's, or an empty text."""
     state = checkpoint.get('optimizer')
     groups = getattr(getattr(getattr(runner, 'optim_wrapper', None), 'optimizer', None), 'param_groups', None)
     given = state.get('param_groups') if isinstance(state, Mapping) else None
@@ -100,7 +102,7 @@ def _other_groups(runner: Runner, checkpoint: Mapping[str, Any]) -> str:
 
 
 def _changed(runner: Runner, checkpoint: Mapping[str, Any]) -> list[str]:
-    """Return the settings of model and optimizer that differ from those in the checkpoint's config."""
+    """Return the settings of model and optimizer in which the config differs from the checkpoint's."""
     before = checkpoint.get('meta', {}).get('cfg')
     if not isinstance(before, str) or not hasattr(runner, 'cfg'):
         return []

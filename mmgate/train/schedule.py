@@ -1,4 +1,4 @@
-"""timm's cosine schedule, with which the papers' classifiers were trained."""
+"""timm's cosine learning-rate schedule, with which the papers' classifiers were trained."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from mmgate.registry import PARAM_SCHEDULERS
 
 @PARAM_SCHEDULERS.register_module()
 class CosineLR(CosineAnnealingLR):
-    """Cosine schedule over the whole training, including a warm-up.
+    """Cosine learning-rate schedule that counts from the start of the training, warm-up included, as timm's does.
 
     From ``begin`` on, the rate at step t of the training is ``eta_min + (lr - eta_min) (1 + cos(pi t / end)) / 2``.
-    mmengine's ``CosineAnnealingLR`` counts t from ``begin``, so that it starts at the full rate after a warm-up.
+    mmengine's ``CosineAnnealingLR`` counts t from ``begin``, so that after a warm-up it starts at the full learning
+    rate.
 
     Arguments are those of ``CosineAnnealingLR``; ``convert_to_iter_based=True`` in a config counts iterations.
 

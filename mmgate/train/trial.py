@@ -1,4 +1,4 @@
-"""The config of a short training, the same for a vanilla model and any gates in it, from a config of any length."""
+"""Turn any config into that of a short training, in which a vanilla model and gated ones can be compared."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_trial(
     gate_rate: float | Mapping[str, float] = 1.0,
     validations: int = 4,
 ) -> None:
-    """Turn a config into that of a short training which stops at Ctrl-C and resumes exactly.
+    """Change a config to a short training that can be interrupted by Ctrl-C and then resumes exactly.
 
     The schedule of the learning rate is squeezed into the new length; warm-ups take at least a twentieth of it.
 
@@ -78,19 +78,19 @@ def make_trial(
 
 
 def config_iters(cfg: Config, steps_in_epoch: int) -> int:
-    """Return the iterations of the training that a config describes."""
+    """Return how many iterations the training of a config has."""
     loop = cfg.train_cfg
     return int(loop.get('max_epochs') or 1) * steps_in_epoch if counts_epochs(cfg) else int(loop.max_iters)
 
 
 def counts_epochs(cfg: Config) -> bool:
-    """Return True if a config's training is counted in epochs."""
+    """Return True if the training of a config is counted in epochs rather than iterations."""
     loop = cfg.train_cfg
     return 'max_iters' not in loop and loop.get('by_epoch') is not False
 
 
 def first_figure(cfg: Config) -> str:
-    """Return the name, in a test's log, of the first figure of a config's evaluation.
+    """Return the name of a config's main metric as the log of a test has it, such as ``coco/bbox_mAP``.
 
     Raises:
         ConfigError: The metric is none whose figures are known.
@@ -111,7 +111,7 @@ def first_figure(cfg: Config) -> str:
 
 
 def _squeeze(cfg: Config, factor: Fraction, length: int, steps_in_epoch: int) -> None:
-    """Multiply what schedulers count by ``factor``; they count iterations afterwards."""
+    """Shorten the learning-rate schedulers of a config by a factor; they count iterations afterwards."""
     for _, scheduler in mappings(cfg.get('param_scheduler')):
         if 'type' not in scheduler:
             continue
@@ -160,7 +160,7 @@ def _set_loop(cfg: Config, length: int, by_epoch: bool, validations: int) -> Non
 
 
 def _set_loader(cfg: Config, *, infinite: bool) -> None:
-    """Let the loader start anew with the same numbers when a run resumes, as ReproducibleHook needs it."""
+    """Change a config's training data loader so that a resumed run repeats its random numbers (ReproducibleHook)."""
     loader = cfg.train_dataloader
     loader.persistent_workers = False
     loader.num_workers = max(1, loader.get('num_workers') or 0)
@@ -171,7 +171,7 @@ def _set_loader(cfg: Config, *, infinite: bool) -> None:
 
 
 def _set_gate_rate(cfg: Config, rate: float | Mapping[str, float]) -> None:
-    """Let the optimizer's constructor know gates, and give them another rate."""
+    """Change a config's optimizer so that gates get ``rate`` times the learning rate of the model."""
     wrapper = cfg.optim_wrapper
     options = wrapper.setdefault('paramwise_cfg', ConfigDict()) or ConfigDict()
     wrapper.paramwise_cfg = options

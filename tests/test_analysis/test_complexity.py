@@ -11,7 +11,7 @@ from mmengine.hub import get_config
 from torch import nn
 
 from mmgate.analysis.complexity import count_config, count_model
-from mmgate.layers import AgentAttention, SAGAAttention
+from mmgate.layers import AgentAttention, PLuGMultiheadAttention, SAGAAttention
 from mmgate.ops import gated_linear_attention, ms_deform_attn
 from mmgate.swap import swap_attention
 
@@ -79,7 +79,7 @@ def test_layers_are_counted_as_by_hand() -> None:
     assert counted.parameters == sum(p.numel() for p in saga.parameters())
 
 
-def test_layers_of_gates_are_counted_apart() -> None:
+def test_gates_are_counted_apart() -> None:
     """By class, over all layers, and as part of the whole."""
     layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 16), 3)
     layers.eval()
@@ -89,7 +89,10 @@ def test_layers_of_gates_are_counted_apart() -> None:
     counted = count_model(layers, torch.zeros(6, 2, 16))
     assert not vanilla.by_gate
     assert counted.by_gate == {'SDPAGate': 3 * (6 * 2) * 16 * 4} == {'SDPAGate': counted.macs - vanilla.macs}
-    assert count_model(SAGAAttention(12, 3, map_size=(2, 4)), torch.zeros(1, 8, 12), (2, 4)).by_gate['SAGAGate'] > 0
+    saga = count_model(SAGAAttention(12, 3, map_size=(2, 4)), torch.zeros(1, 8, 12), (2, 4))
+    assert saga.by_gate == {'SAGAGate': 8 * 12 * 3 * 12 + 25 * 8 * 12}
+    plug = PLuGMultiheadAttention(16, 4, batch_first=True)
+    assert count_model(plug, *[torch.zeros(1, 6, 16)] * 3).by_gate == {'PLuGGate': 2 * 6 * 16 * 4}
 
 
 def test_what_is_frozen_computes_and_is_no_parameter() -> None:

@@ -36,11 +36,18 @@ def test_start_of_vision_transformers(variant: str) -> None:
         dict(type='PLuGMultiScaleDeformableAttention', gml=variant, init='vit', granularity='head_level_point'),
     ]
     layers = initialised('mask2former', (dense, rules[0]), (deformable, rules[1])).layers
-    read = str(b'vit', 'ascii')  # equal to the literal and another object, as from a file
-    for layer in (*layers, PLuGMultiheadAttention(C, H, gml=variant, init=read).attn):
+    for layer in (*layers, PLuGMultiheadAttention(C, H, gml=variant, init='vit').attn):
         for name, parameter in layer.named_parameters():
             if name.startswith('g') and name.endswith('bias'):
                 assert not parameter.any(), name
             elif name.startswith('g'):
                 assert 0 < parameter.abs().max() < 0.1, name
                 assert parameter.numel() < 200 or 0.018 < parameter.std() < 0.022, name
+
+
+@pytest.mark.parametrize(
+    'init, in_vit, narrow', [(b'vit', False, True), (b'paper', True, True), (b'paper', False, False)]
+)
+def test_a_start_is_known_by_its_letters(init: bytes, in_vit: bool, narrow: bool) -> None:
+    """A name that was read from a file is another object than the one in the code."""
+    assert GatingModulation(init=str(init, 'ascii')).starts_narrow(in_vit) is narrow

@@ -86,13 +86,13 @@ def test_counting_and_listing(config: str, capsys: pytest.CaptureFixture[str]) -
 
 
 OUTSIDE = """
+from mmgate.layers import MultiScaleDeformableAttention
 from mmgate.layers.plug import PLuGDeformableGate
-from mmgate.layers.base.deformable import GatedMultiScaleDeformableAttention
 from mmgate.registry import MODELS
 
 
 @MODELS.register_module()
-class OutsideAttention(GatedMultiScaleDeformableAttention):
+class OutsideAttention(MultiScaleDeformableAttention):
     gate_type = PLuGDeformableGate
 """
 

@@ -46,11 +46,14 @@ def test_transformers() -> None:
     Image.fromarray(pixels).save('street.jpg')
     build('deformable_detr').save_pretrained('vanilla')
     space: dict[str, Any] = dict(feed('deformable_detr', padded=True))
+    gates = []
     for block in blocks('transformers.md'):
         exec(block, space)
+        gates.append(len(mmgate.gate_parameters(space['model'])))
     written = {path.name for path in Path().iterdir()}
     assert {'gates.safetensors', 'gated', 'gated.onnx', 'points.png'} <= written
-    assert mmgate.gate_parameters(space['model'])
+    # Of the encoder, the decoder and the queries at first, then of a checkpoint with the encoder's.
+    assert gates[0] > gates[1] > 0
 
 
 def test_timm() -> None:

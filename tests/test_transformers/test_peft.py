@@ -18,7 +18,8 @@ pytest.importorskip('peft', reason='needs peft, in the environment of transforme
 pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
 
 from helpers import hub_models, timm_models
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 
 import mmgate
 
@@ -210,15 +211,16 @@ def test_gates_alone_train_beside_frozen_updates() -> None:
     assert all(one.requires_grad for name, one in model.named_parameters() if 'lora_' in name)
 
 
-def test_updates_that_transformers_adds_itself(tmp_path: Path) -> None:
-    """By a method of its models, which puts PEFT's layers into them without a model of PEFT's around."""
+def test_layers_of_peft_without_a_model_of_peft(tmp_path: Path) -> None:
     vanilla, run = of_transformers('vit')
-    model: Any = copy.deepcopy(vanilla)
-    model.add_adapter(LoraConfig(r=2, target_modules=['q_proj'], init_lora_weights=False))
+    config = LoraConfig(r=2, target_modules=['q_proj'], init_lora_weights=False)
+    model = inject_adapter_in_model(config, copy.deepcopy(vanilla))
     mmgate.swap_attention(model, dict(path='**', type=PLUG))
     moved(model)
     both = run(model)
-    model.disable_adapters()
+    for part in model.modules():
+        if isinstance(part, BaseTunerLayer):
+            part.enable_adapters(False)
     gates_alone = run(model)
     assert_apart(gates_alone, both)
     mmgate.save_gates(model, tmp_path / 'gates.safetensors')

@@ -66,9 +66,13 @@ made = 0
 for name in layers.__all__:
     kind = getattr(layers, name)
     if issubclass(kind, layers.MultiScaleDeformableAttention):
-        module = kind(32, 4, 2, 2, batch_first=True, dropout=0.0)
         points = dict(reference_points=torch.rand(2, 16, 2, 2), spatial_shapes=shapes, level_start_index=start)
-        y = module(x, value=torch.randn(2, 20, 32), query_pos=x, **points)
+        for count, steps in ((2, [1, 2, 1, 2]), ([1, 3], [1, 1, 2, 3])):
+            module = kind(32, 4, 2, count, batch_first=True, dropout=0.0)
+            module.init_weights()
+            of_a_head = module.sampling_offsets.bias.view(4, -1, 2)[0]
+            assert of_a_head.abs().amax(-1).tolist() == steps, (name, of_a_head)
+            y = module(x, value=torch.randn(2, 20, 32), query_pos=x, **points)
     elif issubclass(kind, GatedMultiheadAttention):
         drop = dict(type='DropPath', drop_prob=0.5)
         y = kind(32, 4, batch_first=True, dropout_layer=drop)(x, query_pos=x)

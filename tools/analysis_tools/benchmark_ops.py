@@ -1,4 +1,4 @@
-"""Measure an operator's backends and its peers, print a table and write a CSV."""
+"""Measure an operator's backends beside other packages (peers), print a table and write a CSV."""
 
 import argparse
 from functools import partial

@@ -1,6 +1,7 @@
-"""Adapt a trained model to other data, by gates and by other small parts; compare what it learns and forgets.
+"""Adapt a trained model to other data by training gates or other small parts, and compare the results.
 
-Every row trains another part of the same model for equal steps, at the rate that was best on held-out training images.
+Each row of the table trains another part of the model for equally many steps, at the learning rate that was best on
+held-out training images.
 """
 
 import argparse
@@ -40,7 +41,7 @@ WARM_UP = 10  # steps
 
 
 class LowRank(nn.Module):
-    """Low-rank update of a matrix, ``W + B A``, which starts at zero.
+    """Low-rank update of a weight matrix as in LoRA, ``W + B A``, which starts at zero; a torch parametrization.
 
     Args:
         shape: Shape ``(out, in)`` of the matrix.
@@ -65,14 +66,15 @@ class LowRank(nn.Module):
 
 @dataclass(frozen=True)
 class Comparison:
-    """The settings in a comparison's file.
+    """The settings of a comparison, as its Python file has them.
 
     Attributes:
         config: Config of the vanilla model, with data, optimizer and metrics.
         checkpoint: The trained model that every row starts from.
         parts: Rows by name: ``trains`` has ``'gates'``, ``'norms'`` (norms and all biases), ``'low_rank'``, or regular
             expressions for names of parameters; ``attention`` has rules for gates; ``low_rank`` has ``pattern`` (a
-            regular expression for names of weights) and ``rank``; ``statistics=True`` lets batch norms go on counting.
+            regular expression for names of weights) and ``rank``; ``statistics=True`` lets batch norms update
+            their running statistics.
         rates: Learning rates of the sweep, by the name of a part or ``'default'``.
         steps: Number of training steps.
         sweep: ``train`` and ``test``, changes of the config's ``train_dataloader.dataset``, for choosing rates.
@@ -139,7 +141,7 @@ def adapted(model: nn.Module, part: Mapping[str, Any]) -> nn.Module:
 
 
 def add_low_rank(model: nn.Module, pattern: str, rank: int) -> None:
-    """Put :class:`LowRank` on every matrix whose name matches the regular expression ``pattern`` from its start."""
+    """Add a low-rank update to each weight matrix whose name matches a regular expression from its start."""
     matrices = [name for name, p in model.named_parameters() if p.ndim == 2 and re.match(pattern, name)]
     for name in matrices:
         owner, _, own = name.rpartition('.')
@@ -150,7 +152,7 @@ def add_low_rank(model: nn.Module, pattern: str, rank: int) -> None:
 
 
 def trained_names(model: nn.Module, trains: Sequence[str]) -> Iterator[str]:
-    """Yield the names of the parameters that ``trains`` of a part names."""
+    """Yield the names of the parameters that a part's setting ``trains`` chooses."""
     gates = set(dict(named_gate_parameters(model)))
     norms = {name for name, module in model.named_modules() if 'Norm' in type(module).__name__}
     for name, _ in model.named_parameters():
@@ -165,7 +167,7 @@ def trained_names(model: nn.Module, trains: Sequence[str]) -> Iterator[str]:
 
 
 def train(model: nn.Module, cfg: Config, samples: Any, rate: float, steps: int, seed: int, statistics: bool) -> None:
-    """Train the parameters that require a gradient; the rate climbs over 10 steps, then falls to 0 in a line.
+    """Train the parameters that require a gradient; the learning rate climbs for 10 steps, then falls linearly to 0.
 
     Args:
         model: From :func:`adapted`.
@@ -174,7 +176,7 @@ def train(model: nn.Module, cfg: Config, samples: Any, rate: float, steps: int, 
         rate: Learning rate, before the factors in the config's ``paramwise_cfg``.
         steps: Number of steps.
         seed: Seed of the order and of what is drawn in a step.
-        statistics: Let batch norms go on counting.
+        statistics: True lets batch norms update their running statistics.
     """
     random.seed(seed)
     np.random.seed(seed)
@@ -216,7 +218,7 @@ def keep_statistics(model: nn.Module) -> None:
 
 @torch.no_grad()
 def test(model: nn.Module, cfg: Config, samples: Any, metric: str) -> float:
-    """Return a metric of the model on a data set."""
+    """Test a model on a data set and return the metric."""
     evaluator = Evaluator(deepcopy(cfg.test_evaluator))
     evaluator.dataset_meta = samples.metainfo
     batch = cfg.test_dataloader.batch_size
@@ -227,7 +229,7 @@ def test(model: nn.Module, cfg: Config, samples: Any, metric: str) -> float:
 
 
 def size_of(model: nn.Module, statistics: bool) -> dict[str, int]:
-    """Return the number of parameters that train, and the bytes of them and of statistics that change."""
+    """Return how many parameters train, and how many bytes they and the changed statistics take in a file."""
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     counted = 0
     if statistics:
@@ -236,7 +238,7 @@ def size_of(model: nn.Module, statistics: bool) -> dict[str, int]:
 
 
 class Adaptation:
-    """Runs of a comparison, with a CSV file that grows by a row at a time.
+    """The runs of a comparison, whose results go into a CSV file, one row after the other.
 
     Args:
         comparison: The settings.
@@ -256,7 +258,7 @@ class Adaptation:
             self.rows = list(csv.DictReader(out.open()))
 
     def run(self) -> None:
-        """Test the start, then run every part, seed by seed, with the rate that is the best of its sweep."""
+        """Test the model before adaptation, then train each part, seed by seed, with its best learning rate."""
         settings = self.comparison
         self._add(dict(stage=START, part=START), {**settings.tests, 'held_out': settings.sweep['test']}, {})
         for seed in settings.seeds:  # seed by seed, so that a comparison cut short still compares
@@ -307,13 +309,13 @@ class Adaptation:
 
 
 def best_rate(rows: Sequence[Mapping[str, str]], name: str) -> str:
-    """Return the rate, as the CSV file has it, with which a part did best on the held-out training images."""
+    """Return the learning rate, as text, with which a part did best on the held-out training images."""
     swept = [row for row in rows if (row['stage'], row['part']) == ('sweep', name)]
     return max(swept, key=lambda row: float(row['held_out']))['rate']
 
 
 def report(comparison: Comparison, rows: Sequence[Mapping[str, str]]) -> str:
-    """Return a table for every training set and test of the seeds that all parts have done.
+    """Return the tables of results, one for each training set and test set, of seeds that all parts have finished.
 
     Differences are to the first part, paired by seed. Results of a rate that a longer sweep has replaced are left out.
     """

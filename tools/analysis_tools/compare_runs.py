@@ -93,7 +93,7 @@ def read_run(folder: str | Path) -> Run:
 
 
 def _moved(row: Mapping[str, float]) -> tuple[float, float] | None:
-    """Return the mean over layers of the gates' mean distance from rest, and the largest distance."""
+    """Return how far gates are from the value that changes nothing: the mean over layers, and the largest distance."""
     means = [value for name, value in row.items() if name.startswith('gate') and name.endswith('/moved')]
     most = [value for name, value in row.items() if name.startswith('gate') and name.endswith('/moved_most')]
     return (float(np.mean(means)), max(most)) if means and most else None
@@ -160,7 +160,9 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> dic
 def summary(
     groups: Mapping[str, Sequence[float]], baselines: Mapping[str, str] | None = None
 ) -> list[dict[str, float | str | int]]:
-    """Return a row for each group: mean, spread, and the paired difference to another group of as many seeds.
+    """Return a row for each group of runs: mean, spread, and the paired difference to a baseline group.
+
+    The baseline has as many seeds.
 
     Args:
         groups: Values of each group, one for each seed, in the same order of seeds.
@@ -179,7 +181,9 @@ def summary(
 
 
 def visible_difference(row: Mapping[str, Any]) -> float:
-    """Return the true difference that as many pairs show with a power of 80 %, by the spread of a row's differences.
+    """Return how large a true difference must be for so many pairs of runs to show it with a power of 80 %.
+
+    It follows from the spread of the row's differences.
 
     It is ``(t_0.975 + t_0.8) s``, with the standard error ``s`` and Student's quantiles; NaN if the spread is unknown.
     """
@@ -220,7 +224,7 @@ def conclusions(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def gates_of(runs: Sequence[Run]) -> dict[str, float]:
-    """Return ``moved``, the mean over runs of the gates' distance from rest, and ``moved_most``, if any."""
+    """Return how far runs' gates have moved from the value that changes nothing: mean and largest distance."""
     known = [run.gates for run in runs if run.gates is not None]
     if not known:
         return {}
@@ -372,7 +376,7 @@ def main(argv: list[str]) -> None:
 
 
 def unpaired(groups: dict[str, list[Run]]) -> Iterator[str]:
-    """Yield the reasons why the runs of a group are no pairs with those of the first."""
+    """Yield the reasons why runs of a group cannot be compared in pairs with those of the first group."""
     (first, baseline), *others = groups.items()
     for name, runs in others:
         if len(runs) != len(baseline):

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
         if macs:
             print(f'    {name:19} {macs / 1e9:10.3f} G')
     for name, macs in counted.by_gate.items():
-        print(f'  layers of {name:11} {macs / 1e6:10.3f} M, included')
+        print(f'    {name:19} {macs / 1e6:10.3f} M, in the above')
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""Write parameters and multiply-accumulates, the papers' and ours, as a Markdown table."""
+"""Write a Markdown table of parameters and multiply-accumulates: those printed in the papers, and ours."""
 
 import argparse
 from collections.abc import Iterable, Iterator

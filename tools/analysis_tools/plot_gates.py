@@ -1,4 +1,4 @@
-"""Draw gates: mean maps, centred on the value that changes nothing, mean and spread of every layer, histogram."""
+"""Draw a model's gates: mean maps (colours centred on the value that changes nothing), layers, histogram."""
 
 import sys
 from pathlib import Path

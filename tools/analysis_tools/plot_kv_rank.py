@@ -1,4 +1,4 @@
-"""Draw the rank of the map K^T V of linear attentions by layer, mean and spread over heads and images."""
+"""Draw the rank of the matrix K^T V of linear attentions by layer: mean and spread over heads and images."""
 
 import sys
 from pathlib import Path

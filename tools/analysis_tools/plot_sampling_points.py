@@ -1,8 +1,8 @@
 """Draw sampling points of deformable attention on each image, their density over all images, or a difference.
 
 With --difference a picture shows which points gain weight and which lose some: by the gates of one model, which runs
-with them and without, or between CONFIG and the model of --against. Queries of two models are the same only where both
-went on from one start.
+with them and without, or between CONFIG and the model of --against. Queries of two models can be compared only if both
+were trained from the same checkpoint.
 """
 
 import argparse

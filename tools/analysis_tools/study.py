@@ -46,7 +46,7 @@ Execute = Callable[[list[str]], None]
 
 @dataclass(frozen=True)
 class Study:
-    """The settings in a study's file.
+    """The settings of a study, as its Python file has them.
 
     Attributes:
         path: The file.
@@ -186,7 +186,7 @@ def run_study(
 
 
 def _seconds(folder: Path) -> float | None:
-    """Return the seconds that a finished run took, if it was not resumed."""
+    """Return the seconds that a finished run took, or None if it was resumed."""
     return json.loads((folder / RESULT).read_text()).get('seconds')
 
 
@@ -341,7 +341,7 @@ def _as_json(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _starts(study: Study, out: Path, budget: str | None) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield folder and settings of the test of every checkpoint that runs start from."""
+    """Yield folder and settings of a test of each checkpoint from which runs start."""
     options = {**study.options, **(study.budgets[budget] if budget else {})}
     first: dict[str, str] = {}  # the first run of each checkpoint
     for name in study.runs:

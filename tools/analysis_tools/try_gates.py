@@ -1,4 +1,4 @@
-"""Try gates in a config's model: train vanilla and each gate from one start, in pairs over seeds, and compare them.
+"""Try gates in a config's model: for each seed train the vanilla model and each gate, and compare them.
 
 Example:
 try_gates.py CONFIG --checkpoint vanilla.pth --gate 'encoder.layers.*.self_attn=PLuGMultiheadAttention' --iters 500
@@ -60,7 +60,7 @@ CAPTIONS = dict(
     differences='Differences between runs of the same seed',
     curves='Validations in the course of the training; thin lines are runs, thick ones their means',
 )
-MOVED = 'Gates moved is the distance of gates from the value that changes nothing: its mean, in brackets the largest.'
+MOVED = 'Gates moved is the mean distance of gates from the value that changes nothing; the largest is in brackets.'
 COSTS = 'On the first batch, all models in one process. The rows of gates have what these add to the first row.'
 OPERATOR = (
     "A gate of deformable attention also replaces the host's operator by mmgate's, so that a part of its time and "

@@ -1,4 +1,4 @@
-"""Benefit of pre-training: Mask R-CNN from a classifier of shapes and from scratch; for ``make demo-pretrain``."""
+"""Show the benefit of pre-training: Mask R-CNN from a classifier and from scratch; for ``make demo-pretrain``."""
 
 import argparse
 from pathlib import Path

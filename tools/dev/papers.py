@@ -41,10 +41,11 @@ RECIPES = {  # by the first file that a classifier is or inherits
 }
 INTRODUCTION = """# The papers, row by row
 
-Every table and figure of the five papers, and what reaches it here: a config, a command, an option, or why there is
-none. Figures are what the row of the paper prints, never ours: nothing was trained on ImageNet, COCO, ADE20K, CIFAR or
-SVHN here. A classifier's recipe is named where it is one of ImageNet's. Written by `python tools/dev/papers.py` from
-[papers.yml](papers.yml) and `configs/*/metafile.yml`.
+This page lists every table and figure of the five papers. For each row it names what reproduces that row with mmgate:
+a config, a command, an option, or the reason why there is none. Figures are those that the paper prints, never ours:
+we have trained nothing on ImageNet, COCO, ADE20K, CIFAR or SVHN. For an ImageNet classifier the recipe is
+named, too. `python tools/dev/papers.py` writes the page from [papers.yml](papers.yml) and
+`configs/*/metafile.yml`.
 """
 
 

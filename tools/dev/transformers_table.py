@@ -1,4 +1,4 @@
-"""Our sampler in transformers' detectors: differences in their outputs, and speed.
+"""Measure mmgate's deformable attention in transformers' detectors: differences of outputs, and speed.
 
 ``python tools/dev/transformers_table.py`` prints a table and, with ``--file``, writes it between two markers. Models
 have the sizes of transformers' default configs and random weights; nothing is downloaded.

@@ -1,4 +1,4 @@
-# The model that deformable-detr-refine_lite0_1xb4-12e_bccd.py trains goes on for 146 steps.
+# Trains the model of deformable-detr-refine_lite0_1xb4-12e_bccd.py for 146 more steps.
 _base_ = 'deformable-detr-refine_lite0_1xb4-12e_bccd.py'
 
 load_from = 'work_dirs/gate_rate_bccd_start/vanilla/seed0/epoch_12.pth'

@@ -1,4 +1,4 @@
-# The model that mask2former_lite0_1xb4-1k_camvid-160x128.py trains goes on for 150 steps.
+# Trains the model of mask2former_lite0_1xb4-1k_camvid-160x128.py for 150 more steps.
 _base_ = 'mask2former_lite0_1xb4-1k_camvid-160x128.py'
 
 load_from = 'work_dirs/gate_rate_camvid_start/vanilla/seed0/iter_1000.pth'

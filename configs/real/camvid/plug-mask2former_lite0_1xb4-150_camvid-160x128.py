@@ -7,7 +7,7 @@ model = dict(
         type='PLuGMultiheadAttention',
         path='decode_head.transformer_decoder.layers.*.self_attn'))
 
-# gates start at rest: at the rate of a trained model they hardly move in so few steps
+# gates start as the identity, and at a trained model's learning rate hardly move in so few steps
 optim_wrapper = dict(
     paramwise_cfg=dict(custom_keys={'mmgate.gates': dict(lr_mult=20.0)}))
 custom_hooks = [dict(type='mmgate.GateStatisticsHook', interval=75)]

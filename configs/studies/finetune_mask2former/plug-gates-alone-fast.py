@@ -1,4 +1,4 @@
 _base_ = 'plug-gates-alone.py'
-# gates start at rest: at the rate of a trained model they hardly move in 100 steps
+# gates start as the identity, and at a trained model's learning rate hardly move in 100 steps
 optim_wrapper = dict(
     paramwise_cfg=dict(custom_keys={'mmgate.gates': dict(lr_mult=100.0)}))

@@ -1,1 +1,1 @@
-"""Figures of the readings that the probes record."""
+"""Draw with matplotlib what the probes have recorded of a model's attention."""

@@ -1,4 +1,4 @@
-"""True and predicted boxes on an image, with class and score."""
+"""Draw a detector's true and predicted boxes on an image, with class and score."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_BOXES = 10
 
 
 def draw_boxes(axis: Axes, sample: Sample) -> tuple[int, InstanceData | tuple[()]]:
-    """Draw true and predicted boxes; return the number of true ones, and the predictions drawn, best first."""
+    """Draw true and predicted boxes on an axis; return how many are true, and the predictions drawn, best first."""
     truth = sample.get('gt_instances')
     found = sample.get('pred_instances')
     known = [] if truth is None or 'bboxes' not in truth else getattr(truth.bboxes, 'tensor', truth.bboxes).tolist()
@@ -36,7 +36,7 @@ def draw_boxes(axis: Axes, sample: Sample) -> tuple[int, InstanceData | tuple[()
 
 
 def label_boxes(axis: Axes, found: InstanceData | tuple[()], names: Sequence[str]) -> None:
-    """Write class and score at the upper left corner of each box, best first; skip a label that would hide another."""
+    """Write class and score at the upper left corner of each box; leave out a label that would hide a better box's."""
     height = axis.get_ylim()[0]
     taken: list[BboxBase] = []
     for instance in found:

@@ -1,4 +1,4 @@
-"""Figures of gates: mean maps, mean and spread of every layer, histogram."""
+"""Draw the values of a model's gates: as maps, as mean and spread of every layer, and as histograms."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MEANINGS: dict[float | None, str] = {
 
 
 def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> Path:
-    """Draw a row of panels for each model: its gates' maps, every layer's mean, a histogram; return the path.
+    """Draw for each model the maps of its gates, the mean gate of every layer, and a histogram; return the file's path.
 
     The colours of a map are centred on the value at which its gates change nothing; maps of equal axes share a scale.
     Histograms count every layer alike, no matter how many values it has. Each sentence below the figure names the
@@ -75,7 +75,7 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
 
 
 def histogram_image(by_kind: Mapping[str, Sequence[LayerGate]]) -> np.ndarray:
-    """Return a picture ``(h, w, 3)``, RGB in uint8, with a histogram for each class of gates.
+    """Return a picture, RGB in uint8 ``(h, w, 3)``, with a histogram of the gates' values for each class of gates.
 
     Args:
         by_kind: Gates of layers, by the name of their class.
@@ -92,19 +92,19 @@ def histogram_image(by_kind: Mapping[str, Sequence[LayerGate]]) -> np.ndarray:
 
 
 def _meaning(value: float | None) -> str:
-    """Return a sentence on gates that change nothing at ``value``."""
+    """Return the sentence below a figure that tells at which value a gate leaves the attention unchanged."""
     return MEANINGS.get(value, f'a gate of {value} leaves attention unchanged.')
 
 
 def _names(gates: Sequence[LayerGate]) -> list[str]:
-    """Return the label of each gate of a model: the name of its layer, with ``k`` and the like for a ``gate_k``."""
+    """Return a label for each gate of a model: its layer's name, with ``k`` or the like where a layer has several."""
     layers = style.layer_labels([gate.path for gate in gates], length=LONGEST)
     names = [gate.name.removeprefix('gate').removeprefix('_') for gate in gates]
     return [f'{layer} {name}'.strip() for layer, name in zip(layers, names, strict=True)]
 
 
 def _notes(models: Sequence[tuple[str, Sequence[LayerGate]]], maps: Sequence[Sequence[GateMap]]) -> list[str]:
-    """Return the lines below the figure, each with the panels that it is about."""
+    """Return the lines of text below the figure, each with the names of the panels that it explains."""
     values = {gate.unchanged for _, gates in models for gate in gates}
     lines = []
     if len(values) == 1:
@@ -123,7 +123,7 @@ def _notes(models: Sequence[tuple[str, Sequence[LayerGate]]], maps: Sequence[Seq
 
 
 def _panels_of(value: float | None, gates: Sequence[LayerGate], found: Sequence[GateMap]) -> str:
-    """Return the names of a row's panels with the gates that change nothing at ``value``."""
+    """Return the names of the panels of a model whose gates change nothing if they are equal to ``value``."""
     numbers = [str(number) for number, of_kind in enumerate(found, 1) if of_kind.unchanged == value]
     panels = []
     if numbers and len(found) == 1:
@@ -155,7 +155,7 @@ def _draw_map(figure: Any, axis: Any, of_kind: GateMap, alike: Sequence[np.ndarr
 
 
 def _apart(of_kind: GateMap) -> np.ndarray:
-    """Return the values of a map, with the rows and columns of class tokens widened and set apart by a gap."""
+    """Return the values of a map for drawing, with class tokens' rows and columns widened and set apart by a gap."""
     values = of_kind.values
     count = of_kind.class_tokens
     if not count:
@@ -182,7 +182,7 @@ def _draw_layers(axis: Any, gates: Sequence[LayerGate], names: Sequence[str]) ->
 
 
 def _labels(gates: Sequence[LayerGate]) -> dict[tuple[str, str, float | None], str]:
-    """Return the histograms' label of each series of gates: those of one name, axes and unchanged value.
+    """Return a label for each series of gates in a histogram; a series has one name, axes and unchanged value.
 
     It is the gates' name, with their axes where several series share the name.
     """
@@ -220,7 +220,7 @@ def _draw_histogram(
 
 
 def _used(gates: Sequence[LayerGate]) -> tuple[float, float]:
-    """Return the limits of the histograms' axis: some bars beyond those that hold values."""
+    """Return the least and the largest value of the histograms' axis: the range of the values and a few bars more."""
     filled = np.flatnonzero(sum(gate.statistics.histogram for gate in gates))
     first, last = (filled[0], filled[-1]) if len(filled) else (0, len(EDGES))
     return EDGES[max(first - 4, 0)], EDGES[min(last + 5, len(EDGES) - 1)]

@@ -1,4 +1,4 @@
-"""Figures over the layers of models: sinks, ranks, similarities."""
+"""Draw measures layer by layer: attention sinks, ranks of linear attention, similarity of attention patterns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Rows = list[dict[str, Any]]
 
 
 def draw_sinks(models: list[tuple[str, Rows]], out: Path, heads: Sequence[tuple[str, Rows]] = ()) -> Path:
-    """Draw shares, maximum activation and sparsity over the layers of each model; return the path.
+    """Draw over the layers of each model the attention on its sink, the largest activation, and the gates' sparsity.
 
     Empty markers are the first token's, where there is a class token. Attentions of different names, such as self- and
     cross-attention, get separate curves, in the order in which they run.
@@ -70,39 +70,42 @@ def draw_sinks(models: list[tuple[str, Rows]], out: Path, heads: Sequence[tuple[
 
 
 def _draw_heads(axes: np.ndarray, models: Sequence[tuple[str, Rows]]) -> None:
-    """Draw the sink of every head over the layers: its share, the size of its value, the rank of the outputs."""
+    """Draw each head's attention sink over the layers: its share, the size of its value, and the rank of outputs."""
     for number, (_, rows) in enumerate(models):
         colour = style.COLOURS[number % len(style.COLOURS)]
         layers = list(dict.fromkeys(row['layer'] for row in rows))
         count = {layer: sum(row['layer'] == layer for row in rows) for layer in layers}
-        # The heads of a layer are beside each other, and so are the models.
-        places = [layers.index(row['layer']) + 0.7 * ((row['head'] + 0.5) / count[row['layer']] - 0.5) for row in rows]
+        # The heads of a layer are beside each other, and so are the models at a head.
+        places = []
+        for row in rows:
+            slot = row['head'] + (number + 0.5) / len(models)
+            places.append(layers.index(row['layer']) + 0.7 * (slot / count[row['layer']] - 0.5))
         is_sink = np.array([row['kind'] != NO_SINK for row in rows])
         for axis, key in zip(axes, ('sink_share', 'value_norm', 'output_rank'), strict=True):
             for chosen, face, alpha in ((~is_sink, 'none', 0.4), (is_sink, colour, 1.0)):
                 x = np.array(places)[chosen]
                 y = np.array([row[key] for row in rows])[chosen]
-                axis.scatter(x, y, s=12, marker='os^D'[number % 4], edgecolors=colour, facecolors=face, alpha=alpha)
+                axis.scatter(x, y, s=12, marker='o', edgecolors=colour, facecolors=face, alpha=alpha)
     limits = (SINK, SMALL, LOW_RANK)
     titles = (
-        'share of the most attended token,\neach head (filled: a sink)',
-        "size of its value, over the others':\nbelow the line a sink is a no-op",
-        "stable rank of the head's outputs:\nbelow the line a sink broadcasts",
+        'share of the most attended\ntoken, by head (filled: a sink)',
+        "its value over the others':\nbelow the line a no-op sink",
+        'rank of the outputs:\nbelow the line a broadcast',
     )
     for axis, limit, title in zip(axes, limits, titles, strict=True):
         axis.axhline(limit, color='0.5', linewidth=0.8, linestyle='--')
         axis.set(title=title)
-        style.layer_axis(axis)
+        style.layer_axis(axis, 'attentions, as they run')
         axis.set_ylim(bottom=0)
 
 
 def _kind(path: str) -> str:
-    """Return the last name in an attention's path that is neither a number nor ``attn``, as inside mmcv's attention."""
+    """Return the last name in an attention's path that tells its role, such as ``self_attn``, for a figure's label."""
     return next((name for name in reversed(path.split('.')) if name != 'attn' and not name.isdigit()), path)
 
 
 def draw_matrices(models: Sequence[tuple[str, Sequence[str], np.ndarray]], out: Path, *, label: str) -> Path:
-    """Draw matrices over layers, of values from 0 to 1, one panel each; return the path."""
+    """Draw matrices of similarities (0 to 1) between layers, one panel for each model; return the file's path."""
     figure, axes = style.panels(1, len(models), height=2.9, width=3.6 * len(models) + 0.6)
     for axis, (title, paths, values) in zip(axes[0], models, strict=True):
         drawn = style.show_map(axis, values, cmap=style.SEQUENTIAL, vmin=0, vmax=1)
@@ -116,7 +119,7 @@ def draw_matrices(models: Sequence[tuple[str, Sequence[str], np.ndarray]], out: 
 
 
 def draw_ranks(models: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path) -> Path:
-    """Draw mean and spread of the ranks over the layers, one panel for each kind of rank; return the path."""
+    """Draw mean and spread of the rank of ``K^T V`` over the layers, a panel for each kind of rank; return the path."""
     figure, (axes,) = style.panels(1, 2, height=3.0)
     most = ', '.join(map(str, sorted({row['channels'] for _, rows in models for row in rows})))
     for axis, kind in zip(axes, ('matrix_rank', 'effective_rank'), strict=True):

@@ -1,4 +1,4 @@
-"""Figures on an image: attention maps over it, and the predictions and relevances of queries."""
+"""Draw on an image the attention that it gets, or each query's prediction and the places that it depends on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ LEAST_COLUMNS = 3  # fewer queries do not fill a page
 def draw_maps(
     sample: Any, maps: Sequence[tuple[str, np.ndarray | None]], out: Path, *, columns: int, label: str
 ) -> Path:
-    """Draw an image, and maps ``(h, w)`` over it in multiples of their means; return the path.
+    """Draw an image and, beside it, each attention map ``(h, w)`` laid over the image; return the file's path.
+
+    Maps are drawn in multiples of their means.
 
     All are on one scale, from 0 to twice the mean or more, on which an even map looks even. Where a map has negative
     values, M-DGSA's inhibition, the scale is centred on 0, inhibition is blue, and the mean is that of absolute values.
@@ -55,7 +57,7 @@ def draw_maps(
 
 
 def seen_part(picture: np.ndarray, sample: Any) -> np.ndarray:
-    """Return the part of an image on disk that the model sees: all of it, or the middle that a pipeline crops to."""
+    """Return the part of an image on disk that the model sees: all of it, or the middle if the pipeline crops it."""
     whole = np.array(picture.shape[:2])
     scales = np.array((sample.get('scale_factor') or (1.0, 1.0))[1::-1])
     sides = np.minimum((np.array(sample.img_shape[:2]) / scales).round().astype(int), whole)
@@ -64,7 +66,7 @@ def seen_part(picture: np.ndarray, sample: Any) -> np.ndarray:
 
 
 def crop_to_image(values: np.ndarray, sample: Any) -> np.ndarray:
-    """Return a map without the rows and columns that lie on a batch's padding."""
+    """Return a map over the padded input without the rows and columns that lie on the padding."""
     shapes = zip(values.shape, sample.img_shape[:2], padded_size(sample), strict=True)
     rows, columns = (max(round(tokens * own / padded), 1) for tokens, own, padded in shapes)
     return values[:rows, :columns]
@@ -73,7 +75,7 @@ def crop_to_image(values: np.ndarray, sample: Any) -> np.ndarray:
 def draw_queries(
     models: Sequence[tuple[str, Any, Sequence[Query]]], classes: Sequence[Sequence[str]], out: Path
 ) -> Path:
-    """Draw two rows for each model, predictions above relevances, and a column for each query; return the path.
+    """Draw for each query of a model its prediction and, below it, the relevance of the image to it; return the path.
 
     Args:
         models: The name of each model, the data sample of the image, and the queries with masks or boxes to outline.

@@ -1,4 +1,4 @@
-"""Figures of sampling points on their image."""
+"""Draw the sampling points of deformable attention on their image."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEEN = 0.05  # points of a smaller share of the largest weight may lie outside o
 def draw_sampling(
     drawn: Sequence[tuple[str, SamplingPoints, Sample]], out: str | Path, *, classes: Sequence[Sequence[str]] = ()
 ) -> Path:
-    """Draw sampling points, sized by weight and coloured by level, with their density and boxes; return the path.
+    """Draw an image with its sampling points, sized by weight and coloured by level, their density and boxes.
 
     Args:
         drawn: For each panel its title, its points and the data sample of its image (with predictions, if any).
@@ -65,7 +65,7 @@ def draw_sampling(
 def draw_difference(
     change: SamplingChange, image_path: str, out: str | Path, *, titles: tuple[str, str], model: str = ''
 ) -> Path:
-    """Draw an image, the points of queries before on a close-up, and the weight that each gained or lost after.
+    """Draw sampling points of queries on a close-up, without gates, and the weight that gates gave or took from each.
 
     Args:
         change: The points.
@@ -105,7 +105,7 @@ def draw_difference(
 
 
 def _window(change: SamplingChange, width: int, height: int) -> tuple[float, float, float, float]:
-    """Return left, right, top and bottom of a close-up of the image's shape, around the points that weigh most."""
+    """Choose the part of an image for a close-up around the points of most weight: left, right, top, bottom."""
     xy = []
     for points in (change.before, change.after):
         weights = np.abs(points.weights)
@@ -123,7 +123,7 @@ def _window(change: SamplingChange, width: int, height: int) -> tuple[float, flo
 
 
 def _draw_sizes(axis: Axes, image: np.ndarray, points: SamplingPoints, shares: np.ndarray, colours: Any) -> None:
-    """Draw points as large as their ``shares``, 0 to 1, over the boxes of their queries."""
+    """Draw sampling points as circles whose size shows their share of attention, over their queries' boxes."""
     _draw_image(axis, image, dim=0.75)
     for box in () if points.boxes is None else points.boxes:
         style.add_box(axis, box, edgecolor='white', linewidth=2.2)
@@ -141,7 +141,10 @@ def _draw_sizes(axis: Axes, image: np.ndarray, points: SamplingPoints, shares: n
 
 
 def draw_densities(models: Sequence[tuple[str, np.ndarray]], out: Path, *, images: int) -> Path:
-    """Draw each model's :func:`~mmgate.analysis.probes.sampling.mean_density` on one scale; return the path."""
+    """Draw where each model's points lie on average over images, all on one colour scale; return the file's path.
+
+    See :func:`~mmgate.analysis.probes.sampling.mean_density`.
+    """
     figure, (axes,) = style.panels(1, len(models), height=3.2, width=3.2 * len(models) + 0.6)
     high = max(float(values.max()) for _, values in models)
     for axis, (title, values) in zip(axes, models, strict=True):
@@ -152,7 +155,7 @@ def draw_densities(models: Sequence[tuple[str, np.ndarray]], out: Path, *, image
 
 
 def _draw_image(axis: Axes, image: np.ndarray, dim: float = 0.6) -> None:
-    """Draw a dim, grey image, on which colours can be seen."""
+    """Draw an image dim and grey on an axis, so that coloured points on it can be seen."""
     height, width = image.shape[:2]
     grey = image.mean(-1, keepdims=True)
     pale = 255 - (255 - (0.6 * grey + 0.4 * image)) * dim
@@ -227,7 +230,7 @@ def _legend_of_changes(figure: Figure, change: SamplingChange, largest: float, m
     lines = [
         f'{model}, {where}: {change.after.path}'.removeprefix(', '),
         'Each dot is a point that a query looks at, in all heads and levels; its size is its weight, or the change.',
-        f'{change.moved:.1%} of the attention moved from blue to red points. In the mean a point lies '
+        f'{change.moved:.1%} of the attention moved from blue to orange points. In the mean a point lies '
         f'{change.shifted:.1f} pixels from its place before.',
     ]
     style.legend(figure, entries, note='\n'.join(lines), columns=3)

@@ -1,4 +1,4 @@
-"""Style of the figures: sizes, colours, panels. The colour-blind can tell the colours (Okabe and Ito's) apart."""
+"""Sizes, colours and panels that all figures share; the colour-blind can tell the colours (Okabe and Ito's) apart."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDTH = 7.0  # inches: at half a page, text of 9 points stays above 4
 
 
 def read_image(path: str) -> np.ndarray:
-    """Return an image ``(h, w, 3)``, RGB, turned upright by its EXIF orientation."""
+    """Read an image file and return it as RGB ``(h, w, 3)``, turned upright by its EXIF orientation."""
     from PIL import Image, ImageOps
 
     with Image.open(path) as image:
@@ -32,7 +32,7 @@ def read_image(path: str) -> np.ndarray:
 
 
 def panels(rows: int, columns: int, *, height: float, width: float = WIDTH) -> tuple[Figure, np.ndarray]:
-    """Return a figure that opens no window, ``width`` inches wide, and its axes, in rows of ``height`` inches."""
+    """Return a new matplotlib figure, which opens no window, and its axes; rows are ``height`` inches high."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -45,7 +45,7 @@ def panels(rows: int, columns: int, *, height: float, width: float = WIDTH) -> t
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write a figure as PNG, make the folders that it needs, and return the path."""
+    """Write a figure into a PNG file, in a folder that is made if it is missing, and return the file's path."""
     for axis in figure.axes:
         axis.title.set_fontsize(9)
         for label in (axis.xaxis.label, axis.yaxis.label):
@@ -57,7 +57,7 @@ def save(figure: Figure, path: str | Path) -> Path:
 
 
 def show_map(axis: Axes, values: np.ndarray, image: np.ndarray | None = None, **style: Any) -> AxesImage:
-    """Draw a map ``(h, w)`` on an axis, over a grey image ``(H, W, 3)`` if one is given; return matplotlib's image."""
+    """Draw a map ``(h, w)`` of values in colours on an axis, over a grey image if one is given; return the artist."""
     if image is None:
         return axis.imshow(values, **style)
     height, width = image.shape[:2]
@@ -69,7 +69,7 @@ def show_map(axis: Axes, values: np.ndarray, image: np.ndarray | None = None, **
 def colour_bar(
     figure: Figure, drawn: ScalarMappable, axes: Axes | np.ndarray, label: str = '', **options: Any
 ) -> Colorbar:
-    """Add the colour bar of a map that :func:`show_map` drew on ``axes``, and return it."""
+    """Add a colour bar for a map that :func:`show_map` has drawn, beside the given axes, and return it."""
     bar = figure.colorbar(drawn, ax=axes, **{'shrink': 0.8, **options})
     bar.ax.tick_params(labelsize=7)
     bar.set_label(label, fontsize=8)
@@ -77,20 +77,20 @@ def colour_bar(
 
 
 def layer_axis(axis: Axes, xlabel: str = 'layer') -> None:
-    """Set whole numbers and a grid on an axis that counts layers or steps."""
+    """Give an axis whose x counts layers or steps a label, ticks at whole numbers and a grid."""
     axis.set_xlabel(xlabel)
     axis.locator_params(axis='x', integer=True)
     axis.grid(alpha=0.3)
 
 
 def legend(figure: Figure, handles: Sequence[Artist] = (), *, note: str = '', columns: int = 2) -> None:
-    """Write a legend and a note on reading the figure below it."""
+    """Write the legend below a figure, and under it a note that explains how to read the figure."""
     style: dict[str, Any] = dict(fontsize=7, title_fontsize=7, frameon=False, ncols=columns)
     figure.legend(handles=handles, title=note or None, loc='outside lower center', **style)
 
 
 def add_box(axis: Axes, corners: Iterable[float], **style: Any) -> None:
-    """Draw the outline of a box ``(x, y, x, y)``."""
+    """Draw the outline of a box with the corners ``(x1, y1, x2, y2)`` on an axis."""
     from matplotlib.patches import Rectangle
 
     left, top, right, bottom = (float(x) for x in corners)
@@ -98,17 +98,19 @@ def add_box(axis: Axes, corners: Iterable[float], **style: Any) -> None:
 
 
 def class_name(label: int, names: Sequence[str]) -> str:
-    """Return a class's name, or its number where the name is not known."""
+    """Return the name of the object class with this number, or the number as text if its name is not known."""
     return names[label] if 0 <= label < len(names) else f'class {label}'
 
 
 def short(path: str, length: int = 34) -> str:
-    """Return a module's path with its middle left out where it is long."""
+    """Shorten a module's dotted path for a label: if it is longer than ``length``, dots replace its middle."""
     return path if len(path) <= length else f'{path[: length // 2 - 1]}…{path[-length // 2 :]}'
 
 
 def layer_labels(paths: Sequence[str], length: int = 34) -> list[str]:
-    """Return modules' paths without the names that all of them begin and end with; numbers stay.
+    """Return short labels for modules: their paths without the names with which all of them begin and end.
+
+    Numbers stay.
 
     Args:
         paths: The modules' paths.

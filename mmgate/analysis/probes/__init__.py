@@ -1,1 +1,1 @@
-"""Readings of attention while a model runs (gates, maps, sampling points) and measures computed from them."""
+"""Record gates, attention maps and sampling points while a model runs, and compute measures from them."""

@@ -1,4 +1,4 @@
-"""Readings of attention modules: gates, attention weights, sampling locations, maps, from a module's inputs.
+"""Compute gates, attention weights and sampling locations of an attention module from the inputs of its call.
 
 A reading is computed anew from the arguments of a module's call, so that no forward code knows of it and nothing is
 computed that is not asked for. The gate of a gated module declares the module's readings. Vanilla classes are found by
@@ -40,7 +40,9 @@ _READS: dict[str, dict[str, Read]] = {}
 
 
 def reads(*classes: str, **how: Read) -> None:
-    """Register functions that compute the readings, named as in :data:`NAMES`, of classes.
+    """Register, for attention classes, functions that compute readings such as their attention weights.
+
+    The keywords are the readings' names, those of :data:`NAMES`.
 
     A class is named ``'package.Class'``, or by all of its module.
     """
@@ -48,7 +50,10 @@ def reads(*classes: str, **how: Read) -> None:
 
 
 def reads_of(module: nn.Module) -> dict[str, Read]:
-    """Return the readings of a vanilla module, registered for its class or the nearest of its bases."""
+    """Return the functions that compute a vanilla module's readings (attention weights, ...), by the reading's name.
+
+    They are those registered for its class, or for the nearest of its base classes.
+    """
     for base in type(module).__mro__:
         # timm has classes of one name that compute different things
         for name in (f'{base.__module__}.{base.__name__}', f'{base.__module__.split(".")[0]}.{base.__name__}'):
@@ -58,7 +63,9 @@ def reads_of(module: nn.Module) -> dict[str, Read]:
 
 
 def gated_reads(module: GatedModule) -> dict[str, dict[str, Read]]:
-    """Return the readings of a gated module, by the name of each gate in it; the only gate is ``''``.
+    """Return the functions that compute a gated module's readings (gate, attention weights, ...), for each gate.
+
+    A module's only gate has the name ``''``.
 
     Raises:
         ConfigError: A gate declares a reading by a name of :data:`NAMES`, which it would hide.
@@ -94,7 +101,7 @@ def _gate_reads(module: Any, gate: Gate) -> dict[str, Read]:
 
 
 def gate_at(module: nn.Module) -> Gate:
-    """Return the first gate of a gated module, or the module itself if it is a gate."""
+    """Return the first gate in a gated module, or the module itself if it is a gate."""
     if isinstance(module, GatedModule):
         return module.gates()[0]
     assert isinstance(module, Gate), type(module).__name__
@@ -102,7 +109,7 @@ def gate_at(module: nn.Module) -> Gate:
 
 
 def bind(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by the names that the module's ``forward`` gives them, defaults filled in."""
+    """Return a call's arguments as a dict by the parameter names of the module's ``forward``, with its defaults."""
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
     bound.apply_defaults()
     return {**bound.arguments.pop('kwargs', {}), **bound.arguments}
@@ -110,7 +117,7 @@ def bind(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 @contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
-    """Switch a module's dropout off, so that no random number is drawn, and back on when the context closes."""
+    """Switch dropout in a module off inside a ``with`` block, so that no random number is drawn, and on afterwards."""
     modes = [(part, part.training) for part in module.modules()]
     try:
         for part, _ in modes:
@@ -122,7 +129,7 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
 
 
 def arguments_of(module: nn.Module, method: str, host: nn.Module, given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Run ``host`` once more and return the arguments with which it last calls ``module.method``.
+    """Run an attention (the host) once more and return the arguments with which it calls a method of its gate.
 
     The host projects, masks and cuts windows as it always does, so that no probe has to know how.
 
@@ -148,7 +155,7 @@ def arguments_of(module: nn.Module, method: str, host: nn.Module, given: Mapping
 
 
 class Sampled(NamedTuple):
-    """Samples of a call: the operator's arguments, before any gate.
+    """The arguments that a deformable attention gives its operator in a call, before any gate.
 
     Attributes:
         query: Queries with their position ``(B, Q, C)``.
@@ -196,7 +203,7 @@ def _of_transformers(module: Any, given: Given) -> Sampled:
 
 
 def _of_ms_deform_attn(module: Any, given: Given) -> Sampled:
-    """Return what rfdetr's and ultralytics' ``MSDeformAttn`` sample."""
+    """Return query, offsets, logits and places of a call of rfdetr's or ultralytics' ``MSDeformAttn``."""
     query = given['query']
     points = given['reference_points'] if 'reference_points' in given else given['refer_bbox']
     shapes = given['input_spatial_shapes'] if 'input_spatial_shapes' in given else given['value_shapes']
@@ -205,7 +212,7 @@ def _of_ms_deform_attn(module: Any, given: Given) -> Sampled:
 
 
 def _deformable(sample: Callable[[Any, Given], Sampled], gate: Any = None) -> dict[str, Read]:
-    """Return the readings of deformable attention.
+    """Return functions that compute the readings (sampling locations, weights, gate) of a deformable attention.
 
     They are the sampling locations ``(B, Q, H, L, P, 2)`` as (x, y), 0 to 1 over a level with its padding; the weights
     ``(B, Q, H, L, P)``; reference points, shapes of levels and the number of points of each level ``(L,)``; and what
@@ -250,13 +257,16 @@ def _deformable_gate(
 
 
 def _torch_attention(module: Any, given: Given) -> Tensor:
-    """Return the attention weights ``(B, H, N, M)`` of torch's MultiheadAttention, which mmcv's and PVT's wrap."""
+    """Compute the attention weights ``(B, H, N, M)`` of a call of torch's MultiheadAttention.
+
+    mmcv's and PVT's attention wrap that module.
+    """
     with without_dropout(module):
         return module.forward(**{**given, 'need_weights': True, 'average_attn_weights': False})[1]
 
 
 def _torch_values(module: Any, given: Given) -> Tensor:
-    """Return the projected values ``(B, H, M, d)`` of torch's MultiheadAttention, those that it appends included."""
+    """Compute the projected values ``(B, H, M, d)`` of a call of torch's MultiheadAttention, with those appended."""
     value = given['value'] if module.batch_first else given['value'].transpose(0, 1)
     weight = module.v_proj_weight if module.in_proj_weight is None else module.in_proj_weight.chunk(3)[2]
     bias = None if module.in_proj_bias is None else module.in_proj_bias.chunk(3)[2]
@@ -269,13 +279,16 @@ def _torch_values(module: Any, given: Given) -> Tensor:
 
 
 def _dense_values(gate: DenseGate, module: Any, given: Given) -> Tensor:
-    """Return the values ``(B, H, M, d)`` that the gate's attention weighs, gated if the gate is one of values."""
+    """Compute the values ``(B, H, M, d)`` of a dense attention with a gate, gated if the gate acts on values."""
     _, _, value, inputs, _ = arguments_of(gate, 'attend', module, given)
     return gate.weighed_values(value, inputs)
 
 
 def _dense_attention(gate: DenseGate, module: Any, given: Given) -> Tensor:
-    """Return the weights ``(B, H, N, M)``; a row whose keys are all masked is uniform, or 0 in torch's module."""
+    """Return the attention weights ``(B, H, N, M)`` of a dense attention with a gate.
+
+    A row whose keys are all masked is uniform, or 0 in torch's module.
+    """
     if 'need_weights' in given:
         return _torch_attention(module, given)
     query, key, _, inputs, bias = arguments_of(gate, 'attend', module, given)

@@ -1,4 +1,4 @@
-"""Similarity of layers' attention patterns: centred kernel alignment (CKA) over images."""
+"""Measure how similar the attention patterns of layers are, by centred kernel alignment (CKA) over images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEAST_IMAGES = 4  # for the unbiased dependence
 
 
 def attention_cka(model: nn.Module, batches: Iterable[dict[str, Any]]) -> tuple[list[str], np.ndarray]:
-    """Return the paths of the layers, and the CKA of their attention patterns over images, ``(layers, layers)``.
+    """Run a model over images; return its layers' paths and the similarity (CKA) of each two ``(layers, layers)``.
 
     A sample is an image. Its features are the weights of the class token for each region, or in a layer without one the
     weights of the mean query; heads, which the paper does not mention, are concatenated. Unbiased dependences of blocks
@@ -50,7 +50,7 @@ def attention_cka(model: nn.Module, batches: Iterable[dict[str, Any]]) -> tuple[
 
 
 def _block(images: Sequence[Sequence[Tensor]]) -> np.ndarray:
-    """Return the dependences of layers ``(L, L)`` over images, times their number."""
+    """Return the dependence of each two of the L layers ``(L, L)`` over a block of images, times the images' number."""
     layers = list(zip(*images, strict=True))
     if any(x.shape != layer[0].shape for layer in layers for x in layer):
         raise ConfigError(
@@ -62,20 +62,23 @@ def _block(images: Sequence[Sequence[Tensor]]) -> np.ndarray:
 
 
 def dependences(layers: Sequence[Tensor]) -> np.ndarray:
-    """Return the dependences ``(L, L)`` of layers ``(n, p)``, of which row i is image i; see :func:`dependence_of`."""
+    """Return how strongly each two of L layers depend on each other, ``(L, L)``, by :func:`dependence_of`.
+
+    A layer is a matrix ``(n, p)`` whose row i belongs to image i.
+    """
     kernels = [products(layer) for layer in layers]
     return np.array([[dependence_of(one, other) for other in kernels] for one in kernels])
 
 
 def products(x: Tensor) -> Tensor:
-    """Return the products ``(n, n)`` of the centred rows of ``(n, p)``, with 0 on the diagonal."""
+    """Return the Gram matrix ``(n, n)`` of the centred rows of ``x`` ``(n, p)``, with zeros on its diagonal."""
     # The dependence does not change by the shift, but its rounding gets better.
     centred = x.double() - x.double().mean(0)
     return (centred @ centred.T).fill_diagonal_(0)
 
 
 def dependence_of(one: Tensor, other: Tensor) -> float:
-    """Return the unbiased Hilbert-Schmidt independence criterion of two matrices' :func:`products`.
+    """Return the unbiased Hilbert-Schmidt independence criterion (HSIC) of two layers, given their :func:`products`.
 
     The biased one grows with the width: maps of unrelated layers would look alike as soon as they have more regions
     than there are images. It is NaN for fewer than four rows.
@@ -90,7 +93,7 @@ def dependence_of(one: Tensor, other: Tensor) -> float:
 
 
 def alignment(found: np.ndarray) -> np.ndarray:
-    """Return the linear centred kernel alignments (CKA) of layers by their :func:`dependences`.
+    """Return the similarity (linear centred kernel alignment) of each two layers, computed from :func:`dependences`.
 
     1 for matrices that are equal up to rotation and scale, 0 on average for unrelated ones, which may be less; NaN
     where one of the two is constant.

@@ -1,4 +1,4 @@
-"""Statistics of gates: mean and spread of each layer, histograms, mean maps over heads, layers and images."""
+"""Compute statistics of gates over a data set: mean, spread and histogram of each layer, and mean maps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAPS = {
 
 @dataclass(frozen=True)
 class GateMap:
-    """The mean map of the gates of several layers.
+    """The values of gates of several layers, averaged over heads, layers and images into one map for a figure.
 
     Attributes:
         values: The mean over images and layers: ``(N, M)`` for pairs of queries and keys, ``(H, L)`` for levels; for
@@ -46,11 +46,11 @@ class GateMap:
 
     @property
     def name(self) -> str:
-        """Name of the reading, which the gates declare."""
+        """The name of the reading, as the gates' class declares it."""
         return self.gates[0].name
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield a row of a CSV for each value, with its query and key (``class`` or a number), level or head."""
+        """Yield a row for a CSV file for each value of the map, with its query and key, level or head."""
         classes = [f'class {number}'.removesuffix(' 0') for number in range(self.class_tokens)]
         lines, columns = ([*classes, *range(length - self.class_tokens)] for length in self.values.shape)
         if self.axes == 'heads':
@@ -61,7 +61,7 @@ class GateMap:
 
 
 class LayerGate:
-    """Statistics of the gate of a layer over a data set.
+    """Statistics of one gate of one layer, gathered over the images of a data set.
 
     Attributes:
         path: Path of the layer.
@@ -85,7 +85,7 @@ class LayerGate:
         self._count = 0
 
     def add(self, x: Tensor) -> None:
-        """Add the values of a forward pass."""
+        """Add the gate's values of one forward pass to the statistics."""
         self.statistics.add(x)
         if self.axes == 'heads' and x.shape[1] == 1:  # one gate for all heads
             self.axes = ''
@@ -99,14 +99,18 @@ class LayerGate:
 
     @property
     def coefficients(self) -> np.ndarray | None:
-        """Mean over images: ``(N, M)`` for pairs of queries and keys, ``(H, L)`` for levels, ``(H,)`` for heads.
+        """The gate's mean over images: by query and key ``(N, M)``, by head and level ``(H, L)``, or by head ``(H,)``.
 
         Images with another number of tokens than the first are left out of pairs. It is None where there is no map.
         """
         return (self._maps / self._count).numpy() if self._count else None
 
     def row(self) -> dict[str, Any]:
-        """Return the row of the CSV; ``moved`` and ``moved_most`` are distances from :attr:`unchanged`."""
+        """Return the layer's row for a CSV file.
+
+        ``moved`` and ``moved_most`` are the mean and the largest distance from :attr:`unchanged`, the value at which
+        the gate changes nothing.
+        """
         found = self.statistics
         numbers = dict(mean=found.mean, std=found.deviation, minimum=found.minimum, maximum=found.maximum)
         known = self.unchanged is not None
@@ -115,7 +119,7 @@ class LayerGate:
 
 
 def level_means(x: Tensor, num_points: Sequence[int]) -> Tensor:
-    """Return the mean of gates ``(B, Q, H|1, N|1)`` over the points of each level, ``(B, Q, H|1, L|1, 1)``.
+    """Average gates ``(B, Q, H|1, N|1)`` over the sampling points of each level: ``(B, Q, H|1, L|1, 1)``.
 
     Args:
         x: Gates of levels with different numbers of points, N in all.
@@ -126,7 +130,7 @@ def level_means(x: Tensor, num_points: Sequence[int]) -> Tensor:
 
 
 def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[LayerGate]:
-    """Run a model over batches and return every gate that it has, in the order of the layers."""
+    """Run a model over batches and return the statistics of each of its gates, in the order of the layers."""
     gates: dict[str, Any] = dict(model.named_modules())
     with record(model, [GATES], accumulate=lambda path, name: LayerGate(path, name, gate_at(gates[path]))) as recording:
         for batch in batches:
@@ -141,7 +145,9 @@ def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list
 
 
 def mean_maps(gates: Iterable[LayerGate]) -> list[GateMap]:
-    """Return the mean maps of gates, one for all that share name, axes, shape and unchanged value.
+    """Average gates of several layers into maps for a figure; one map has gates of one name, axes and shape.
+
+    They also share the value that changes nothing.
 
     Pairs come first, then levels, then heads. Gates without a map, such as those of channels, are left out.
     """

@@ -1,4 +1,4 @@
-"""Readings of hosts that compute attention without torch's or mmcv's module, and the geometry of their maps."""
+"""Read attention weights of modules other than torch's and mmcv's, such as Swin's, and the layout of their maps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from mmgate.analysis.probes.attention import Given, Read, arguments_of, reads
 
 
 def _before_dropout(module: Any, given: Given) -> Tensor:
-    """Return the weights that a host passes to its ``attn_drop``, ``(B, H, N, M)``, in windows ``(B nW, H, N, N)``."""
+    """Return the attention weights that a module passes to its ``attn_drop``: ``(B, H, N, M)`` or ``(B nW, H, N, N)``.
+
+    The latter is the shape of attention inside windows.
+    """
     return arguments_of(module.attn_drop, 'forward', module, given)[0]
 
 
 class _Products(TorchFunctionMode):
-    """Mode that notes the factors of every product of matrices."""
+    """Torch function mode that keeps both factors of every matrix product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +36,7 @@ class _Products(TorchFunctionMode):
 
 
 def _times_weights(module: Any, given: Given) -> Tensor:
-    """Return the values that a host multiplies by the weights of :func:`_before_dropout`, in their layout."""
+    """Return the values that a module multiplies by its attention weights, in the layout of that product."""
     with _Products() as products:
         weights = _before_dropout(module, given)
     # Without dropout the weights are the same memory before and after.
@@ -42,7 +45,7 @@ def _times_weights(module: Any, given: Given) -> Tensor:
 
 
 def _unfused(read: Read) -> Read:
-    """Return a reading of a host of timm's while its attention is not fused, which would form no weights."""
+    """Wrap a reading function for timm's modules: it runs without fused attention, which forms no weights."""
 
     def read_unfused(module: Any, given: Given) -> Tensor:
         fused = module.fused_attn

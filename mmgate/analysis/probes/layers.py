@@ -1,4 +1,4 @@
-"""Measures by layer: attention sinks, largest hidden states, the rank of K^T V."""
+"""Measure each layer of a model: its attention sinks, its largest hidden state, and the rank of ``K^T V``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _accumulate(path: str, name: str) -> Kept | RunningStatistics:
 
 
 def sinks(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run a model over batches and return a row for every attention with weights or a gate, as they run.
+    """Run a model over batches and return a row of sink measures for each attention, in the order in which they run.
 
     Returns:
         ``layer``, its path; ``sink_share``, the share of attention on the most attended key, mean over images (or
@@ -80,7 +80,7 @@ def sinks(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict[str,
 
 
 def matrix_rank(matrices: Tensor) -> Tensor:
-    """Return the rank of matrices ``(..., d, e)``: the number of singular values that rounding does not explain.
+    """Return the rank of matrices ``(..., d, e)``: the number of singular values larger than rounding errors.
 
     A singular value counts if it exceeds the largest times the longer side times the precision of the matrices' dtype.
     This is the rule of numpy and Matlab; SAGA names no other.
@@ -93,7 +93,7 @@ def matrix_rank(matrices: Tensor) -> Tensor:
 
 
 def effective_rank(matrices: Tensor) -> Tensor:
-    """Return the exponential of the entropy of the shares of singular values of ``(..., d, d)``.
+    """Return the effective rank of matrices ``(..., d, d)``: exp of the entropy of their normalised singular values.
 
     It needs no tolerance.
 
@@ -106,13 +106,13 @@ def effective_rank(matrices: Tensor) -> Tensor:
 
 
 def _ranks(maps: Tensor) -> Tensor:
-    """Return matrix rank, effective rank and largest possible rank of every head, ``(3, B H)``."""
+    """Return matrix rank, effective rank and largest possible rank of every head's ``K^T V``, ``(3, B H)``."""
     ranks = matrix_rank(maps).double()
     return torch.stack([ranks, effective_rank(maps), torch.full_like(ranks, min(maps.shape[-2:]))]).flatten(1)
 
 
 def kv_ranks(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run a model over batches and return a row for every linear attention, in the order in which they run.
+    """Run a model over batches and return a row with the rank of ``K^T V`` for each linear attention, in their order.
 
     Returns:
         ``layer``, its path; mean and deviation over heads and images of ``matrix_rank``, the paper's measure, and of

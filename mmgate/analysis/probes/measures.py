@@ -1,4 +1,4 @@
-"""Measures of attention maps: relevance rolled back through them, shares of their rows."""
+"""Steps of attention rollout: normalise the rows of attention maps, and take relevance back through a layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmgate.layers.parts.stripes import merge_stripes, split_stripes
 
 
 def roll_back(relevance: Tensor, weights: Tensor, geometry: Sequence[int] = (), residual: float = 0.5) -> Tensor:
-    """Return the relevance of a layer's inputs, given that of its outputs: one row of attention rollout.
+    """Take relevance one layer back, as attention rollout does: from a layer's outputs to its inputs.
 
     Rows are rolled back one by one, so that no rollout matrix ``(N, N)`` is formed. The sum of relevances stays the
     same, except for the weights on the padding of Swin's windows.
@@ -49,6 +49,6 @@ def _windows_back(relevance: Tensor, weights: Tensor, window: tuple[int, int], s
 
 
 def row_shares(weights: Tensor, *, signed: bool = False) -> Tensor:
-    """Return weights divided by the sum of absolute values of their row: absolute values, or ``signed`` as they are."""
+    """Normalise attention weights so that absolute values sum to 1 in each row; ``signed`` keeps negative signs."""
     shares = F.normalize(weights, p=1, dim=-1)
     return shares if signed else shares.abs()

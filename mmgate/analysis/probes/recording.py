@@ -1,4 +1,4 @@
-"""Record readings of attention while a model runs, without touching its forward code.
+"""Record gates, attention weights and sampling points of a running model with hooks, without changing its code.
 
 ``with record(model, ('gate', 'attention')) as recording: model.test_step(batch)`` leaves the tensors in
 ``recording[path]['gate'].tensors``. The path is that of the module with the gate: ``'encoder.layers.0.self_attn'`` for
@@ -44,22 +44,22 @@ _ATTENTION = re.compile(r'(Attention|Attn|MSA)$')
 
 
 class Sample(Protocol):
-    """Data sample of an image, by mmengine's names."""
+    """Protocol of mmengine's data sample: the fields of an image that the figures need."""
 
     @property
     def img_path(self) -> str:
-        """Path of the image."""
+        """Path of the image file."""
 
     @property
     def ori_shape(self) -> tuple[int, ...]:
-        """Height and width on disk."""
+        """Height and width of the image on disk, in pixels."""
 
     @property
     def img_shape(self) -> tuple[int, ...]:
-        """Height and width of the model's input, without padding."""
+        """Height and width of the image as the model gets it, after resizing and without padding."""
 
     def get(self, name: str) -> Any:
-        """Return a field such as ``batch_input_shape``, or None."""
+        """Return a field of the sample by its name, such as ``batch_input_shape``, or None."""
 
 
 Recording = dict[str, dict[str, Any]]  # accumulators, by path of the module and name of the reading
@@ -69,7 +69,7 @@ Recording = dict[str, dict[str, Any]]  # accumulators, by path of the module and
 def record(
     model: nn.Module, names: Iterable[str], *, accumulate: Callable[[str, str], Any] = lambda path, name: Kept()
 ) -> Iterator[Recording]:
-    """Record readings of every attention module that has them, while the context is open.
+    """Record what is asked for (gates, attention weights, ...) of every attention module that runs in a ``with`` block.
 
     The readings are computed from the modules' inputs, without gradients and dropout, after the module has run: the
     model's output and the random numbers that it gets stay the same, bit by bit. No hook is left after the context. A
@@ -153,7 +153,9 @@ def _scores_and_places(head: Any, args: Any, kwargs: Any, output: Any) -> dict[s
 
 
 def predicted(recording: Recording) -> tuple[Tensor, Tensor] | None:
-    """Return a head's scores ``(B, Q, classes)`` and mask logits ``(B, Q, h, w)`` or boxes ``(B, Q, 4)``, if any.
+    """Return the recorded predictions of a query-based head: scores ``(B, Q, classes)``, and boxes or masks.
+
+    Boxes have the shape ``(B, Q, 4)``, logits of masks ``(B, Q, h, w)``. It is None if the model has no such head.
 
     They are those of the decoder's last layer in the last forward pass.
     """
@@ -162,7 +164,7 @@ def predicted(recording: Recording) -> tuple[Tensor, Tensor] | None:
 
 
 def best_queries(recording: Recording, image: int, top_k: int) -> np.ndarray:
-    """Return the ``top_k`` queries of an image by their best class; without a head, the first ``top_k``."""
+    """Return the ``top_k`` queries of an image whose best class scores highest; without scores, the first ``top_k``."""
     head = predicted(recording)
     if head is None:
         return np.arange(top_k)
@@ -171,21 +173,21 @@ def best_queries(recording: Recording, image: int, top_k: int) -> np.ndarray:
 
 
 def nearest(recording: Recording, path: str, name: str) -> Any:
-    """Return the reading ``name`` of the module at ``path``, or of the nearest module around it that has one."""
+    """Return the reading ``name`` of the module at ``path`` or, if it has none, of the nearest module around it."""
     names = path.split('.')
     around = ('.'.join(names[:count]) for count in range(len(names), -1, -1))
     return next((recording[p][name] for p in around if name in recording.get(p, {})), None)
 
 
 def predict(model: Any, batch: dict[str, Any]) -> Any:
-    """Return the model's result for a batch of one image, without gradients; None if ``test_step`` returns nothing."""
+    """Run ``test_step`` on a batch of one image without gradients, and return its result, or None if it has none."""
     with torch.no_grad():
         found = model.test_step(batch)
     return found[0] if found else None
 
 
 def readable(model: nn.Module) -> dict[str, list[str]]:
-    """Return the paths of the modules that have a reading, by its name."""
+    """Return for each reading (gate, attention, ...) the paths of the modules of which it can be recorded."""
     found: dict[str, list[str]] = {}
     for path, _, names in _readable(model):
         for name in names:
@@ -194,13 +196,13 @@ def readable(model: nn.Module) -> dict[str, list[str]]:
 
 
 def gate_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the readings that the gates of a model declare."""
+    """Return the names under which the gates of a model can be recorded, as their classes declare them."""
     gates = (module for module in model.modules() if isinstance(module, Gate))
     return tuple(dict.fromkeys(name for gate in gates for name in gate.gate_readings))
 
 
 def _registered_names() -> Iterator[str]:
-    """Yield the readings that registered gates declare, so that a vanilla model may be asked for them, too."""
+    """Yield the names of readings that any registered gate declares, so that a vanilla model may be asked for them."""
     for registered in registered_gates():
         gate = gate_of_type(registered)
         if gate is not None:
@@ -208,7 +210,7 @@ def _registered_names() -> Iterator[str]:
 
 
 def require(model: nn.Module, names: Iterable[str], purpose: str) -> None:
-    """Raise ConfigError, which lists the model's readings, unless it has one that ``purpose`` needs.
+    """Raise ConfigError unless the model has one of the readings ``names``; the message lists those that it has.
 
     Args:
         model: Model.
@@ -226,7 +228,7 @@ def require(model: nn.Module, names: Iterable[str], purpose: str) -> None:
 
 
 def class_tokens(model: nn.Module, keys: Mapping[str, int]) -> dict[str, int]:
-    """Return the number of tokens before those of the image (class token, distillation token), by path of attention.
+    """Return for each attention the number of tokens before the image's: class, distillation and register tokens.
 
     Args:
         model: Model.
@@ -244,7 +246,7 @@ def class_tokens(model: nn.Module, keys: Mapping[str, int]) -> dict[str, int]:
 
 
 def _readable(model: nn.Module) -> Iterator[tuple[str, str, dict[str, Read]]]:
-    """Yield path of the reading, path of the module to hook, and the functions that read, by name."""
+    """Yield for each attention its path, the path of the module to hook, and the functions that compute readings."""
     for path, module in model.named_modules():
         if isinstance(module, GatedModule):
             for name, found in gated_reads(module).items():
@@ -255,7 +257,7 @@ def _readable(model: nn.Module) -> Iterator[tuple[str, str, dict[str, Read]]]:
 
 
 def _layer(model: nn.Module, path: str) -> str:
-    """Return the path of the layer around the attention at ``path``, past attentions that wrap it."""
+    """Return the path of the transformer layer that holds the attention at ``path``, past wrappers around it."""
     path = path.rpartition('.')[0]
     while path and _ATTENTION.search(type(model.get_submodule(path)).__name__):
         path = path.rpartition('.')[0]

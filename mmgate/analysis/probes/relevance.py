@@ -1,4 +1,4 @@
-"""Relevance of the places of an image: rollout through layers or a decoder, maps of a layer's heads or agents."""
+"""Compute which places of an image matter to a model's output, by attention rollout, or to one layer's heads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Step = tuple[int | None, Tensor]  # the memory that a decoder attends to (None: 
 
 
 def head_mean(weights: Tensor, *, absolute: bool = False) -> Tensor:
-    """Return the shares of attention weights ``(B, H, N, M)``, averaged over the heads, ``(B, N, M)``.
+    """Normalise the rows of attention weights ``(B, H, N, M)`` and average them over the heads, ``(B, N, M)``.
 
     Shares of signed weights (M-DGSA) keep their signs, as in the paper's Fig. 3: inhibition is below 0, and heads that
     disagree cancel out. With ``absolute`` the absolute values are averaged.
@@ -42,18 +42,18 @@ def head_mean(weights: Tensor, *, absolute: bool = False) -> Tensor:
 
 
 def query_rows(weights: Tensor) -> Tensor:
-    """Return the first and the mean row of attention weights ``(B, H, N, M)``, with their signs, ``(2, B, H, M)``."""
+    """Return the first row (a class token's) and the mean row of weights ``(B, H, N, M)``, stacked ``(2, B, H, M)``."""
     return torch.stack([weights[:, :, 0], weights.mean(2)]).float()
 
 
 def record_maps(model: nn.Module, reduce: Callable[[Tensor], Tensor] = head_mean) -> AbstractContextManager[Recording]:
-    """Return a context that records attention, by default head means, its geometry, and a head's predictions."""
+    """Return a context that records attention maps (by default means over heads), their layout, and predictions."""
     names = ('attention', 'geometry', 'map_size', PREDICTIONS)
     return record(model, names, accumulate=lambda path, name: Kept(reduce) if name == 'attention' else Kept())
 
 
 def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
-    """Return the relevance of the places of one image ``(h, w)`` to the mean of the last layer's tokens.
+    """Return by attention rollout how much each place of an image contributes to the last layer's tokens, ``(h, w)``.
 
     Absolute values sum to 1; inhibition, in M-DGSA's signed maps, is below 0. With a class token it is the relevance to
     that token. Only self-attention over the image counts: the backbone's, if it has any, else the encoder's. Height
@@ -95,12 +95,12 @@ def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
 
 
 def shares_of(relevance: Tensor, dims: int | tuple[int, ...]) -> Tensor:
-    """Return relevances divided by the sum of their absolute values over ``dims``; zeros stay."""
+    """Normalise relevances so that their absolute values sum to 1 over the axes ``dims``; all zeros stay zeros."""
     return relevance / relevance.abs().sum(dims, keepdim=True).clamp(min=1e-12)
 
 
 def attended(model: nn.Module, recording: Recording) -> dict[str, Tensor]:
-    """Return the attention of each layer's heads to the regions of the image, ``(B, H, M)``, by path.
+    """Return how much each head of each layer attends to each token of the image, ``(B, H, M)``, by the layer's path.
 
     It is the class token's row where the layer has one, else the mean row of all queries (of each window).
 
@@ -114,7 +114,7 @@ def attended(model: nn.Module, recording: Recording) -> dict[str, Tensor]:
 
 
 def head_maps(model: nn.Module, batch: dict[str, Any], layer: int = -1) -> tuple[str, np.ndarray, Sample]:
-    """Return a layer's path, a map ``(H, h, w)`` of the attention of each head, and the data sample of the image.
+    """Run a batch of one image; return a layer's path, its heads' attention as maps ``(H, h, w)``, and the result.
 
     Maps are those of the class token, else the mean over the queries. M-DGSA's are signed: below 0 they inhibit.
     ``layer`` counts the self-attentions over the image in the order in which they run.
@@ -147,7 +147,9 @@ def head_maps(model: nn.Module, batch: dict[str, Any], layer: int = -1) -> tuple
 
 
 def agent_maps(model: nn.Module, batch: dict[str, Any], layer: int = 0) -> tuple[str, np.ndarray, Sample]:
-    """Return a layer's path, the attention of its agents ``(n, h, w)``, heads averaged, and the image's data sample.
+    """Run a batch of one image; return a layer's path, the maps of its n agent tokens ``(n, h, w)``, and the result.
+
+    Maps are means over the heads.
 
     Raises:
         ConfigError: There is no such layer among the agent attentions.
@@ -163,14 +165,14 @@ def agent_maps(model: nn.Module, batch: dict[str, Any], layer: int = 0) -> tuple
 
 
 def agent_rows(path: str, maps: np.ndarray) -> Iterator[dict[str, Any]]:
-    """Yield the row of the CSV of each agent: the place that it attends to most, and its weight there."""
+    """Yield a row for a CSV file for each agent token: the place that it attends to most, and its weight there."""
     for agent, values in enumerate(maps):
         row, column = np.unravel_index(values.argmax(), values.shape)
         yield dict(layer=path, agent=agent, row=int(row), column=int(column), largest=float(values.max()))
 
 
 def placed_maps(recording: Recording) -> list[tuple[str, Tensor, tuple[int, ...] | None]]:
-    """Return path, last recorded map and geometry of each attention; the geometry is None where it is unknown."""
+    """Return for each recorded attention its path, its last map, and the layout of its tokens on the image, or None."""
     found = []
     for path, readings in recording.items():
         if 'attention' in readings:
@@ -180,12 +182,12 @@ def placed_maps(recording: Recording) -> list[tuple[str, Tensor, tuple[int, ...]
 
 
 def padded_size(sample: Sample) -> tuple[int, int]:
-    """Return height and width of the model's input of an image, padding included."""
+    """Return height and width of the padded input in which the model got an image."""
     return tuple(sample.get('batch_input_shape') or sample.img_shape[:2])
 
 
 def factors(tokens: int, size: tuple[int, int]) -> tuple[int, int] | None:
-    """Return the height and width of ``tokens`` whose aspect is that of ``size``, or None."""
+    """Return height and width of a map of so many tokens with the aspect ratio of ``size``, or None if none fits."""
     aspect = size[0] / size[1]
     height = round((tokens * aspect) ** 0.5)
     for rows in sorted({height - 1, height, height + 1} - {-1, 0}, key=lambda h: abs(h - height)):
@@ -196,7 +198,7 @@ def factors(tokens: int, size: tuple[int, int]) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Query:
-    """A query: the relevance of the image to it and, in a model with a head, its class, score and place.
+    """A decoder's query: the places of the image that it depends on and, if there is a head, its prediction.
 
     ``relevance`` ``(h, w)`` covers the padded input; its absolute values sum to 1. ``place`` holds the logits of a mask
     over the padded input, ``(h, w)``, above 0 inside, or a box ``(x, y, w, h)`` of centre and size, 0 to 1 over the
@@ -211,7 +213,9 @@ class Query:
 
 
 def query_rollout(steps: Sequence[Step], queries: Sequence[int]) -> dict[int, Tensor]:
-    """Return the relevance of each token of the image to ``queries`` through a decoder, by memory ``(q, M)``.
+    """Take the relevance of each query back through a decoder; return that of the image's tokens ``(q, M)``.
+
+    It is a dict by the memory, such as a level, that the tokens belong to.
 
     This is the rollout of one sequence that holds the learnt queries and all tokens of the image: cross-attention is a
     row of it whose keys are the image's, and the residual half stays with the queries. The relevance from an early
@@ -237,7 +241,9 @@ def query_rollout(steps: Sequence[Step], queries: Sequence[int]) -> dict[int, Te
 
 
 def decoder_steps(layers: Recording) -> list[Step]:
-    """Return the steps of a decoder whose queries attend to all tokens of an image; empty if there is none.
+    """Return the attentions of a decoder, in their order, as steps for :func:`query_rollout`.
+
+    It is empty unless the decoder's queries attend to all tokens of an image.
 
     The memory of a step is its number of tokens, which tells levels apart.
     """
@@ -251,7 +257,7 @@ def _maps(layers: Recording, pattern: re.Pattern[str]) -> list[tuple[str, Tensor
 
 
 def query_relevance(layers: Recording, size: tuple[int, int], queries: Sequence[int]) -> list[Query]:
-    """Return relevance and prediction of ``queries`` of one image.
+    """Return each query's predicted box and class, and a map of how relevant each place of the image was to it.
 
     Levels are resized to the finest and added. Relevance is rolled back through a dense encoder such as DETR's, but not
     through a deformable encoder or the backbone.
@@ -290,7 +296,10 @@ def query_relevance(layers: Recording, size: tuple[int, int], queries: Sequence[
 
 
 def add_levels(by_shape: dict[tuple[int, int], Tensor]) -> Tensor:
-    """Return the sum ``(Q, h, w)`` of levels' relevances ``(Q, h w)`` on the finest level; each keeps its share."""
+    """Resize the relevances of several levels ``(Q, h w)`` to the finest one and add them, ``(Q, h, w)``.
+
+    Each level keeps its share of the sum.
+    """
     finest = max(by_shape, key=lambda shape: shape[0] * shape[1])
     total = torch.zeros(())
     for shape, relevance in by_shape.items():
@@ -301,7 +310,7 @@ def add_levels(by_shape: dict[tuple[int, int], Tensor]) -> Tensor:
 
 
 def _shape(layers: Recording, tokens: int, size: tuple[int, int]) -> tuple[int, int]:
-    """Return height and width of a map of ``tokens``: those of a map that got positions, else by the image's aspect."""
+    """Return height and width of a map of so many tokens, as recorded or, if not recorded, by the image's aspect."""
     known = [x.tolist() for of in layers.values() if 'map_size' in of for x in of['map_size'].tensors]
     found = next(((h, w) for h, w in known if h * w == tokens), None) or factors(tokens, size)
     if found is None:

@@ -1,4 +1,4 @@
-"""Sampling points of deformable attention: places on the image, weights and levels."""
+"""Record the sampling points of deformable attention, and place them on the image."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmgate.ops.ms_deform_attn.uneven import padded
 
 @dataclass(frozen=True)
 class SamplingPoints:
-    """Points ``xy`` ``(q, H, L, P, 2)`` and ``weights`` ``(q, H, L, P)`` of some queries in one layer.
+    """The sampling points of some queries in one layer: their places on the image, their weights and levels.
 
     Places are pixels of the image on disk. ``reference`` ``(q, 2)`` holds the queries' reference points, or the centres
     of their boxes; level 0 is the finest; an encoder's queries are the pixels of its levels. If levels have different
@@ -39,13 +39,13 @@ class SamplingPoints:
 
     @property
     def there(self) -> np.ndarray:
-        """Points that exist, ``(L, P)`` bool."""
+        """Mask ``(L, P)`` of the points that exist, where levels have different numbers of points."""
         levels, points = self.weights.shape[2:]
         counts = np.full(levels, points) if self.num_points is None else np.array(self.num_points)
         return np.arange(points) < counts[:, None]
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield a row of the CSV for each point."""
+        """Yield a row for a CSV file for each sampling point."""
         there = self.there
         for place in np.ndindex(*self.weights.shape):
             query, head, level, point = place
@@ -58,19 +58,19 @@ class SamplingPoints:
 
 @dataclass(frozen=True)
 class SamplingChange:
-    """Points of the same queries twice: ``before``, as of the vanilla model, and ``after``, as of the gated one."""
+    """Sampling points of the same queries in two models: ``before`` in the vanilla one, ``after`` in the gated one."""
 
     before: SamplingPoints
     after: SamplingPoints
 
     @property
     def weights(self) -> np.ndarray:
-        """Return the weight that each point gained ``(q, H, L, P)``, negative where it lost some."""
+        """The weight that each point gained by the gates, ``(q, H, L, P)``, negative where it lost some."""
         return self.after.weights - self.before.weights
 
     @property
     def moved(self) -> float:
-        """Return the share of attention that went from one point to another, 0 to 1, in the mean over queries.
+        """The share of attention, 0 to 1, that the gates moved from some points to others, averaged over queries.
 
         It is half of the sum of all changes' sizes, over the sum of weights: what some points gained, others lost.
         """
@@ -79,19 +79,19 @@ class SamplingChange:
 
     @property
     def apart(self) -> float:
-        """Return the largest distance of a query's reference point from that before, in pixels."""
+        """The largest distance, in pixels, between a query's reference points in the two models."""
         return float(np.linalg.norm(self.after.reference - self.before.reference, axis=-1).max())
 
     @property
     def shifted(self) -> float:
-        """Return the distance of a point from its place before, in pixels, in the mean by weight."""
+        """The distance in pixels by which the gates move a point on average, weighted by attention."""
         there = self.after.there
         distances = np.linalg.norm(self.after.xy - self.before.xy, axis=-1)[:, :, there]
         weights = np.abs(self.before.weights)[:, :, there] + 1e-12
         return float((distances * weights).sum() / weights.sum())
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield a row of the CSV for each point."""
+        """Yield a row for a CSV file for each sampling point."""
         for before, after in zip(self.before.rows(), self.after.rows(), strict=True):
             earlier = {f'{name}_before': before[name] for name in ('x', 'y', 'weight')}
             yield dict(after, **earlier, change=after['weight'] - before['weight'])
@@ -99,7 +99,7 @@ class SamplingChange:
 
 @dataclass(frozen=True)
 class ImageSample:
-    """Path and sizes of an image, instead of a data sample, for models of other packages than mmdet.
+    """Path and sizes of an image, given by hand where there is no data sample of mmdet, as for transformers' models.
 
     Shapes are (height, width): of the image on disk, of the model's input without padding, and with it.
     """
@@ -110,19 +110,22 @@ class ImageSample:
     batch_input_shape: tuple[int, int]
 
     def get(self, name: str) -> Any:
-        """Return an attribute, or ``scale_factor`` as (width, height); None for another name."""
+        """Return the attribute of this name as a data sample does, with ``scale_factor`` as (x, y); None if unknown."""
         if name == 'scale_factor':
             return self.img_shape[1] / self.ori_shape[1], self.img_shape[0] / self.ori_shape[0]
         return getattr(self, name, None)
 
 
 def record_sampling(model: nn.Module) -> AbstractContextManager[Recording]:
-    """Record sampling points of every deformable attention, and the predictions of a detection head."""
+    """Return a context that records the sampling points of each deformable attention, and a head's predictions."""
     return record(model, (*POINTS, 'gate', PREDICTIONS))
 
 
 def layers_of(layers: Recording, part: str) -> list[str]:
-    """Return the paths of the deformable attentions of ``'encoder'`` (one query for each pixel) or ``'decoder'``."""
+    """Return the paths of the recorded deformable attentions in ``part``, ``'encoder'`` or ``'decoder'``.
+
+    An encoder's has one query for each pixel of the maps.
+    """
     found = []
     for path, readings in layers.items():
         if 'locations' in readings:
@@ -133,7 +136,7 @@ def layers_of(layers: Recording, part: str) -> list[str]:
 
 
 def to_image(xy: np.ndarray, sample: Sample) -> np.ndarray:
-    """Convert (x, y), 0 to 1 over the padded batch, to pixels of the image on disk."""
+    """Convert places (x, y) from shares of the padded input, 0 to 1, to pixels of the image on disk."""
     height, width = padded_size(sample)
     scale = np.asarray(sample.get('scale_factor') or (1.0, 1.0), np.float64)[:2]
     return xy * np.array([width, height]) / scale
@@ -142,7 +145,9 @@ def to_image(xy: np.ndarray, sample: Sample) -> np.ndarray:
 def query_at(
     layers: Recording, path: str, sample: Sample, pixel: tuple[float, float] | None = None, level: int = 0
 ) -> int:
-    """Return the query of an encoder's layer at a pixel ``(x, y)`` of the image on disk (default: its middle).
+    """Return the number of an encoder's query that lies at a pixel ``(x, y)`` of the image on disk.
+
+    The default is the middle of the image.
 
     Raises:
         ConfigError: The pixel lies outside of the image.
@@ -169,7 +174,7 @@ def chosen_points(
     pixel: tuple[float, float] | None = None,
     level: int | None = None,
 ) -> SamplingPoints:
-    """Return the points of a decoder's best queries, or of an encoder's query at a pixel.
+    """Return the sampling points to draw: of a decoder's best queries, or of the encoder's query at a pixel.
 
     Args:
         layers: Recording of :func:`record_sampling`, of one forward pass.
@@ -225,7 +230,7 @@ def chosen_points(
 
 
 def _boxes(layers: Recording, sample: Sample, image: int, queries: np.ndarray) -> np.ndarray | None:
-    """Return the boxes ``(q, 4)`` that the head predicts for queries, in pixels of the image on disk, if it does."""
+    """Return the boxes ``(q, 4)`` that a head predicts for queries, in pixels of the image on disk, or None."""
     head = predicted(layers)
     if head is None or head[1].ndim != 3:
         return None
@@ -236,7 +241,7 @@ def _boxes(layers: Recording, sample: Sample, image: int, queries: np.ndarray) -
 
 
 def compare_points(before: SamplingPoints, after: SamplingPoints) -> SamplingChange:
-    """Return the change of the weights of the same queries' points.
+    """Compare the sampling points of the same queries in a vanilla and in a gated model.
 
     Raises:
         ConfigError: The two are of other layers, queries, heads, levels or points.
@@ -256,7 +261,7 @@ def compare_points(before: SamplingPoints, after: SamplingPoints) -> SamplingCha
 
 
 def density(xy: np.ndarray, weights: np.ndarray, size: tuple[int, int], steps: int = 96) -> np.ndarray | None:
-    """Return a Gaussian kernel density of points ``(steps, steps)`` on a grid over an image of ``(height, width)``.
+    """Estimate the density of weighted points over an image, on a grid ``(steps, steps)``, with a Gaussian kernel.
 
     It is None where there is no spread to estimate, as for points on one line.
     """
@@ -275,7 +280,9 @@ def density(xy: np.ndarray, weights: np.ndarray, size: tuple[int, int], steps: i
 
 
 def mean_density(points: Sequence[SamplingPoints], samples: Sequence[Sample], steps: int = 96) -> np.ndarray:
-    """Return the density of the points on the finest level over a set of images, a grid ``(steps, steps)``.
+    """Estimate where sampling points lie on average over images, on a grid ``(steps, steps)`` over an image's area.
+
+    Only points that sample the finest level count.
 
     Every point counts alike, no matter what its weight is; places are shares of the images' heights and widths, so that
     images of any size can be added. An even density is 1, except at the border, where the kernel's tails lie outside:

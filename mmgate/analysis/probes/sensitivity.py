@@ -1,4 +1,4 @@
-"""Figures of a trained model's attention before it is gated: spread, most attended key, reaction to scaled logits."""
+"""Measure a trained model's attention to find where a gate may matter: spread, sinks, reaction to scaled logits."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ SCALES = (0.9, 1.1)
 
 
 class ScaledLogits(DenseGate):
-    """Dense attention whose logits, before any bias, are multiplied by ``scale``; 1 is the host's attention."""
+    """Probe, shaped like a gate, that multiplies all logits of dense attention by ``scale`` before a bias is added."""
 
     identity_start = True
     scale = 1.0
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the heads ``(B, H, N, d)``."""
+        """Compute attention with logits multiplied by ``scale``; return the heads ``(B, H, N, d)``."""
         return F.scaled_dot_product_attention(query * self.scale, key, value, attn_mask=bias)
 
     def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the attention weights ``(B, H, N, M)``."""
+        """Compute the attention weights ``(B, H, N, M)`` for logits multiplied by ``scale``."""
         logits = query @ key.transpose(-1, -2) * self.scale / math.sqrt(query.shape[-1])
         return (logits if bias is None else logits + bias).softmax(-1)
 
 
 class ScaledPointLogits(DeformableGate):
-    """Deformable attention whose logits are multiplied by ``scale``; 1 is the host's attention."""
+    """Probe, shaped like a gate, that multiplies all logits of deformable attention by ``scale``."""
 
     scale = 1.0
 
     def modulate(self, query: Tensor) -> dict[str, Any]:
-        """Return the operator's arguments for ``query`` ``(B, Q, C)``."""
+        """Return the arguments that make :func:`.ms_deform_attn` multiply all logits by ``scale``."""
         gate = query.new_full((1,), self.scale - 1)
         return dict(gate=gate, residual=True, position='pre_softmax')
 
 
 def measure_attention(model: nn.Module, batches: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Run a model over batches and return figures of its attention, by path.
+    """Run a trained model over images; return numbers that describe each attention (entropy, sink, rank), by path.
 
     Args:
         model: A trained model in evaluation. It is used up: its attention is replaced by one that can scale its logits.
@@ -99,7 +99,10 @@ def measure_attention(model: nn.Module, batches: Iterable[dict[str, Any]]) -> di
 
 
 def sensitivity(row: dict[str, float]) -> float:
-    """Return the mean of the distances at both scales, by which attention is sorted; -1 if they are unknown."""
+    """Return how far an attention's output moves when its logits are scaled: the mean over both scales, or -1.
+
+    Attention is sorted by this number; -1 means that it is unknown.
+    """
     distances = [row['at_0.9'], row['at_1.1']]
     return -1.0 if np.isnan(distances).any() else float(np.mean(distances))
 
@@ -109,7 +112,7 @@ def _mean(tensors: list[Tensor]) -> list[float]:
 
 
 def _spread(weights: Tensor) -> Tensor:
-    """Return entropy, share of the most attended key, and a key's share in uniform attention, of ``(B, H, N, M)``."""
+    """Return entropy, share of the most attended key, and share under uniform attention of weights ``(B, H, N, M)``."""
     shares = row_shares(weights.float().nan_to_num())
     alive = shares.sum(-1) > 0
     keys = shares.shape[-1]
@@ -119,7 +122,10 @@ def _spread(weights: Tensor) -> Tensor:
 
 
 def _spread_of_points(weights: Tensor) -> Tensor:
-    """Return the same of the weights ``(B, Q, H, L, P)`` or ``(B, Q, H, N)`` of points."""
+    """Return entropy and shares as :func:`_spread` does, of deformable attention's weights.
+
+    They are ``(B, Q, H, L, P)`` or, with different numbers of points on the levels, ``(B, Q, H, N)``.
+    """
     return _spread(weights.flatten(3).transpose(1, 2))
 
 
@@ -139,7 +145,7 @@ def _accumulate(path: str, name: str) -> Kept:
 
 
 def _scale(moved: list[Tensor], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Note by how much the output of a call moves at each scale; the output itself stays."""
+    """Run an attention with scaled logits after each call, and keep how far its output moves; a forward hook."""
     given = bind(module, args, kwargs)
     if 'identity' in given:  # else the distance would be over the size of what the host adds
         query = given['query'] if 'query' in given else args[0]

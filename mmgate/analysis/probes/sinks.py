@@ -1,4 +1,4 @@
-"""Kinds of attention sinks by head: those that do nothing, which a gate can cure, and those that broadcast."""
+"""Classify the attention sinks of each head: no-op sinks, which a gate can cure, and broadcast sinks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from mmgate.analysis.probes.measures import row_shares
 from mmgate.analysis.probes.recording import predict, record
 
-# The paper names no limits; these are ours. Share of a head's attention from which its most attended key is a sink.
+# These limits are ours. Share of a head's attention from which its most attended key is a sink.
 SINK = 0.3
+# Share of a sink over that of uniform attention, in which every one of few keys draws much.
+OVER_UNIFORM = 2
 # Size of the sink's value, over the mean of the others', below which the sink does nothing.
 SMALL = 0.5
 # Stable rank of a head's outputs below which all queries receive nearly the same.
@@ -21,7 +23,9 @@ NO_SINK, NO_OP, BROADCAST, UNCLEAR = ('no sink', 'no-op', 'broadcast', 'unclear'
 
 
 def stable_rank(matrices: Tensor) -> Tensor:
-    """Return the sum of the squared singular values of ``(..., N, d)`` over the largest; 0 for a matrix of zeros.
+    """Return the stable rank of matrices ``(..., N, d)``: the sum of squared singular values over the largest.
+
+    It is 0 for a matrix of zeros.
 
     It is at least 1, and hardly changes with singular values that are small beside the largest.
     """
@@ -31,7 +35,7 @@ def stable_rank(matrices: Tensor) -> Tensor:
 
 
 def measure_heads(weights: Tensor, values: Tensor) -> Tensor:
-    """Return the share of the most attended key, the size of its value and the rank of the outputs, ``(3, H)``.
+    """Measure each head's sink: share of the most attended key, size of its value, rank of the outputs, ``(3, H)``.
 
     Each is the mean over images (or windows).
 
@@ -53,29 +57,32 @@ def measure_heads(weights: Tensor, values: Tensor) -> Tensor:
 
 
 class _Pairs:
-    """Keeps what two readings of each call have in common.
+    """Collects attention weights and values of each call, and measures the sinks when both are there.
 
     Attributes:
         found: Results of :func:`measure_heads`.
         largest: Largest possible rank in the last call.
+        uniform: Share of a key in uniform attention in the last call.
     """
 
     def __init__(self) -> None:
         self.found: list[Tensor] = []
         self.largest = 0
+        self.uniform = 0.0
         self._waiting: dict[str, Tensor] = {}
 
     def half(self, name: str) -> _Half:
-        """Return the accumulator of the reading ``name``."""
+        """Return the accumulator for one of the two readings."""
         return _Half(self, name)
 
     def put(self, name: str, x: Tensor) -> None:
-        """Take a reading, and measure when the other is there."""
+        """Keep a reading of a call; when the other one is there as well, measure the sinks."""
         self._waiting[name] = x.detach()
         if len(self._waiting) == 2:
             weights, values = self._waiting.pop('attention'), self._waiting.pop('values')
             self.found.append(measure_heads(weights, values).cpu())
             self.largest = min(weights.shape[-2], values.shape[-1])
+            self.uniform = 1 / weights.shape[-1]
 
 
 class _Half:
@@ -87,8 +94,14 @@ class _Half:
         self.pairs.put(self.name, x)
 
 
-def kind_of_sink(share: float, value_norm: float, output_rank: float) -> str:
-    """Return the kind of a head's sink.
+def kind_of_sink(share: float, value_norm: float, output_rank: float, uniform: float = 0.0) -> str:
+    """Classify a head's sink, by its share, the size of its value and the rank of the outputs.
+
+    Args:
+        share: Share of the head's attention on its most attended key.
+        value_norm: Norm of that key's value over the mean of the others'.
+        output_rank: Stable rank of the head's outputs.
+        uniform: Share of a key in uniform attention.
 
     Returns:
         ``'no sink'``; ``'no-op'``, if the sink's value is small, so that a head that attends to it adds little: the
@@ -97,7 +110,7 @@ def kind_of_sink(share: float, value_norm: float, output_rank: float) -> str:
 
     Source: A unifying view of attention sinks (Fesser et al., arXiv 2606.08105); the limits are ours.
     """
-    if share < SINK:
+    if share < max(SINK, OVER_UNIFORM * uniform):
         return NO_SINK
     if value_norm < SMALL:
         return NO_OP
@@ -105,13 +118,14 @@ def kind_of_sink(share: float, value_norm: float, output_rank: float) -> str:
 
 
 def sink_heads(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run a model over batches and return a row for every head of an attention whose values can be read.
+    """Run a model over batches and return a row with the sink of each attention head, if its values can be read.
 
     Returns:
         ``layer``, the attention's path; ``head``; ``sink_share``, the share of the head's attention on its most
-        attended key; ``value_norm``, the norm of that key's value over the mean of the others'; ``output_rank``, the
-        stable rank of the head's outputs, and ``largest_rank``, the largest possible; ``kind``, see
-        :func:`kind_of_sink`. Numbers are means over images (or windows), each of which has another sink.
+        attended key; ``uniform``, that of a key in uniform attention; ``value_norm``, the norm of that key's value over
+        the mean of the others'; ``output_rank``, the stable rank of the head's outputs, and ``largest_rank``, the
+        largest possible; ``kind``, see :func:`kind_of_sink`. Numbers are means over images (or windows), each of which
+        has another sink.
 
     Source: A unifying view of attention sinks (Fesser et al., arXiv 2606.08105).
     """
@@ -129,14 +143,14 @@ def sink_heads(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict
             continue
         for head, numbers in enumerate(torch.stack(of_layer.found).mean(0).T.tolist()):
             share, value_norm, rank = numbers
-            row: dict[str, Any] = dict(layer=path, head=head, sink_share=share, value_norm=value_norm)
-            row.update(output_rank=rank, largest_rank=of_layer.largest, kind=kind_of_sink(share, value_norm, rank))
-            rows.append(row)
+            row: dict[str, Any] = dict(layer=path, head=head, sink_share=share, uniform=of_layer.uniform)
+            row.update(value_norm=value_norm, output_rank=rank, largest_rank=of_layer.largest)
+            rows.append(dict(row, kind=kind_of_sink(share, value_norm, rank, of_layer.uniform)))
     return rows
 
 
 def describe_sinks(name: str, rows: Sequence[dict[str, Any]]) -> str:
-    """Return lines that count the kinds of a model's sinks, and name each head that has one.
+    """Describe a model's sinks in lines of text: their number by kind, and each head that has one.
 
     Args:
         name: Name of the model.

@@ -1,4 +1,4 @@
-"""Accumulators of a recording: keep its tensors, or reduce them at once so that memory stays bounded."""
+"""Accumulators for recorded tensors: keep all of them, or only running statistics, so that memory stays bounded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NEAR_ZERO = 0.1  # a gate below it, in absolute value, counts as 0: closed, or, 
 
 
 class Kept:
-    """Accumulator that keeps every tensor on the CPU, in the order of the forward passes, in ``tensors``.
+    """Accumulator that keeps every recorded tensor on the CPU, in the list ``tensors``, in the order of the passes.
 
     Args:
         reduce: Function applied to every tensor first.
@@ -24,17 +24,17 @@ class Kept:
         self.tensors: list[Tensor] = []
 
     def add(self, x: Tensor) -> None:
-        """Keep a copy, because the model may write into the tensor later."""
+        """Keep a copy of a tensor, because the model may write into the tensor later."""
         self.tensors.append(self.reduce(x.detach()).to('cpu', copy=True))
 
     @property
     def last(self) -> Tensor:
-        """Tensor of the last forward pass."""
+        """The tensor that the last forward pass added."""
         return self.tensors[-1]
 
 
 class RunningStatistics:
-    """Accumulator of count, mean, deviation, extremes, sparsity and histogram of all values, in constant memory.
+    """Accumulator of the mean, deviation, extremes and histogram of all recorded values, in constant memory.
 
     NaN and infinite values are left out. ``sparsity`` is the share of values below 0.1 in absolute value. Values
     outside of :data:`EDGES` count in the first and last bin of the histogram. ``distance`` is the mean distance of the
@@ -56,7 +56,7 @@ class RunningStatistics:
         self.maximum = float('-inf')
 
     def add(self, x: Tensor) -> None:
-        """Add every value of ``x``, by Chan's update of mean and variance in float64."""
+        """Add every value of a tensor to the statistics, in float64 by Chan's update of mean and variance."""
         x = x.detach().flatten().double()
         x = x[torch.isfinite(x)]
         if not x.numel():
@@ -82,7 +82,7 @@ class RunningStatistics:
 
     @property
     def farthest(self) -> float:
-        """Largest distance of a value from ``centre``; 0 without a centre, or before the first value."""
+        """The largest distance of any value so far from ``centre``; 0 without a centre, or before the first value."""
         if self.centre is None or not self.count:
             return 0.0
         return max(self.maximum - self.centre, self.centre - self.minimum)

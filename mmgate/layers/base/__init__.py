@@ -1,1 +1,1 @@
-"""Bases of the papers' layers: the three kinds of gates, the hosts' adapters, and the mechanism that gates a module."""
+"""Base classes of the three kinds of gates and of the adapters, and the mechanism that gates a module in place."""

@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention with our operator: the bases of gates on its logits, and a class without a gate."""
+"""Base classes of gates on the logits of multi-scale deformable attention, and that attention without a gate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmgate.registry import MODELS
 
 
 class DeformableGate(Gate):
-    """Base of the gates on the logits of multi-scale deformable attention; by itself it changes no logit.
+    """Base class of gates that multiply the logits of multi-scale deformable attention; by itself it changes nothing.
 
     Args:
         sizes: Sizes of the host's attention.
@@ -43,7 +43,9 @@ class DeformableGate(Gate):
         self.backend = backend
 
     def modulate(self, query: Tensor) -> dict[str, Any]:
-        """Return the operator's arguments ``gate``, ``residual`` and ``position`` for a query (B, Q, C): none here.
+        """Compute the gate of a query (B, Q, C); return the gate's arguments for :func:`.ms_deform_attn`, here none.
+
+        They are ``gate``, ``residual`` and ``position``.
 
         The gate broadcasts to the logits. These are ``(B, Q, H, L, P)``, or ``(B, Q, H, N)`` if :attr:`num_points` has
         a number for each level.
@@ -52,7 +54,7 @@ class DeformableGate(Gate):
 
 
 class WithLevels(Protocol):
-    """Host that names its sizes as mmcv's ``MultiScaleDeformableAttention`` does."""
+    """Protocol of deformable attentions that name their sizes as mmcv's ``MultiScaleDeformableAttention`` does."""
 
     embed_dims: int
     num_heads: int
@@ -62,7 +64,7 @@ class WithLevels(Protocol):
 
 
 class DeformableHost(GatedModule):
-    """Base of the adapters of deformable attention."""
+    """Base class of the adapters that let gates into multi-scale deformable attention."""
 
     gate: DeformableGate
 
@@ -76,7 +78,7 @@ class DeformableHost(GatedModule):
         logits: Tensor,
         reference_points: Tensor,
     ) -> Tensor:
-        """Return the sums of samples, weighted by the softmax of the gated logits, ``(B, Q, H d)``.
+        """Sample the values at each query's points, weighted by the softmax of the gated logits: ``(B, Q, H d)``.
 
         Args:
             query: Queries ``(B, Q, C)`` with their position embedding. Gates read these.
@@ -103,7 +105,7 @@ class DeformableHost(GatedModule):
 
 
 class GatedDeformableAttention(DeformableHost):
-    """Adapter of mmcv's ``MultiScaleDeformableAttention`` or, without mmcv, of our module with its parameters."""
+    """Adapter that lets gates into mmcv's ``MultiScaleDeformableAttention`` or, without mmcv, into our copy of it."""
 
     embed_dims: int
     num_heads: int
@@ -118,7 +120,7 @@ class GatedDeformableAttention(DeformableHost):
 
     @classmethod
     def sizes(cls, host: WithLevels) -> Sizes:
-        """Return the sizes of mmcv's module."""
+        """Read channels, heads, levels and points off mmcv's module (the host), for its gate."""
         inputs = (host.embed_dims, host.embed_dims, host.embed_dims)
         channels = host.value_proj.out_features
         return Sizes(channels, host.num_heads, inputs=inputs, levels=host.num_levels, points=host.num_points)
@@ -136,7 +138,7 @@ class GatedDeformableAttention(DeformableHost):
         level_start_index: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Attend from ``query`` to the levels in ``value``; the arguments are mmcv's.
+        """Attend from ``query`` to the feature levels in ``value``, with the gate; the arguments are those of mmcv.
 
         Args:
             query: Queries ``(Q, B, C)``, or ``(B, Q, C)`` if ``batch_first``, as ``value`` and ``identity``, too.
@@ -199,7 +201,7 @@ class GatedDeformableAttention(DeformableHost):
 
 @MODELS.register_module()
 class MultiScaleDeformableAttention(GatedDeformableAttention, MMCVMultiScaleDeformableAttention):
-    """mmcv's multi-scale deformable attention with our operator, without a gate.
+    """mmcv's multi-scale deformable attention, without a gate, computed by mmgate's operator instead of mmcv's.
 
     Use it for the speed of :func:`mmgate.ops.ms_deform_attn`, or on a device for which mmcv has no compiled operator.
     It has mmcv's parameters and no others.
@@ -273,14 +275,17 @@ class MultiScaleDeformableAttention(GatedDeformableAttention, MMCVMultiScaleDefo
 
     @torch.no_grad()
     def _start_offsets(self) -> None:
-        """Put the points of a level 1, 2, .. pixels away; mmcv has put those of levels with one point 1 pixel away."""
+        """Initialise sampling offsets for levels with different numbers of points: 1, 2, ... pixels from the reference.
+
+        mmcv has put the points of levels with one point 1 pixel away.
+        """
         if not isinstance(self.num_points, int):
             bias = self.sampling_offsets.bias
             steps = torch.cat([torch.arange(1, count + 1, device=bias.device) for count in self.num_points])  # (N,)
             bias.view(self.num_heads, -1, 2).mul_(steps[:, None])
 
     def init_weights(self) -> None:
-        """Initialise as mmcv does, then the gate; detectors call this after a xavier pass over all parameters."""
+        """Initialise as mmcv does, and the gate after that; detectors call this after xavier on all parameters."""
         num_levels = self.num_levels
         num_points = self.num_points
         if not isinstance(num_points, int):

@@ -1,4 +1,4 @@
-"""Gates between the projections of dense attention, and torch's and mmcv's multi-head attention with one.
+"""Base classes of gates in dense attention (between its projections), and multi-head attention with such a gate.
 
 A dense gate has :meth:`DenseGate.attend`. The adapter of its host, a :class:`DenseHost`, computes the host's query, key
 and value projections, calls the gate, and applies the host's output projection. The adapter of
@@ -29,7 +29,9 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 class DenseGate(Gate):
-    """Base of the gates between the projections of dense attention; a subclass computes the heads in :meth:`attend`.
+    """Base class of gates in dense attention; a subclass computes gate and attention in :meth:`attend`.
+
+    The host keeps its projections.
 
     Args:
         sizes: Sizes of the host's attention.
@@ -59,7 +61,7 @@ class DenseGate(Gate):
         self.qdim, self.kdim, self.vdim = sizes.input_widths
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the heads ``(B, H, N, d)``.
+        """Compute attention with the gate, between the projections; return the heads ``(B, H, N, d)``.
 
         Args:
             query: Projected queries ``(B, H, N, d)``.
@@ -71,11 +73,11 @@ class DenseGate(Gate):
         raise TypeError(f'{type(self).__name__} computes no attention; use a subclass.')
 
     def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the attention weights ``(B, H, N, M)`` for analysis; the arguments are as in :meth:`attend`."""
+        """Return the attention weights ``(B, H, N, M)`` for figures; the arguments are those of :meth:`attend`."""
         raise TypeError(f'{type(self).__name__} computes no attention; use a subclass.')
 
     def weighed_values(self, value: Tensor, inputs: Inputs) -> Tensor:
-        """Return the values ``(B, H, M, d)`` that the attention weights are of, for analysis; a gate may change them.
+        """Return the values ``(B, H, M, d)`` that attention weights multiply, for figures; a gate may change them.
 
         Args:
             value: Projected values ``(B, H, M, d)``.
@@ -84,7 +86,7 @@ class DenseGate(Gate):
         return value
 
     def finish(self, output: Tensor, query: Tensor, inputs: Inputs) -> Tensor:
-        """Return the output of the attention; a gate that acts after the output projection changes it here.
+        """Return the output after the output projection; a gate that acts there overrides this to change it.
 
         Args:
             output: Heads after the output projection, ``(B, N, C)``.
@@ -95,19 +97,19 @@ class DenseGate(Gate):
 
     @property
     def acts_after_projection(self) -> bool:
-        """True if :meth:`finish` changes the projected output."""
+        """True if the gate acts after the output projection, that is, if :meth:`finish` changes the output."""
         return False
 
     @property
     def attends_twice(self) -> str:
-        """The way in which the gate attends a second time, in the words of a refusal; empty if it does not."""
+        """Words for an error message on how the gate attends a second time; empty if it attends once."""
         if self.adds_queries:
             return 'adds a second set of queries'
         return 'splits heads into two streams' if self.two_streams else ''
 
 
 class WithSizes(Protocol):
-    """Host that names its sizes as the mm packages do."""
+    """Protocol of attention modules that name their sizes as mm packages do."""
 
     embed_dims: int
     num_heads: int
@@ -115,7 +117,7 @@ class WithSizes(Protocol):
 
 
 class WithScale(Protocol):
-    """Host that holds the factor of its logits."""
+    """Protocol of attention modules that keep the scale of their logits."""
 
     embed_dims: int
     num_heads: int
@@ -123,16 +125,16 @@ class WithScale(Protocol):
 
 
 class DenseHost(GatedModule):
-    """Base of the adapters of dense attention."""
+    """Base class of the adapters that let gates into dense attention (softmax between queries and keys)."""
 
     @classmethod
     def sizes(cls, host: WithSizes) -> Sizes:
-        """Return the sizes of a host that names them as mm packages do."""
+        """Read channels, heads and dropout off an attention module of the mm packages (the host), for its gate."""
         return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop.p)
 
     @classmethod
     def make_gate(cls, host: Any, gate_type: type[Gate], **options: object) -> nn.Module:
-        """Return the gate for a host, see :meth:`.GatedModule.make_gate`."""
+        """Make a gate of class ``gate_type`` for a dense attention (the host); see :meth:`.GatedModule.make_gate`."""
         gate = super().make_gate(host, gate_type, **options)
         sizes = cls.sizes(host)
         if isinstance(gate, DenseGate):
@@ -150,7 +152,7 @@ class DenseHost(GatedModule):
         gate: DenseGate | None = None,
         logit_factor: float = 1.0,
     ) -> Tensor:
-        """Attend with the gate between the host's projections.
+        """Attend with the gate, given projected queries, keys and values, and apply the output projection.
 
         Args:
             projected: Projected query, key and value ``(B, H, N|M, d)``; the value may have another width.
@@ -178,7 +180,7 @@ class DenseHost(GatedModule):
 
 
 def check_output_width(gate: DenseGate, width: int) -> None:
-    """Raise ValueError if a gate acts after an output projection that is not as wide as the heads together."""
+    """Raise ValueError if a gate acts on the projected output and that is not as wide as all heads together."""
     if gate.acts_after_projection and width != gate.embed_dims:
         raise ValueError(
             'the gate acts after an output projection as wide as the heads, but this one goes from '
@@ -187,13 +189,16 @@ def check_output_width(gate: DenseGate, width: int) -> None:
 
 
 def refuses_scale(host: WithScale) -> str | None:
-    """Return that a host scales its logits by another number than ``1 / sqrt(d)``, or None; its gates use that one."""
+    """Return the reason if an attention scales its logits by another number than ``1 / sqrt(d)``, else None.
+
+    Gates use that scale.
+    """
     default = (host.embed_dims // host.num_heads) ** -0.5
     return None if host.scale == default else f'this {type(host).__name__} has another qk_scale than 1 / sqrt(d)'
 
 
 class GatedTorchAttention(DenseHost):
-    """Adapter of ``torch.nn.MultiheadAttention``.
+    """Adapter that lets dense gates into ``torch.nn.MultiheadAttention``.
 
     Attention weights are not returned unless ``need_weights`` is set, because they are the N x M maps that the gates'
     operators keep out of memory.
@@ -208,14 +213,14 @@ class GatedTorchAttention(DenseHost):
 
     @classmethod
     def sizes(cls, host: nn.MultiheadAttention) -> Sizes:  # type: ignore[override]
-        """Return the sizes of torch's module."""
+        """Read channels, heads and dropout off torch's module (the host), for its gate."""
         return Sizes(
             host.embed_dim, host.num_heads, inputs=(host.embed_dim, host.kdim, host.vdim), dropout=host.dropout
         )
 
     @classmethod
     def refuses(cls, host: nn.MultiheadAttention, gate: Gate) -> str | None:
-        """Refuse a key that torch would append: no input belongs to it, so that a gate has nothing to read."""
+        """Return the reason if torch appends a key (``bias_k``, zeros), for which a gate has no input; or None."""
         if host.bias_k is not None or host.add_zero_attn:
             return 'no input belongs to the key that add_bias_kv or add_zero_attn appends; leave them at False'
         return None
@@ -249,7 +254,7 @@ class GatedTorchAttention(DenseHost):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend; the arguments are as in ``torch.nn.MultiheadAttention``.
+        """Attend with the gate; arguments and results are those of ``torch.nn.MultiheadAttention``.
 
         The heads are 0 in a row whose keys are all masked, and give it no gradient.
 
@@ -289,7 +294,7 @@ class GatedTorchAttention(DenseHost):
         return output.transpose(0, 1) if self.batch_first else output, weights
 
     def project(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the projected query, key and value ``(B, H, N|M, d)``."""
+        """Project query, key and value inputs with torch's weights, and split the heads: ``(B, H, N|M, d)``."""
         # Inputs of other widths, kdim or vdim, have separate weights.
         separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         weights = separate if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
@@ -310,7 +315,7 @@ class GatedTorchAttention(DenseHost):
 
 
 class GatedMultiheadAttention(MultiheadAttention):
-    """mmcv's ``MultiheadAttention`` with a gate in torch's module that it holds; a subclass names the gate.
+    """mmcv's ``MultiheadAttention`` with a gate inside; a subclass names the gate in ``gate_type``.
 
     It takes mmcv's arguments, and those that mmcv hands on to torch's module.
 
@@ -362,13 +367,13 @@ class GatedMultiheadAttention(MultiheadAttention):
         make_gated(self.attn, self.gate_type, **options)
 
     def init_weights(self) -> None:
-        """Initialise as mmcv does, then the gate; detectors call this after a xavier pass over all parameters."""
+        """Initialise as mmcv does, and the gate after that; detectors call this after xavier on all parameters."""
         super().init_weights()
         self.attn.gate.init_weights()
 
 
 def make_gated(host: nn.MultiheadAttention, gate_type: type[DenseGate], **options: object) -> nn.MultiheadAttention:
-    """Gate a module of torch's that belongs to no model yet, and return it.
+    """Gate a ``torch.nn.MultiheadAttention`` that belongs to no model yet, and return it.
 
     Args:
         host: Module to be gated.

@@ -1,4 +1,4 @@
-"""Gates: the children that a host's attention receives, what their classes declare, and how they start.
+"""Base class of gates (child modules that an attention receives), what their classes declare, and initial values.
 
 mmdet and mmseg initialise by the shape of a parameter: detectors and Mask2Former draw everything of two dimensions or
 more from xavier's distribution, PVT and Swin every ``nn.Linear`` from a narrow normal one. A gate in the model would
@@ -40,7 +40,7 @@ INITIALISERS = 'mmengine.model.weight_init'
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a host's attention, which its adapter reads off the host.
+    """Sizes of an attention module, such as channels and heads, from which a gate for it is made.
 
     Attributes:
         channels: Channels C of all heads together.
@@ -69,17 +69,17 @@ class Sizes:
 
     @property
     def head_dim(self) -> int:
-        """Channels d of a head."""
+        """Number of channels d of one head."""
         return self.channels // self.heads
 
     @property
     def input_widths(self) -> tuple[int, int, int]:
-        """Channels of the query, key and value inputs."""
+        """Number of channels of the query, key and value inputs before projection."""
         return self.inputs or (self.channels, self.channels, self.channels)
 
 
 class Gate(nn.Module):
-    """Base of all gates: modules with the parameters that a host's attention gains, and no others.
+    """Base class of all gates: modules that hold the parameters that an attention gains, and no others.
 
     A subclass takes :class:`Sizes` and keyword-only options; a rule may set these options and nothing else. The kind of
     a gate is the method that it has: ``modulate`` (:class:`~mmgate.layers.base.deformable.DeformableGate`), ``attend``
@@ -130,17 +130,17 @@ class Gate(nn.Module):
         self.dropout = sizes.dropout
 
     def reset_gate(self) -> None:
-        """Draw the gate's parameters anew."""
+        """Initialise the gate's parameters; every subclass with parameters overrides this."""
         if any(True for _ in self.parameters()):
             raise TypeError(f'{type(self).__name__} does not say how its gate starts.')
 
     def init_weights(self) -> None:
-        """Draw the gate unless a state dict has filled it; mmengine calls this on a gate built without a swap."""
+        """Initialise the gate unless a state dict has filled it; mmengine calls this for gates built without a rule."""
         if not self.loaded:
             self.reset_gate()
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Gate:
-        """Apply a function to the gate and its children, as torch does, unless it is an initialiser of an init_cfg.
+        """Apply a function to the gate and its children as ``Module.apply`` does, unless it belongs to an init_cfg.
 
         An ``init_cfg`` draws every layer below its module. mmengine then asks the modules in it for their own start,
         but it reaches none inside a plain ``nn.Module``. A gate there keeps the start of its construction.
@@ -150,7 +150,7 @@ class Gate(nn.Module):
         return self
 
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
-        """Return the values of a gate for the given inputs.
+        """Return the gate's values for given inputs, for figures and statistics.
 
         A gate that ``attend`` or ``mix`` computes from the projected query, key or value cannot be read: this method
         gets their inputs alone.
@@ -164,26 +164,29 @@ class Gate(nn.Module):
         raise TypeError(f'{type(self).__name__} does not say how its gate is read.')
 
     def unchanged_value(self, name: str) -> float | None:
-        """Return the value of the gate called ``name`` at which attention is as without it; None if there is none."""
+        """Return the value of the gate at which attention is as without it, such as 0 or 1; None if there is none.
+
+        ``name`` is that of a reading in :attr:`gate_readings`.
+        """
         return None
 
     def prepare_count(self) -> None:
-        """Remove computations that a count of multiply-accumulates does not include.
+        """Prepare the gate for counting multiply-accumulates: leave out computations that do not count.
 
         It cannot be undone, and it is called on the model that is counted: count a copy of one that goes on.
         """
 
     def split_heads(self, x: Tensor) -> Tensor:
-        """Return ``(B, N, H * d)`` as ``(B, H, N, d)``."""
+        """Split the channels of tokens ``(B, N, H * d)`` into heads ``(B, H, N, d)``."""
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def merge_heads(self, x: Tensor) -> Tensor:
-        """Return ``(B, H, N, d)`` as ``(B, N, H * d)``."""
+        """Merge heads ``(B, H, N, d)`` into tokens ``(B, N, H * d)``."""
         return x.transpose(1, 2).flatten(2)
 
     @property
     def drop_rate(self) -> float:
-        """Probability of dropping an attention weight: 0 in eval mode."""
+        """The probability of dropping an attention weight; 0 in eval mode."""
         return self.dropout if self.training else 0.0
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: object, **kwargs: object) -> None:
@@ -193,7 +196,7 @@ class Gate(nn.Module):
 
 
 def named_gate_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the name and the parameter of all that gates add to a model.
+    """Yield name and parameter for each parameter that gates add to a model.
 
     Args:
         model: A gated model, or a part of one.
@@ -211,19 +214,22 @@ def named_gate_parameters(model: nn.Module, *, remove_duplicate: bool = True) ->
 
 
 def gate_classes(kind: type[Gate] = Gate) -> Iterator[type[Gate]]:
-    """Yield the classes of gates that are defined, ``kind`` and those derived from it."""
+    """Yield a class of gates and all classes that are derived from it."""
     yield kind
     for derived in kind.__subclasses__():
         yield from gate_classes(derived)
 
 
 def is_gate_key(key: str) -> bool:
-    """Return True if a checkpoint's key belongs to a gate, by its name now or in mmgate 0.1."""
+    """Return True if a key of a state dict belongs to a gate, under its present name or that of mmgate 0.1."""
     return not GATE_NAMES.isdisjoint(key.split('.'))
 
 
 def undecayed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the name and the parameter of all that weight decay leaves alone in a model's gates; projections decay."""
+    """Yield name and parameter for each parameter of a model's gates that gets no weight decay.
+
+    Projections decay.
+    """
     for prefix, module in model.named_modules():
         if not isinstance(module, Gate) or not module.undecayed:
             continue
@@ -233,7 +239,7 @@ def undecayed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
 
 
 def draw_gate(name: str, gate: Gate) -> None:
-    """Draw the gate called ``name`` from the random stream of that name, unless a state dict has filled it."""
+    """Initialise a gate from a random stream that depends on its name, unless a state dict has filled it."""
     if gate.loaded:
         return
     device = next((parameter.device for parameter in gate.parameters()), None)
@@ -242,7 +248,7 @@ def draw_gate(name: str, gate: Gate) -> None:
 
 
 def start_linear(*layers: nn.Linear | nn.Conv2d | None) -> None:
-    """Draw weights from a normal distribution of deviation 0.02, truncated at 2, and set biases to 0.
+    """Initialise linear layers as vision transformers do: truncated normal weights (std 0.02), biases 0.
 
     The public code of PVT, Swin and DeiT starts every linear layer like this.
     """
@@ -255,9 +261,9 @@ def start_linear(*layers: nn.Linear | nn.Conv2d | None) -> None:
 
 @contextmanager
 def random_stream(name: str, device: torch.device | None = None) -> Iterator[None]:
-    """Let random numbers in the context depend on torch's seed and ``name`` alone, on the CPU and on ``device``.
+    """Draw random numbers in a ``with`` block from a stream that depends on torch's seed and a name alone.
 
-    Afterwards the global generators go on as if nothing had been drawn.
+    Afterwards the global generators continue as if nothing had been drawn.
     """
     seed = (torch.initial_seed() + crc32(name.encode())) % 2**63
     generators = [torch.default_generator]

@@ -1,4 +1,4 @@
-"""Mechanism that gates a module in place: its class becomes a subclass of the host's, and it receives a child ``gate``.
+"""Gate a module in place: its class becomes a subclass of its former class, and it receives a child ``gate``.
 
 Nothing of the host is copied or renamed, so that hooks, shards, parametrizations and ties stay as they were.
 :func:`switch_off` gives the module the host's class back and takes the child out; :func:`switch_on` undoes that.
@@ -25,14 +25,14 @@ CHILD = 'gate'
 
 
 class Handle(Protocol):
-    """A hook's handle, as torch returns it."""
+    """Protocol of a hook's handle, as torch returns it."""
 
     def remove(self) -> None:
-        """Remove the hook."""
+        """Remove the hook from its module."""
 
 
 class GatedModule(nn.Module):
-    """Base of the adapters: the classes that let gates into one family of hosts.
+    """Base class of adapters; an adapter lets gates into one family of attention modules (hosts).
 
     An adapter overrides ``forward`` with the host's signature and calls its gate there. The class of a gated module
     derives from the adapter and, after it, from the host's class, so that ``self`` has all attributes of the host.
@@ -57,22 +57,25 @@ class GatedModule(nn.Module):
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Return an attribute of the host, whose class comes after the adapter among the bases."""
+            """Return an attribute of the host; for type checkers alone, since the host's class is a base as well."""
 
     # An adapter gives its host the type that it reads, a class or a Protocol, and its gate the class of its kind.
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
-        """Return the sizes of a host's attention, for which its gate is made."""
+        """Read channels, heads and other sizes off an attention module (the host), for its gate."""
         raise TypeError(f'{cls.__name__} does not say which sizes its hosts have.')
 
     @classmethod
     def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Return the reason why a gate does not fit a host, as a sentence without its full stop, or None if it fits."""
+        """Return the reason why a gate does not fit an attention module (the host), or None if it fits.
+
+        The reason is a sentence without its full stop.
+        """
         return None
 
     @classmethod
     def make_gate(cls, host: Any, gate_type: type[Gate], **options: object) -> nn.Module:
-        """Return the gate for a host.
+        """Make a gate of class ``gate_type`` for an attention module (the host) and return it.
 
         Args:
             host: Module to be gated.
@@ -89,16 +92,19 @@ class GatedModule(nn.Module):
         return gate
 
     def after_gating(self, model: nn.Module) -> None:
-        """Prepare the model around the host; a swap calls this once. Handles of hooks go into the record."""
+        """Prepare the model around the module, for instance with hooks; called once, when a rule gates the module.
+
+        Handles of hooks go into the record.
+        """
 
     def after_switch_on(self) -> None:
-        """Prepare the host for its gate, right after the module got the gated class."""
+        """Prepare the module for its gate; called each time right after the module has got the gated class."""
 
     def before_switch_off(self) -> None:
-        """Undo :meth:`after_switch_on`, right before the module gets the host's class back."""
+        """Undo what :meth:`after_switch_on` has prepared; called right before the module gets its former class back."""
 
     def gates(self) -> list[Gate]:
-        """Return the gates in the child ``gate``: the child, or one for each direction of a two-way attention."""
+        """Return the module's gates: its child ``gate``, or the two in it if the attention goes both ways."""
         return [module for module in self.gate.modules() if isinstance(module, Gate)]
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: object, **kwargs: object) -> None:
@@ -113,7 +119,7 @@ class GatedModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def current_name(self, name: str) -> str:
-        """Return the present name of a tensor that an older checkpoint calls ``name``; both lie below the module."""
+        """Translate a tensor's name in an older checkpoint to its present one; both are relative to this module."""
         for old, new in self.old_names.items():
             if name.startswith(old):
                 name = new + name[len(old) :]
@@ -136,7 +142,7 @@ class GatedModule(nn.Module):
 
 @dataclass
 class Record:
-    """Record that a module keeps of its gate.
+    """Record that a gated module keeps, with all that is needed to switch its gate off or remove it.
 
     Attributes:
         adapter: Adapter of the host's family.
@@ -165,7 +171,7 @@ class Record:
     handles: list[Handle] = field(default_factory=list)
 
     def chosen_name(self, name: str) -> str:
-        """Return the name of the module that the rule chose.
+        """Return the name of the module that the rule named, which may be a wrapper around the gated one.
 
         Args:
             name: The gated module's name in the same model.
@@ -175,7 +181,7 @@ class Record:
 
 @dataclass
 class Part:
-    """A parameter, buffer or child of a host, and its place.
+    """A parameter, buffer or child that is out of a gated module, with the place to which it returns.
 
     Attributes:
         path: Path, from the host on, of the module that held it; empty for the host.
@@ -196,7 +202,7 @@ _CLASSES: dict[tuple[type[GatedModule], type[nn.Module]], type[Any]] = {}
 
 
 def gated_class(adapter: type[GatedModule], host: type[nn.Module]) -> type[Any]:
-    """Return the class of gated modules of the class ``host``, a subclass of ``adapter`` and ``host``.
+    """Return the class that modules of the class ``host`` get while they are gated: a subclass of adapter and host.
 
     It is made once for each pair. Its instances are pickled by the pair, because no module has a name for it.
     """
@@ -215,13 +221,13 @@ def gated_class(adapter: type[GatedModule], host: type[nn.Module]) -> type[Any]:
 
 
 def _new_instance(adapter: type[GatedModule], host: type[nn.Module]) -> GatedModule:
-    """Return an instance of a gated class whose state is still to be set; pickles name this function."""
+    """Return an instance of a gated class without its state, which pickle sets; pickles name this function."""
     kind: Any = gated_class(adapter, host)
     return kind.__new__(kind)
 
 
 def gate_module(host: nn.Module, adapter: type[GatedModule], gate: nn.Module, record: Record) -> None:
-    """Gate ``host`` in place.
+    """Gate a module in place: give it a gate as a child, and a class whose ``forward`` calls the gate.
 
     Args:
         host: Module to be gated.
@@ -239,12 +245,14 @@ def gate_module(host: nn.Module, adapter: type[GatedModule], gate: nn.Module, re
 
 
 def record_of(module: nn.Module) -> Record | None:
-    """Return the record of a module that a rule has gated, with its gate on or off; None for any other module."""
+    """Return the record of a gated module, whether its gate is on or off; None for a module that no rule has gated."""
     return vars(module).get(RECORD)
 
 
 def gated_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the module of all that rules have gated in ``model``; a shared module comes once.
+    """Yield name and module for each module of a model that a rule has gated, also while its gate is off.
+
+    A shared module comes once.
 
     A module has the host's class while its gate is off, and the gated class while it is on.
     """
@@ -254,13 +262,13 @@ def gated_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def host_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a module has without its gate, which is its class if it is not gated in place."""
+    """Return the class that a module has without its gate; for a module that is not gated, its own class."""
     made_of = getattr(type(module), 'made_of', None) if is_on(module) else None
     return type(module) if made_of is None else made_of[1]
 
 
 def current_key(model: nn.Module, key: str) -> str:
-    """Return the present name in ``model`` of a tensor that a checkpoint, maybe of mmgate 0.1, calls ``key``."""
+    """Translate a checkpoint's key, maybe of mmgate 0.1, to the present name of that tensor in a gated model."""
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = f'{name}.' if name else ''
         if isinstance(module, GatedModule) and key.startswith(prefix):
@@ -269,12 +277,12 @@ def current_key(model: nn.Module, key: str) -> str:
 
 
 def is_on(module: nn.Module) -> bool:
-    """Return True if a module is gated and its gate is switched on."""
+    """Return True if a module has a gate and the gate is switched on."""
     return isinstance(module, GatedModule)
 
 
 def switch_on(module: Any) -> None:
-    """Let a module that was switched off compute with its gate again."""
+    """Switch the gate of a module on again: it gets the gated class and its child ``gate``."""
     record = module.gating
     if is_on(module):
         return
@@ -288,7 +296,7 @@ def switch_on(module: Any) -> None:
 
 
 def switch_off(module: Any) -> None:
-    """Let a gated module compute as the vanilla one: take its gate out, and put the parts that it left out back."""
+    """Switch the gate of a module off: the module gets its former class and parts back, and the gate is taken out."""
     record = module.gating
     if not is_on(module):
         return
@@ -303,7 +311,7 @@ def switch_off(module: Any) -> None:
 
 
 def remove_gate(module: nn.Module) -> None:
-    """Make a gated module the vanilla one for good, without its record and hooks."""
+    """Remove the gate of a module for good, with its record and hooks, so that the module is vanilla again."""
     switch_off(module)
     for handle in vars(module).pop(RECORD).handles:
         handle.remove()
@@ -311,7 +319,10 @@ def remove_gate(module: nn.Module) -> None:
 
 @contextmanager
 def switched_off(*modules: nn.Module) -> Iterator[None]:
-    """Switch the gates of modules off while the context is open; a change of the mode in it reaches the gates, too."""
+    """Switch the gates of modules off inside a ``with`` block, and on again afterwards.
+
+    A change of training or eval mode in the block reaches the gates, too.
+    """
     chosen: list[Any] = [module for module in modules if is_on(module)]
     modes = [module.training for module in chosen]
     for module in chosen:
@@ -326,7 +337,7 @@ def switched_off(*modules: nn.Module) -> Iterator[None]:
 
 
 def _rebased(kind: type[Any], old: type[Any], new: type[Any]) -> type[Any]:
-    """Return the class ``kind`` with its base ``old`` replaced by ``new``.
+    """Return a copy of the class ``kind`` in which the base class ``old`` is replaced by ``new``.
 
     Parametrizations and FSDP derive a class from a module's, so that the base may lie deeper.
     """
@@ -338,12 +349,12 @@ def _rebased(kind: type[Any], old: type[Any], new: type[Any]) -> type[Any]:
 
 
 def _names_in(module: nn.Module) -> set[str]:
-    """Return the names of the parameters, buffers and children that a module itself holds."""
+    """Return the names of the parameters, buffers and children that belong directly to a module."""
     return {name for kind in TENSORS_AND_CHILDREN for name in getattr(module, kind)}
 
 
 def _take_out(host: nn.Module, name: str) -> list[Part]:
-    """Take the part with a dotted name out of ``host`` and return it in a list, which is empty if there is none."""
+    """Take a parameter, buffer or child out of a module; return it in a list, empty if there is none so named."""
     path, _, leaf = name.rpartition('.')
     holder = host.get_submodule(path)
     for kind in TENSORS_AND_CHILDREN:
@@ -354,7 +365,7 @@ def _take_out(host: nn.Module, name: str) -> list[Part]:
 
 
 def _put_back(host: nn.Module, part: Part) -> None:
-    """Put a part back into the module that held it, in the old order and with the host's present device and dtype."""
+    """Put a part back into its module, at its old place in the order, on the module's present device and dtype."""
     like = next(host.parameters(), None)
     parts = getattr(host.get_submodule(part.path), part.kind)
     parts[part.name] = part.value if like is None else _moved(part, like)
@@ -364,7 +375,7 @@ def _put_back(host: nn.Module, part: Part) -> None:
 
 
 def _moved(part: Part, like: Tensor) -> Tensor | nn.Module | None:
-    """Return the value of a part, moved to the device and dtype of ``like``.
+    """Return the tensor or module of a part, moved to the device and dtype of ``like``.
 
     It stays the same object unless one of the two is on ``meta``.
     """

@@ -1,4 +1,4 @@
-"""Attention over an H x W map of tokens: bases of its gates, which mix the tokens, and of its hosts' adapters."""
+"""Base classes of attention over an H x W map of tokens (Agent, SAGA, linear), and of its adapters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ Size = tuple[int, int]
 
 
 class MapGate(Gate):
-    """Base of the gates that mix the tokens of a map instead of the host's attention; a subclass has :meth:`mix`.
+    """Base class of gates that replace the attention over a map's tokens; a subclass mixes them in :meth:`mix`.
+
+    The host keeps its projections.
 
     Position terms in a checkpoint of another resolution are resized on loading, in the way in which a forward pass
     resizes them for a map of another size.
@@ -50,7 +52,7 @@ class MapGate(Gate):
         self.shifted = sizes.shifted
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Return the mixed tokens ``(B, N, C)`` before the output projection.
+        """Mix the tokens of a map: attend with projected queries, keys and values, up to the output projection.
 
         Args:
             x: Tokens before projection ``(B, N, C)``.
@@ -62,15 +64,18 @@ class MapGate(Gate):
         raise TypeError(f'{type(self).__name__} mixes no tokens; use a subclass.')
 
     def read_map(self, name: str, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Return the reading ``name``, one of :meth:`map_readings`; the other arguments are as in :meth:`mix`."""
+        """Return a map of this attention for figures; ``name`` is one of :meth:`map_readings`.
+
+        The other arguments are those of :meth:`mix`.
+        """
         raise TypeError(f'{type(self).__name__} has no reading {name!r}.')
 
     def map_readings(self) -> tuple[str, ...]:
-        """Return the readings of :meth:`read_map`: some of ``'attention'``, ``'agents'``, ``'kv'``, ``'geometry'``."""
+        """Return the names of the maps for figures: some of ``'attention'``, ``'agents'``, ``'kv'``, ``'geometry'``."""
         return ()
 
     def map_of(self, tokens: int) -> Size:
-        """Return height and width of a map of ``tokens`` tokens, class token included.
+        """Guess height and width of a map from its number of tokens, class token included.
 
         They are those of pre-training if it has as many tokens, and else those of a square.
         """
@@ -81,11 +86,11 @@ class MapGate(Gate):
         return side, side
 
     def after_class_token(self, x: Tensor) -> Tensor:
-        """Return values of the map's tokens ``(B, h w, C)`` with a 0 before them if there is a class token."""
+        """Put a zero for the class token, if there is one, before values of the map's tokens ``(B, h w, C)``."""
         return F.pad(x, (0, 0, self.class_tokens, 0)) if self.class_tokens else x
 
     def resize_loaded(self, state_dict: StateDict, prefix: str) -> list[str]:
-        """Resize the position terms of another resolution in a state dict, and return the names of those resized."""
+        """Resize position terms in a state dict to this gate's shapes; return the names of those resized."""
         return []
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: object, **kwargs: object) -> None:
@@ -96,12 +101,12 @@ class MapGate(Gate):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def resized_to(self) -> str:
-        """Return the shape to which :meth:`resize_loaded` resizes, in words for the log."""
+        """Return, in words for the log, the map size to which :meth:`resize_loaded` resizes."""
         return f'a map of {self.map_size}'
 
 
 def _check_tokens(x: Tensor, hw_shape: Size, class_tokens: int = 0) -> None:
-    """Raise ValueError unless ``x`` has the tokens of a map."""
+    """Raise ValueError unless the number of tokens in ``x`` is that of a map of height and width ``hw_shape``."""
     height, width = hw_shape
     if x.shape[1] != class_tokens + height * width:
         extra = f' and {class_tokens} class token{"s" * (class_tokens > 1)}' if class_tokens else ''
@@ -109,21 +114,21 @@ def _check_tokens(x: Tensor, hw_shape: Size, class_tokens: int = 0) -> None:
 
 
 class MapHost(GatedModule):
-    """Base of the adapters of attention over a map; a subclass computes its host's projections."""
+    """Base class of the adapters that let attention over a map replace a host's attention between its projections."""
 
     gate: MapGate
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values ``(B, N, C)`` of tokens ``(B, N, C)``, by default by one layer ``qkv``."""
+        """Project tokens to queries, keys and values, all ``(B, N, C)``, with the host's layers, by default ``qkv``."""
         q, k, v = self.qkv(x).chunk(3, -1)
         return q, k, v
 
     def finish(self, x: Tensor) -> Tensor:
-        """Return the output ``(B, N, C)`` for mixed tokens: the output projection and the host's dropouts."""
+        """Turn mixed tokens ``(B, N, C)`` into the output, with the host's output projection and dropouts."""
         return self.dropout_layer(self.proj_drop(self.proj(x)))
 
     def attend(self, x: Tensor, hw_shape: Size | None, identity: Tensor | float | None = None) -> Tensor:
-        """Attend over the tokens of a map.
+        """Attend over the tokens of a map with the gate: project, mix, project the output, add ``identity``.
 
         Args:
             x: Tokens ``(B, N, C)``.
@@ -149,7 +154,9 @@ class MapHost(GatedModule):
 
 
 class MapAttention(nn.Module):
-    """Attention over a map whose tokens a subclass mixes, by its own :meth:`mix` or by a gate.
+    """Base class of attention over a map as a module with projections; a subclass mixes the tokens.
+
+    It does so in its :meth:`mix`, or by a gate.
 
     Args:
         embed_dims: Channels C, a multiple of ``num_heads``.
@@ -189,7 +196,7 @@ class MapAttention(nn.Module):
         self.dropout_layer = build_dropout(dropout_layer) if dropout_layer else nn.Identity()
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Return the mixed tokens ``(B, N, C)``; the arguments are as in :meth:`MapGate.mix`."""
+        """Mix the projected tokens of a map, ``(B, N, C)``; the arguments are those of :meth:`MapGate.mix`."""
         raise TypeError(f'{type(self).__name__} mixes no tokens; use a subclass.')
 
     def forward(self, x: Tensor, hw_shape: Size) -> Tensor:
@@ -216,7 +223,9 @@ KEYS_OF_HOSTS: Mapping[str, str] = {
 
 
 class GatedMapAttention(MapHost, MapAttention):
-    """Attention over a map with a gate that mixes the tokens, for use without a host; a subclass names the gate.
+    """Base class of attention over a map with projections and a gate, for use by itself or as a rule's ``type``.
+
+    A subclass names the gate in ``gate_type``.
 
     It loads checkpoints of the attention of PVT, Swin and our CSwin. Their projections are renamed. Parameters that it
     does not have are dropped: positions in windows, reductions of the map and convolutions in stripes.
@@ -271,9 +280,9 @@ class GatedMapAttention(MapHost, MapAttention):
         self.gate.reset_gate()
 
     def init_weights(self) -> None:
-        """Draw the gate, see :meth:`.Gate.init_weights`; detectors call this after a xavier pass over everything."""
+        """Initialise the gate; detectors call this after xavier on all parameters. See :meth:`.Gate.init_weights`."""
         self.gate.init_weights()
 
     def forward(self, x: Tensor, hw_shape: Size | None = None, identity: Tensor | float | None = None) -> Tensor:
-        """Attend, see :meth:`attend`; a ViT gives no ``hw_shape``."""
+        """Attend over the tokens of a map, see :meth:`attend`; a ViT gives no ``hw_shape``."""
         return self.attend(x, hw_shape, identity)

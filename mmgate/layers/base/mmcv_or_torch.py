@@ -1,4 +1,4 @@
-"""Classes of mmcv from which ours derive or, without mmcv, modules in torch alone with the same parameters."""
+"""Import mmcv's attention classes, from which ours derive, or without mmcv their replacements in plain torch."""
 
 from mmgate._environment import available
 

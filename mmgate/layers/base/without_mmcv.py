@@ -1,4 +1,4 @@
-"""Attention modules in torch alone, with the arguments and the parameters of mmcv's modules."""
+"""Attention modules in plain torch with the arguments and parameters of mmcv's, for use without mmcv."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class DeformableProjections(nn.Module):
-    """Projections of multi-scale deformable attention, with the parameters of mmcv's ``MultiScaleDeformableAttention``.
+    """The linear layers of mmcv's ``MultiScaleDeformableAttention``, under the same names, without its ``forward``.
 
     The arguments are mmcv's. ``init_cfg``, which mmengine reads, has to be None.
 
@@ -57,7 +57,10 @@ class DeformableProjections(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Let each head sample in another direction, its points one pixel apart, with even weights."""
+        """Initialise as Deformable DETR: each head samples in another direction, its points one pixel apart.
+
+        All weights are even.
+        """
         angles = torch.arange(self.num_heads, device=self.sampling_offsets.bias.device) * (2 * math.pi / self.num_heads)
         directions = torch.stack([angles.cos(), angles.sin()], -1)
         directions = directions / directions.abs().amax(-1, keepdim=True)  # (H, 2), on the edge of a square
@@ -72,7 +75,7 @@ class DeformableProjections(nn.Module):
 
 
 class MultiheadAttention(nn.Module):
-    """``torch.nn.MultiheadAttention`` with position embeddings and an identity, called as mmcv's module of that name.
+    """Replacement for mmcv's ``MultiheadAttention``: torch's module, plus position embeddings and identity.
 
     The arguments are mmcv's. ``init_cfg``, which mmengine reads, has to be None.
 
@@ -106,7 +109,7 @@ class MultiheadAttention(nn.Module):
         self.dropout_layer = build_dropout(dropout_layer) if dropout_layer else nn.Identity()
 
     def init_weights(self) -> None:
-        """Keep the start of torch's module, as mmcv's module does without an ``init_cfg``."""
+        """Do nothing: parameters keep torch's initial values, as in mmcv's module without an ``init_cfg``."""
 
     def forward(
         self,
@@ -120,7 +123,7 @@ class MultiheadAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         **kwargs: object,
     ) -> Tensor:
-        """Attend and add ``identity``.
+        """Attend and add ``identity``, called as mmcv's ``MultiheadAttention``.
 
         Tensors are ``(N, B, C)``, or ``(B, N, C)`` if ``batch_first``. Without ``key_pos``, ``query_pos`` is added to a
         ``key`` of its shape, too. Further arguments are not used, as in mmcv, whose layers give every attention all of
@@ -148,7 +151,7 @@ class DropPath(nn.Module):
         self.drop_prob = drop_prob
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop samples along the first axis in training mode; return ``x`` in eval mode."""
+        """Drop samples of ``x`` along the first axis in training mode; return ``x`` unchanged in eval mode."""
         if not self.training or self.drop_prob == 0:
             return x
         kept = torch.rand(x.shape[:1], dtype=x.dtype, device=x.device) >= self.drop_prob
@@ -156,7 +159,7 @@ class DropPath(nn.Module):
 
 
 def build_dropout(cfg: dict[str, Any]) -> nn.Module:
-    """Return the module that ``dict(type='Dropout' or 'DropPath', drop_prob=...)`` describes.
+    """Build a dropout or drop-path module from mmcv's config ``dict(type='Dropout' or 'DropPath', drop_prob=...)``.
 
     Raises:
         ValueError: The type is another one.

@@ -1,1 +1,1 @@
-"""Linear attentions to compare with, one file each."""
+"""Linear attentions of other papers, one file each, with which Agent attention and SAGA are compared."""

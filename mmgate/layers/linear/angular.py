@@ -1,4 +1,4 @@
-"""Linear angular attention."""
+"""Linear angular attention, from Castling-ViT."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .base import LinearGate
 
 
 class LinearAngularGate(LinearGate):
-    """The linear term of the angular kernel, and a depthwise convolution: ``norm(V / 2 + Q̂ (K̂^T V) / pi) + DWC(V)``.
+    """Linear angular attention plus a depthwise convolution: ``norm(V / 2 + Q̂ (K̂^T V) / pi) + DWC(V)``.
 
     Args:
         sizes: Sizes of the host's attention.
@@ -45,22 +45,25 @@ class LinearAngularGate(LinearGate):
             self.dwc = nn.Conv2d(heads, heads, (length, 1), padding=(length // 2, 0), groups=heads, bias=False)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Attend in every head."""
+        """Attend in each head by linear angular attention, and return the tokens ``(B, N, C)``."""
         return self.merge_heads(linear_angular_attention(*(self.split_heads(t) for t in (q, k, v))))
 
     def convolve(self, v: Tensor, hw_shape: Size) -> Tensor:
-        """Return the values ``(B, N, C)``, convolved along the tokens or over the map."""
+        """Convolve the values ``(B, N, C)`` along the tokens, or over the map with ``convolution='map'``."""
         if self.along_tokens:
             return self.merge_heads(self.dwc(self.split_heads(v)))
         return super().convolve(v, hw_shape)
 
     def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
-        """Return the features of the keys ``(B, H, N, d)``, see :meth:`.LinearGate.key_features`."""
+        """Return the keys' features ``(B, H, N, d)`` for figures of ``K^T V``, see :meth:`.LinearGate.key_features`."""
         return F.normalize(self.split_heads(k), dim=-1)
 
 
 @MODELS.register_module()
 class LinearAngularAttention(GatedMapAttention):
-    """Linear angular attention with projections; it takes the options of :class:`LinearAngularGate`."""
+    """Linear angular attention as a module with projections; rules name this class as their ``type``.
+
+    It takes the options of :class:`LinearAngularGate`.
+    """
 
     gate_type = LinearAngularGate

@@ -1,4 +1,4 @@
-"""Base of the linear attentions, with their depthwise convolution of the values and position encoding of the keys."""
+"""Base class of the linear attentions: it adds convolved values, encodes key positions and gates the output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..parts.resizing import resize_grid
 
 
 class LinearGate(MapGate):
-    """Linear attention over an H x W map; a subclass mixes the tokens in :meth:`attend`.
+    """Base class of linear attentions over an H x W map; a subclass computes the attention in :meth:`attend`.
 
     Args:
         sizes: Sizes of the host's attention.
@@ -74,7 +74,7 @@ class LinearGate(MapGate):
             self.add_module(name, nn.Linear(self.embed_dims, self.embed_dims, bias=sizes.bias))
 
     def reset_gate(self) -> None:
-        """Start the convolution, the position encoding and the gates anew."""
+        """Initialise the convolution, the position encoding and the gates' linear layers."""
         if self.dwc is not None:
             self.dwc.reset_parameters()
         if self.position_encoding is not None:
@@ -82,19 +82,19 @@ class LinearGate(MapGate):
         start_linear(*(getattr(self, name) for name in self.gate_layers))
 
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
-        """Return the gate ``name`` of every token and channel, ``(B, N, C)``."""
+        """Return the gate called ``name`` for each token and channel, ``(B, N, C)``."""
         return getattr(self, name)(inputs[0])
 
     def unchanged_value(self, name: str) -> float | None:
-        """Return 1: the gates of keys, values and the output are factors."""
+        """Return 1, at which gates change nothing: they multiply keys, values and the output."""
         return 1
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Return the mixed tokens ``(B, N, C)`` without the convolution; the arguments are as in :meth:`mix`."""
+        """Compute linear attention without the convolution, ``(B, N, C)``; the arguments are those of :meth:`mix`."""
         raise TypeError(f'{type(self).__name__} mixes no tokens; use a subclass.')
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Attend, add the convolved values and gate the sum."""
+        """Attend, add the convolved values, and multiply the sum by the output gate if there is one."""
         out = self.attend(x, q, self._with_positions(k, hw_shape), v, hw_shape)
         if self.dwc is not None:
             out = out + self.convolve(v, hw_shape)
@@ -102,19 +102,19 @@ class LinearGate(MapGate):
         return out if gate_out is None else out * gate_out(x)
 
     def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
-        """Return the keys' features ``(B, H, N, d)``, the K in the map ``K^T V`` of the attention, for analysis."""
+        """Return the features of the keys ``(B, H, N, d)``, the K in the attention's ``K^T V``, for figures."""
         raise TypeError(f'{type(self).__name__} has no map K^T V.')
 
     def map_readings(self) -> tuple[str, ...]:
-        """Return the names of the readings: ``'kv'``, the map ``K^T V``, if the class has :meth:`key_features`."""
+        """Return the names of what figures can show: ``'kv'``, the map ``K^T V``, if there are :meth:`key_features`."""
         return ('kv',) if type(self).key_features is not LinearGate.key_features else ()
 
     def read_map(self, name: str, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Return the map ``K^T V / N`` ``(B, H, d, d)``; the arguments are as in :meth:`mix`."""
+        """Return the map ``K^T V / N`` ``(B, H, d, d)`` for figures; the arguments are those of :meth:`mix`."""
         return self.key_value_map(x, q, self._with_positions(k, hw_shape), v, hw_shape)
 
     def key_value_map(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Return the map ``K^T V / N`` ``(B, H, d, d)`` of gated keys, position encoding included, and gated values."""
+        """Compute the map ``K^T V / N`` ``(B, H, d, d)`` from gated keys, with their positions, and gated values."""
         if 'gate_k' in self.gate_readings:
             k = k * self.read_gate('gate_k', x)
         if 'gate_v' in self.gate_readings:
@@ -124,7 +124,7 @@ class LinearGate(MapGate):
         return key_value_map(keys, self.split_heads(v).to(keys.dtype))
 
     def convolve(self, v: Tensor, hw_shape: Size) -> Tensor:
-        """Return the convolved values ``(B, N, C)``, with zeros for the class token."""
+        """Convolve the values ``(B, N, C)`` over the map; the class token gets zeros."""
         repeats = self.embed_dims // self.dwc.weight.shape[0]
         weight = self.dwc.weight.repeat(repeats, 1, 1, 1)
         bias = self.dwc.bias.repeat(repeats)
@@ -133,7 +133,7 @@ class LinearGate(MapGate):
         return self.after_class_token(out.flatten(2).transpose(1, 2))
 
     def resize_loaded(self, state_dict: StateDict, prefix: str) -> list[str]:
-        """Resize the position encoding of another resolution, too."""
+        """Resize the position encoding in a state dict to this gate's shape, too; return the names of those resized."""
         resized = super().resize_loaded(state_dict, prefix)
         key = f'{prefix}position_encoding'
         if self.map_size is not None and key in state_dict:
@@ -144,13 +144,13 @@ class LinearGate(MapGate):
         return resized
 
     def rotate(self, x: Tensor, hw_shape: Size, *, inclusive: bool = False) -> Tensor:
-        """Return tokens ``(..., N, d)`` with rotary positions, as :func:`rotate` does; the class token has none."""
+        """Apply rotary positions to tokens ``(..., N, d)`` with :func:`rotate`; the class token stays as it is."""
         class_token = x[..., : self.class_tokens, :]
         tokens = x[..., self.class_tokens :, :]
         return torch.cat([class_token, rotate(tokens, hw_shape, inclusive=inclusive)], -2)
 
     def _with_positions(self, k: Tensor, hw_shape: Size) -> Tensor:
-        """Return the keys ``(B, N, C)`` with the position encoding added, if there is one."""
+        """Add the position encoding, if there is one, to the keys ``(B, N, C)``."""
         if self.position_encoding is None:
             return k
         return k + self.after_class_token(self._resized_encoding(hw_shape))

@@ -1,4 +1,4 @@
-"""Enhanced linear attention."""
+"""Enhanced linear attention, from EfficientViT: ReLU features and a depthwise convolution."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from .base import LinearGate
 
 
 class EnhancedLinearGate(LinearGate):
-    """Linear attention with ReLU, and a depthwise convolution: ``ReLU(Q) (ReLU(K)^T V)``, normalised, ``+ DWC(V)``.
+    """Linear attention with ReLU features, plus a depthwise convolution: ``ReLU(Q) (ReLU(K)^T V) + DWC(V)``.
+
+    The product is normalised by the sums of its weights.
 
     The convolution has C kernels of 5 x 5, which agrees with the papers' parameter count. With ``dwc=0`` it is the
     plain linear attention of the papers' ablations. It takes the options of
@@ -25,17 +27,20 @@ class EnhancedLinearGate(LinearGate):
     default_dwc = 5
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Attend in every head."""
+        """Attend in each head by linear attention with ReLU features, and return the tokens ``(B, N, C)``."""
         q, k, v = (self.split_heads(t) for t in (q.relu(), k.relu(), v))
         return self.merge_heads(kernel_attention(q, k, v))
 
     def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
-        """Return the features of the keys ``(B, H, N, d)``, see :meth:`.LinearGate.key_features`."""
+        """Return the keys' features ``(B, H, N, d)`` for figures of ``K^T V``, see :meth:`.LinearGate.key_features`."""
         return self.split_heads(k.relu())
 
 
 @MODELS.register_module()
 class EnhancedLinearAttention(GatedMapAttention):
-    """Enhanced linear attention with projections; it takes the options of :class:`EnhancedLinearGate`."""
+    """Enhanced linear attention as a module with projections; rules name this class as their ``type``.
+
+    It takes the options of :class:`EnhancedLinearGate`.
+    """
 
     gate_type = EnhancedLinearGate

@@ -1,4 +1,4 @@
-"""Focused linear attention (FLatten)."""
+"""Focused linear attention, from the FLatten transformer: features are sharpened by a power."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from .base import LinearGate
 
 
 class FocusedLinearGate(LinearGate):
-    """Linear attention with sharpened features: ``phi(Q) (phi(K)^T V)``, normalised, ``+ DWC(V)``.
+    """Focused linear attention: sharpened features, plus a depthwise convolution: ``phi(Q) (phi(K)^T V) + DWC(V)``.
+
+    The product is normalised by the sums of its weights.
 
     ``phi(x) = ‖y‖ y^p / ‖y^p‖`` with ``y = ReLU(x) / softplus(s)``. The norms are over all C channels, and ``s`` is
     learnt for each channel. A learnt position encoding is added to K.
@@ -47,23 +49,26 @@ class FocusedLinearGate(LinearGate):
         self.focus_scale = nn.Parameter(torch.zeros(1, 1, self.embed_dims))
 
     def reset_gate(self) -> None:
-        """Start the convolution, the position encoding and the scale anew."""
+        """Initialise the convolution, the position encoding and the scale of queries and keys."""
         super().reset_gate()
         nn.init.zeros_(self.focus_scale)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Sharpen queries and keys and attend in every head."""
+        """Sharpen queries and keys, attend in each head, and return the tokens ``(B, N, C)``."""
         scale = F.softplus(self.focus_scale)
         q, k = (focused_features((t.relu() + EPS) / scale, self.power) for t in (q, k))
         return self.merge_heads(kernel_attention(*(self.split_heads(t) for t in (q, k, v))))
 
     def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
-        """Return the features of the keys ``(B, H, N, d)``, see :meth:`.LinearGate.key_features`."""
+        """Return the keys' features ``(B, H, N, d)`` for figures of ``K^T V``, see :meth:`.LinearGate.key_features`."""
         return self.split_heads(focused_features((k.relu() + EPS) / F.softplus(self.focus_scale), self.power))
 
 
 @MODELS.register_module()
 class FocusedLinearAttention(GatedMapAttention):
-    """Focused linear attention with projections; it takes the options of :class:`FocusedLinearGate`."""
+    """Focused linear attention as a module with projections; rules name this class as their ``type``.
+
+    It takes the options of :class:`FocusedLinearGate`.
+    """
 
     gate_type = FocusedLinearGate

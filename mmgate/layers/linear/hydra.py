@@ -12,7 +12,9 @@ from .base import LinearGate
 
 
 class HydraGate(LinearGate):
-    """Attention with as many heads as channels, ``q̂ * sum_N(k̂ * v)``, whatever ``num_heads`` is.
+    """Hydra attention ``q̂ * sum_N(k̂ * v)``: linear attention with as many heads as channels.
+
+    ``num_heads`` does not matter.
 
     It takes the options of :class:`~mmgate.layers.linear.base.LinearGate`, with no convolution and no position encoding
     by default.
@@ -21,12 +23,15 @@ class HydraGate(LinearGate):
     """
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Multiply the normalised queries by one vector of the whole image."""
+        """Multiply each normalised query by one vector, the sum over the whole image of keys times values."""
         return hydra_attention(q, k, v)
 
 
 @MODELS.register_module()
 class HydraAttention(GatedMapAttention):
-    """Hydra attention with projections; it takes the options of :class:`HydraGate`."""
+    """Hydra attention as a module with projections; rules name this class as their ``type``.
+
+    It takes the options of :class:`HydraGate`.
+    """
 
     gate_type = HydraGate

@@ -1,4 +1,4 @@
-"""Injective linear attention (InLine)."""
+"""Injective linear attention (InLine), which subtracts the mean weight instead of dividing by the sum."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ KERNEL = 3
 
 
 class InLineGate(LinearGate):
-    """Linear attention normalised by a difference, plus a 3 x 3 convolution with kernels made from the mean token.
+    """InLine attention: linear attention minus its mean weight, plus a 3 x 3 convolution that depends on the image.
+
+    Weights are normalised by a difference instead of a quotient. The convolution's kernels are made from the mean
+    token.
 
     Two linear layers, block-diagonal by heads, compute the kernels from the mean token: 9 weights for each channel of
     an image. The values are convolved with them and added.
@@ -43,7 +46,7 @@ class InLineGate(LinearGate):
             )
 
     def reset_gate(self) -> None:
-        """Start the layers that compute the kernels as torch does."""
+        """Initialise the layers that compute the convolution's kernels as torch does."""
         super().reset_gate()
         if self.local is None:
             return
@@ -52,7 +55,7 @@ class InLineGate(LinearGate):
                 layer.reset_parameters()
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Attend in every head and add the convolved values."""
+        """Attend in each head and add the values, convolved with kernels that depend on the image."""
         heads = inline_attention(*(self.split_heads(t) for t in (q, k, v)), scale=self.scale)
         out = self.merge_heads(heads)
         batch = len(x)
@@ -66,12 +69,15 @@ class InLineGate(LinearGate):
         return out + self.after_class_token(local.view(batch, self.embed_dims, -1).transpose(1, 2))
 
     def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
-        """Return the features of the keys ``(B, H, N, d)``, see :meth:`.LinearGate.key_features`."""
+        """Return the keys' features ``(B, H, N, d)`` for figures of ``K^T V``, see :meth:`.LinearGate.key_features`."""
         return self.split_heads(k - k.mean(-2, keepdim=True))
 
 
 @MODELS.register_module()
 class InLineAttention(GatedMapAttention):
-    """InLine attention with projections; it takes the options of :class:`InLineGate`."""
+    """InLine attention as a module with projections; rules name this class as their ``type``.
+
+    It takes the options of :class:`InLineGate`.
+    """
 
     gate_type = InLineGate

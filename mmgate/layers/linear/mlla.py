@@ -1,4 +1,4 @@
-"""The attention of MLLA (Mamba-like linear attention)."""
+"""The linear attention of MLLA (Mamba-like linear attention)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from .base import LinearGate
 
 
 class MLLAGate(LinearGate):
-    """Linear attention with ``ELU + 1``, rotary positions in the numerator, and a depthwise convolution (LePE).
+    """MLLA's linear attention: features ``ELU + 1``, rotary positions, and a depthwise convolution (LePE).
+
+    The positions are in the numerator alone.
 
     As in the authors' code, all C channels are rotated before they are split into heads. The first half of the heads
     turns by row, the second by column; the first head of each half turns fastest.
@@ -42,19 +44,22 @@ class MLLAGate(LinearGate):
             )
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Attend with rotary positions in the numerator alone, because the denominator has to stay positive."""
+        """Attend with rotary positions in the numerator only, because the denominator has to stay positive."""
         q = F.elu(q) + 1
         k = F.elu(k) + 1
         tokens = (self.rotate(q, hw_shape), self.rotate(k, hw_shape), v, q, k)
         return self.merge_heads(kernel_attention(*(self.split_heads(t) for t in tokens)))
 
     def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
-        """Return the features of the keys ``(B, H, N, d)``, see :meth:`.LinearGate.key_features`."""
+        """Return the keys' features ``(B, H, N, d)`` for figures of ``K^T V``, see :meth:`.LinearGate.key_features`."""
         return self.split_heads(self.rotate(F.elu(k) + 1, hw_shape))
 
 
 @MODELS.register_module()
 class MLLAAttention(GatedMapAttention):
-    """MLLA's attention with projections; it takes the options of :class:`MLLAGate`."""
+    """MLLA's linear attention as a module with projections; rules name this class as their ``type``.
+
+    It takes the options of :class:`MLLAGate`.
+    """
 
     gate_type = MLLAGate

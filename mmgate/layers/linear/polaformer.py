@@ -1,4 +1,4 @@
-"""PolaFormer's polarity-aware linear attention."""
+"""PolaFormer's linear attention, which treats positive and negative parts of queries and keys separately."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from .base import LinearGate
 
 
 class PolaFormerGate(LinearGate):
-    """Linear attention over positive and negative parts: ``([same V1; opposite V2] + DWC(V)) * G`` with ``G = x Wg``.
+    """PolaFormer's linear attention over positive and negative parts, gated: ``([same V1; opposite V2] + DWC(V)) * G``.
+
+    The gate is ``G = x Wg``.
 
     Queries and keys are divided by ``softplus(s)`` and split into their positive and their negative part. Both are
     raised to a learnt power ``1 + alpha sigmoid(p)`` of each head and channel. Products of parts of the same sign weigh
@@ -54,19 +56,19 @@ class PolaFormerGate(LinearGate):
         self.power = nn.Parameter(torch.zeros(1, self.num_heads, 1, self.head_dim))
 
     def reset_gate(self) -> None:
-        """Start the convolution, the position encoding, the scale, the power and the gate anew."""
+        """Initialise the convolution, the position encoding, the scale, the power and the output gate."""
         super().reset_gate()
         nn.init.zeros_(self.focus_scale)
         nn.init.zeros_(self.power)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Attend by both polarities in every head."""
+        """Attend in each head to parts of the same and of opposite sign, and return the tokens ``(B, N, C)``."""
         scale = F.softplus(self.focus_scale)
         q, k, v = (self.split_heads(t) for t in (q / scale, k / scale, v))
         return self.merge_heads(polarity_attention(q, k, v, 1 + self.alpha * self.power.sigmoid()))
 
     def key_value_map(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Return the map ``(B, H, 2 d, d)`` from the two polarities of the queries to the values."""
+        """Compute the map ``K^T V / N`` ``(B, H, 2 d, d)`` for queries of both signs, for figures."""
         key = self.split_heads(k / F.softplus(self.focus_scale))
         positive, negative = polarity_features(key, 1 + self.alpha * self.power.sigmoid())
         same, opposite = self.split_heads(v).to(positive.dtype).chunk(2, -1)
@@ -75,12 +77,15 @@ class PolaFormerGate(LinearGate):
         return torch.cat([map_same, map_opposite], -1)
 
     def map_readings(self) -> tuple[str, ...]:
-        """Return the names of the readings."""
+        """Return the names of what figures can show of this attention: ``'kv'``, the map ``K^T V``."""
         return ('kv',)
 
 
 @MODELS.register_module()
 class PolaFormerAttention(GatedMapAttention):
-    """PolaFormer's attention with projections; it takes the options of :class:`PolaFormerGate`."""
+    """PolaFormer's attention as a module with projections; rules name this class as their ``type``.
+
+    It takes the options of :class:`PolaFormerGate`.
+    """
 
     gate_type = PolaFormerGate

@@ -1,4 +1,4 @@
-"""Rank-augmented linear attention (RALA)."""
+"""Rank-augmented linear attention (RALA), whose ``K^T V`` and output have a higher rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from .base import LinearGate
 
 
 class RALAGate(LinearGate):
-    """Linear attention whose weighted keys and gated output raise its rank: ``(Q (alpha K)^T V + DWC(V)) * (x Wo)``.
+    """RALA: linear attention of higher rank, by weighted keys and a gated output.
+
+    It is ``(Q (alpha K)^T V + DWC(V)) * (x Wo)``.
 
     Queries and keys are ``ELU + 1``. ``alpha`` holds the attention weights from the mean query to the keys, scaled to
     the sum N. Rotary positions turn the channels of every head, in the numerator alone; the slowest pair of channels
@@ -31,20 +33,23 @@ class RALAGate(LinearGate):
     head_multiple = 4
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Attend with rotary positions in the numerator alone, because the denominator has to stay positive."""
+        """Attend with rotary positions in the numerator only, because the denominator has to stay positive."""
         q, k, v = (self.split_heads(t) for t in (F.elu(q) + 1, F.elu(k) + 1, v))
         k = rank_augmented_keys(q, k, scale=self.scale)
         turned_q, turned_k = (self.rotate(t, hw_shape, inclusive=True) for t in (q, k))
         return self.merge_heads(kernel_attention(turned_q, turned_k, v, q, k))
 
     def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
-        """Return the features of the keys ``(B, H, N, d)``, see :meth:`.LinearGate.key_features`."""
+        """Return the keys' features ``(B, H, N, d)`` for figures of ``K^T V``, see :meth:`.LinearGate.key_features`."""
         query, key = (F.elu(self.split_heads(t)) + 1 for t in (q, k))
         return self.rotate(rank_augmented_keys(query, key, scale=self.scale), hw_shape, inclusive=True)
 
 
 @MODELS.register_module()
 class RALAAttention(GatedMapAttention):
-    """Rank-augmented linear attention with projections; it takes the options of :class:`RALAGate`."""
+    """Rank-augmented linear attention as a module with projections; rules name this class as their ``type``.
+
+    It takes the options of :class:`RALAGate`.
+    """
 
     gate_type = RALAGate

@@ -1,1 +1,1 @@
-"""Parts of layers: norms, feed-forward networks, biases, windows of maps, resized positions, checks of options."""
+"""Parts that several layers use: norms, feed-forward networks, biases, windows, resizing, checks of options."""

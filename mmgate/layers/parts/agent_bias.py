@@ -1,4 +1,4 @@
-"""The two biases of agent attention, which are resized to the map and the number of agents of a forward pass."""
+"""The two position biases of agent attention, resized to any map and to any number of agent tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AXES = {'ah_bias': 3, 'aw_bias': 4, 'ha_bias': 2, 'wa_bias': 3}
 
 
 class AgentBiases(MapGate):
-    """Base of :class:`~mmgate.layers.agent.AgentGate` that holds its biases.
+    """Base class of :class:`~mmgate.layers.agent.AgentGate`, which holds and resizes its two position biases.
 
     Each bias is the sum of three parts. Those of B1 are ``an_bias`` (a map), ``ah_bias`` (rows) and ``aw_bias``
     (columns); those of B2 are ``na_bias``, ``ha_bias`` and ``wa_bias``. A class token has ``ac_bias`` and ``ca_bias``.
@@ -46,7 +46,7 @@ class AgentBiases(MapGate):
     ca_bias: nn.Parameter
 
     def make_biases(self, bias: bool) -> None:
-        """Create the parameters; without ``bias`` their names are registered as None."""
+        """Create the parameters of the biases; without ``bias`` their names are registered as None."""
         heads = self.num_heads
         n = self.pretrain_grid**2
         height, width = self.bias_size
@@ -64,7 +64,7 @@ class AgentBiases(MapGate):
             self.register_parameter(name, nn.Parameter(torch.empty(shape)) if bias else None)
 
     def resize_loaded(self, state_dict: StateDict, prefix: str) -> list[str]:
-        """Resize the row and column biases of another resolution, too."""
+        """Resize row and column biases in a state dict to this gate's shapes; return the names of those resized."""
         resized = super().resize_loaded(state_dict, prefix)
         for name, axis in AXES.items():
             own = getattr(self, name)
@@ -77,18 +77,21 @@ class AgentBiases(MapGate):
         return resized
 
     def prepare_count(self) -> None:
-        """Remove the resizing of the biases, an interpolation done by products; see :meth:`.Gate.prepare_count`."""
+        """Leave the resizing of the biases out of a count of operations; see :meth:`.Gate.prepare_count`."""
         if self.an_bias is not None:
             self.biases = self._unresized  # type: ignore[method-assign]
 
     def _unresized(self, hw_shape: Size) -> tuple[Tensor, Tensor]:
-        """Return zeros of the shapes of :meth:`biases`."""
+        """Return zeros of the shapes that :meth:`biases` returns, without the products that resize."""
         tokens = self.class_tokens + hw_shape[0] * hw_shape[1]
         bias = self.an_bias.new_zeros(1, self.num_heads, self.grid**2, tokens)
         return bias, bias.transpose(2, 3)
 
     def biases(self, hw_shape: Size) -> tuple[Tensor, Tensor]:
-        """Return B1 ``(1, H, n, N)`` and B2 ``(1, H, N, n)`` for a map of ``hw_shape``, the class token first."""
+        """Return both position biases for a map of size ``hw_shape``: B1 ``(1, H, n, N)`` and B2 ``(1, H, N, n)``.
+
+        The class token comes first.
+        """
         heads = self.num_heads
         agents = self.grid**2
         rows1 = self.ah_bias[0, ..., 0]  # (H, n, h)
@@ -115,7 +118,7 @@ class AgentBiases(MapGate):
         return torch.cat([class_key[None], bias1], -1), torch.cat([class_query[None], bias2], -2)
 
     def _factors(self, block: Tensor, rows: Tensor, columns: Tensor, hw_shape: Size) -> tuple[Tensor, Tensor, Tensor]:
-        """Return three tensors ``(H, n, h, 8)``, ``(H, n, w)`` and ``(8, w)``, of which a resized bias is made.
+        """Return the three factors of a resized bias: ``(H, n, h, 8)``, ``(H, n, w)`` and ``(8, w)``.
 
         The bias is the first times the last, plus the second. A bilinear resize multiplies each axis by a small matrix,
         so the axes may come in any order, and values that are constant along an axis stay so. The rows are an eighth
@@ -138,7 +141,7 @@ class AgentBiases(MapGate):
         return torch.cat([block, rows[..., None]], -1), columns, torch.cat([width.t(), ones])
 
     def _resize_agents(self, x: Tensor) -> Tensor:
-        """Return ``(H, n, x)`` of the agents in pre-training, resized to the agents in use."""
+        """Resize a bias ``(H, n, x)`` from the agents of pre-training to the number of agents in use."""
         if self.pretrain_grid == self.grid:
             return x
         side = self.pretrain_grid

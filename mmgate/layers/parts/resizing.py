@@ -1,4 +1,4 @@
-"""Resizing of position encodings and biases in a checkpoint to the shapes of the model that loads it."""
+"""Resize the position encodings and biases of a checkpoint to the shapes of the model that loads it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def resize_axis(x: Tensor, axis: int, size: int) -> Tensor:
-    """Return ``x`` with one axis resized linearly to ``size``, as a forward pass resizes it for another map."""
+    """Resize one axis of a tensor linearly to ``size``, in the way in which a forward pass does for another map."""
     if x.shape[axis] == size:
         return x
     lines = x.movedim(axis, -1)
@@ -19,7 +19,7 @@ def resize_axis(x: Tensor, axis: int, size: int) -> Tensor:
 
 
 def resize_grid(x: Tensor, size: tuple[int, int], mode: str = 'bilinear') -> Tensor:
-    """Return a grid's values ``(1, N, C)``, row by row, resized to ``size`` as ``(1, h w, C)``.
+    """Resize a grid of values ``(1, N, C)``, listed row by row, to height and width ``size``: ``(1, h w, C)``.
 
     A checkpoint does not hold the height and width of its grid. If ``size`` has N cells, nothing is resized. Otherwise
     a square of N cells is assumed, or a grid of N cells with the proportions of ``size``. If neither exists, or both
@@ -40,5 +40,5 @@ def resize_grid(x: Tensor, size: tuple[int, int], mode: str = 'bilinear') -> Ten
 
 
 def _computable(x: Tensor) -> Tensor:
-    """Return ``x`` in float32 if it has 16 bits, which not every torch can resize on a CPU."""
+    """Convert a 16-bit tensor to float32, because not every torch can resize 16 bits on a CPU."""
     return x if x.dtype == torch.float64 else x.float()

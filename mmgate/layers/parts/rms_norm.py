@@ -1,4 +1,4 @@
-"""RMSNorm, for torch below 2.4, too."""
+"""RMSNorm: torch's class or, below torch 2.4, which lacks it, our replacement."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class _RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension, with the parameter of ``torch.nn.RMSNorm``, which torch 2.4 added.
+    """RMSNorm over the last dimension, with the parameter of ``torch.nn.RMSNorm``, for torch below 2.4.
 
     Args:
         dim: Size of the last dimension.
@@ -20,7 +20,7 @@ class _RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` divided by its root mean square and multiplied by the weight; 16 bits are computed in 32."""
+        """Divide ``x`` by its root mean square and multiply it by the weight; 16-bit inputs are computed in float32."""
         wide = x.float() if x.dtype.itemsize < 4 else x
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight).type_as(x)
 

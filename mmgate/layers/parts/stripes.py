@@ -1,4 +1,4 @@
-"""Splitting of a map's tokens into windows or stripes, and merging them again."""
+"""Split the tokens of a map into windows or stripes, and merge them again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from torch import Tensor
 
 
 def split_stripes(x: Tensor, hw_shape: tuple[int, int], stripe: tuple[int, int]) -> Tensor:
-    """Split the tokens ``(B, h w, C)`` of a map into stripes ``(B n, sh sw, C)``, the n stripes of an image in a row.
+    """Split a map's tokens ``(B, h w, C)`` into windows or stripes ``(B n, sh sw, C)``; each has sh rows, sw columns.
+
+    The n stripes of one image follow one another along the first axis.
 
     The map is padded with zeros, below and on the right, to whole stripes.
 
@@ -24,7 +26,7 @@ def split_stripes(x: Tensor, hw_shape: tuple[int, int], stripe: tuple[int, int])
 
 
 def merge_stripes(x: Tensor, hw_shape: tuple[int, int], stripe: tuple[int, int]) -> Tensor:
-    """Merge stripes ``(B n, sh sw, C)`` into the tokens ``(B, h w, C)`` of the map, without padding.
+    """Merge windows or stripes ``(B n, sh sw, C)`` into the map's tokens ``(B, h w, C)``, and cut the padding off.
 
     The arguments are as in :func:`split_stripes`.
     """

@@ -1,4 +1,4 @@
-"""SwiGLU feed-forward network."""
+"""The SwiGLU feed-forward network, whose hidden layer is gated by SiLU."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SwiGLU(nn.Module):
         self.drop_path = nn.Identity() if drop_path is None else drop_path
 
     def forward(self, x: Tensor, identity: Tensor | None = None) -> Tensor:
-        """Return the network's output for tokens ``(B, N, C)``, plus ``identity``, by default ``x``."""
+        """Return the output for tokens ``(B, N, C)`` with ``identity`` (default: the tokens) added."""
         gate, value = self.expand(x).chunk(2, -1)
         out = self.out_drop(self.project(self.drop(F.silu(gate) * value)))
         return (x if identity is None else identity) + self.drop_path(out)

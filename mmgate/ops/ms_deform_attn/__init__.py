@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention from logits, with an optional gate on them.
+"""The operator multi-scale deformable attention, computed from logits that a gate may multiply.
 
 Layout: value (B, S, H, D); spatial_shapes (L, 2) as (height, width); level_start_index (L,);
 sampling_locations (B, Q, H, L, P, 2) as (x, y), 0 to 1 over a level; logits (B, Q, H, L, P); output (B, Q, H * D).
@@ -40,7 +40,7 @@ def ms_deform_attn(
     num_points: Sequence[int] | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    r"""Sample every level around each query and sum the samples by gated attention weights.
+    r"""Compute multi-scale deformable attention: sample all levels and sum by the softmax of (gated) logits.
 
     With ``A`` the logits, ``G`` the gate and ``F = 1 + G`` (or ``F = G`` without the residual), the weights are
     ``softmax(A F)`` over all levels and points of a head, or ``softmax(A) F`` after the softmax; the output of head
@@ -117,7 +117,7 @@ def _check(
     reference_points: Tensor | None,
     num_points: tuple[int, ...] | None,
 ) -> None:
-    """Refuse arguments that no backend takes; the backends check what they alone do not have.
+    """Raise an error for arguments that no backend takes; each backend checks what it alone does not support.
 
     ``points`` are sampling locations, or offsets if there are reference points.
     """
@@ -147,7 +147,7 @@ def _check(
 
 
 def _check_levels(sizes: list[list[int]], starts: list[int], tokens: int) -> None:
-    """Refuse levels that do not lie side by side over all tokens."""
+    """Raise ValueError unless the levels, by size and start, fill all tokens without gaps or overlaps."""
     if any(height < 0 or width < 0 for height, width in sizes):
         raise ValueError(f'spatial_shapes must not be negative, got {sizes}.')
     areas = [height * width for height, width in sizes]

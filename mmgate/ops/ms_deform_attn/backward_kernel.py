@@ -1,5 +1,5 @@
 # mypy: disable-error-code=no-untyped-def
-"""Triton kernel of the gradients of multi-scale deformable attention. Formula and layout: kernels.py.
+"""Triton kernel for the backward pass of multi-scale deformable attention; formula and layout are in kernels.py.
 
     dw_j = dO . v_j,   dx_j = w_j dO . dv_j/dx,   dV[row] = sum of s dO over all samples with a corner of share s there
 
@@ -20,7 +20,7 @@ from .kernels import _bilinear, _corners, _level, _load, _piece, _place, _scales
 
 @triton.jit
 def _dot(ptr, row, on, d, g0, g1, g2, g3, D: tl.constexpr, PIECES: tl.constexpr):
-    """Return the scalar products of rows of channels in memory with rows whose pieces are given."""
+    """Return the scalar product of each value row in memory with an output gradient's row, given in pieces."""
     PIECE: tl.constexpr = d.shape[0]
     x = _load(ptr, row, on, d, 0, D).to(tl.float32) * g0
     x += _load(ptr, row, on, d, PIECE, D).to(tl.float32) * g1
@@ -32,7 +32,7 @@ def _dot(ptr, row, on, d, g0, g1, g2, g3, D: tl.constexpr, PIECES: tl.constexpr)
 
 @triton.jit
 def _grads(ptr, row, on, d, D: tl.constexpr, PIECES: tl.constexpr):
-    """Return four pieces of rows of channels, of which the first PIECES are in use."""
+    """Load the output gradients' rows in four pieces of channels, of which the first PIECES are in use."""
     PIECE: tl.constexpr = d.shape[0]
     g0 = _load(ptr, row, on, d, 0, D).to(tl.float32)
     g1 = _load(ptr, row, on, d, PIECE, D).to(tl.float32)
@@ -52,7 +52,7 @@ def _reduce(ptr, row, on, d, x, FIRST: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _scatter(ptr, row, on, d, s, g0, g1, g2, g3, D: tl.constexpr, PIECES: tl.constexpr):
-    """Add s times a row of channels."""
+    """Add an output gradient's row times the factor s to a row of the values' gradient, by atomic additions."""
     PIECE: tl.constexpr = d.shape[0]
     s = s[:, None]
     _reduce(ptr, row, on, d, s * g0, 0, D)
@@ -64,7 +64,7 @@ def _scatter(ptr, row, on, d, s, g0, g1, g2, g3, D: tl.constexpr, PIECES: tl.con
 
 @triton.jit
 def _scatter2(ptr, row, on, d, s, g0, g1, g2, g3, t, h0, h1, h2, h3, D: tl.constexpr, PIECES: tl.constexpr):
-    """Add s times a row of channels and t times another."""
+    """Add two rows, times the factors s and t, to one row of the values' gradient, by atomic additions."""
     PIECE: tl.constexpr = d.shape[0]
     s = s[:, None]
     t = t[:, None]
@@ -80,7 +80,7 @@ def _sample_gradients(
     value_ptr, upper, lower, heads, w, fx, fy, in_left, in_right, in_top, in_bottom, d, g0, g1, g2, g3,
     D: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Return the gradients of a sample's weight and of its pixel coordinates."""
+    """Return the gradients of a sample's attention weight and of its x and y in pixels."""
     dot00 = _dot(value_ptr, upper, in_top & in_left, d, g0, g1, g2, g3, D, PIECES)
     dot10 = _dot(value_ptr, upper + heads, in_top & in_right, d, g0, g1, g2, g3, D, PIECES)
     dot01 = _dot(value_ptr, lower, in_bottom & in_left, d, g0, g1, g2, g3, D, PIECES)
@@ -98,7 +98,7 @@ def _store_gradients(
     COUNT: tl.constexpr, POINTS: tl.constexpr, PADDED: tl.constexpr,
     GATED: tl.constexpr, RESIDUAL: tl.constexpr, POST: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradients of points, logits and gate from those of weights and points, (queries, PADDED)."""
+    """Store a block's gradients of points, logits and gate, given those of weights and points (queries, PADDED)."""
     at, mask, a, factor, x = _tile(
         logits_ptr, gate_ptr, row, q, in_tile, gate_q, gate_l, gate_p,
         COUNT, POINTS, PADDED, GATED, RESIDUAL, POST,
@@ -120,7 +120,7 @@ def _store_reference(
     ptr, row, level, in_tile, height, width, x, y, w, h,
     LEVELS: tl.constexpr, POINTS: tl.constexpr, REFERENCE: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradients of a level's reference, a head's, from the sums over its points."""
+    """Store one head's gradients of the reference points on a level, given the sums over its sampling points."""
     across = width.to(tl.float32)
     down = height.to(tl.float32)
     at = ptr + (row * LEVELS + level) * REFERENCE
@@ -140,7 +140,7 @@ def backward_kernel(
     PIECES: tl.constexpr, REFERENCE: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, POST: tl.constexpr,
     TILED: tl.constexpr, BLOCK_Q: tl.constexpr, PAIRED: tl.constexpr, GRAD_REFERENCE: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradients of values (by atomics), points, reference (if GRAD_REFERENCE), logits and gate.
+    """Compute and store the gradients of values (by atomic additions), points, reference, logits and gate.
 
     Those of the reference are a head's, (B, Q, H, L, R), and those of the gate a logit's; the caller sums them. PIECES
     is 2 or 4. Without PAIRED a lane has one query at a time, which takes fewer registers.

@@ -1,4 +1,4 @@
-"""Sizes of the programs of the sampler's Triton kernels, chosen by listings, as no GPU has run them."""
+"""Choose the block sizes of the deformable attention's Triton kernels, by compiler listings: no GPU has run them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INTERPRETED_QUERIES = 4  # queries of a program in the interpreter, so that smal
 
 
 class Cut(NamedTuple):
-    """Division of a kernel's work among programs and lanes.
+    """Division of a Triton kernel's work: queries for each program, channels for each lane, number of warps.
 
     Attributes:
         backward: True for the backward kernel.
@@ -36,7 +36,7 @@ class Cut(NamedTuple):
     paired: bool = True
 
     def constants(self, dim: int) -> dict[str, int]:
-        """Return the constants of a launch on heads of ``dim`` channels."""
+        """Return the compile-time constants for a launch on heads with ``dim`` channels."""
         piece = padded(dim) // self.pieces
         rows = max(1, 32 * self.lane // piece) * self.times * self.warps
         constants = dict(PIECE=piece, PIECES=self.pieces, BLOCK_Q=rows, num_warps=self.warps)
@@ -46,7 +46,7 @@ class Cut(NamedTuple):
 
 
 def cut_for(value: Tensor, logits: Tensor, backward: bool) -> Cut:
-    """Return the division of a kernel's work on these tensors.
+    """Choose block sizes for the forward or the backward kernel on these tensors.
 
     A lane has 16 bytes of every piece, of values or, in the backward pass, of float32 sums. It has one channel if the
     GPU adds one float at a time.
@@ -59,7 +59,10 @@ def cut_for(value: Tensor, logits: Tensor, backward: bool) -> Cut:
 
 
 def scalar_reductions(value: Tensor) -> bool:
-    """Return whether the GPU adds one float at a time, as before sm_90; neighbours then belong into different lanes."""
+    """Return True if the GPU's atomic additions take one float at a time, as before sm_90.
+
+    Neighbouring channels then belong into different lanes.
+    """
     if interpreted():
         return False
     target = target_of(value.device)

@@ -1,4 +1,4 @@
-r"""Multi-scale deformable sampling on the CPU as one weighted sum over rows of the value matrix.
+r"""CPU backend of deformable attention in torch: one ``embedding_bag`` sums weighted rows of the values.
 
     out[b, q, h] = sum over (corner c, level l, point p) of  bilinear_c a_lp  value[index_clp]
 
@@ -28,14 +28,14 @@ CHUNK = 1 << 20  # sampled corners at a time: 8 to 40 bytes each
 
 
 def why_not(value: Tensor) -> str | None:
-    """Return why this backend cannot run on ``value``, or None."""
+    """Return the reason why this backend cannot run on ``value``, or None if it can."""
     return None if value.device.type == 'cpu' else f'it is for CPU tensors, value is on {value.device}'
 
 
 def sample(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
 ) -> Tensor:
-    """Return the weighted sum of samples as :func:`.reference.sample`; 16-bit values are summed in float32.
+    """Sample the values and sum them by weights, like :func:`.reference.sample`; 16 bits are summed in float32.
 
     Raises:
         UnsupportedCall: More value rows than 32-bit indices reach.
@@ -55,7 +55,7 @@ def sample(
 def _corners(
     locations: Tensor, weights: Tensor, spatial_shapes: Tensor, first_row: Tensor, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows, bilinear weights and full weights, each ``(n, H, 4, L, P)``, of ``n`` queries."""
+    """Return value rows, bilinear weights and full weights of all samples' corners, ``(n, H, 4, L, P)`` each."""
     rows = []
     shares = []
     # 32-bit indices halve the traffic and the time for sorting.
@@ -69,7 +69,10 @@ def _corners(
 def _coordinate_gradients(
     dots: Tensor, bilinear: Tensor, locations: Tensor, weights: Tensor, spatial_shapes: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return gradients of locations ``(n, H, L, P, 2)`` and weights from ``dots = <value row, output gradient>``."""
+    """Return the gradients of locations ``(n, H, L, P, 2)`` and weights.
+
+    ``dots`` are the scalar products of value rows and output gradients.
+    """
     width, height, x0, y0, fx, fy = pixels(spatial_shapes, locations)
     left = (x0 >= 0) & (x0 < width)
     right = (x0 + 1 >= 0) & (x0 + 1 < width)
@@ -85,7 +88,10 @@ def _coordinate_gradients(
 
 
 def _chunks(value: Tensor, level_start_index: Tensor, weights: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of the B * Q queries, with the first rows of their image, head and level, ``(n, H, L, 1)``."""
+    """Yield chunks of the B * Q queries as slices, with the first value row of each image, head and level.
+
+    Its shape is ``(n, H, L, 1)``.
+    """
     batch, tokens, heads, _ = value.shape
     queries = weights.shape[1]
     per_query = weights.shape[2:].numel()
@@ -148,7 +154,7 @@ def _sample_backward(
 
 
 def _dots(rows: Tensor, index: Tensor, grad_bags: Tensor) -> Tensor:
-    """Return ``<rows[index], grad_bags>``: the rule by which embedding_bag differentiates its weights."""
+    """Return the gradient of ``embedding_bag``'s weights: scalar products of the rows read with output gradients."""
     bags, size = index.shape  # rows of a bag
     offsets = torch.arange(0, bags * size, max(size, 1), dtype=index.dtype)[:bags]
     bag_of = torch.arange(bags, dtype=index.dtype).repeat_interleave(size)
@@ -159,7 +165,7 @@ def _dots(rows: Tensor, index: Tensor, grad_bags: Tensor) -> Tensor:
 
 
 def _add_by_row(grad_rows: Tensor, index: Tensor, weights: Tensor, grad_bags: Tensor) -> None:
-    """Add ``weights * grad_bags`` of every sample to the row that it was read from."""
+    """Add the gradient of each sample, ``weights * grad_bags``, to the value row from which it was read."""
     order = index.flatten().sort()
     counts = torch.bincount(order.values, minlength=len(grad_rows))
     offsets = counts.cumsum(0) - counts

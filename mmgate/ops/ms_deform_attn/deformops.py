@@ -1,4 +1,4 @@
-"""Multi-scale deformable sampling by the package deformops: Triton and CUDA kernels, with or without the softmax.
+"""Backend of deformable attention by the package deformops, with Triton and CUDA kernels.
 
 The package is imported when a CUDA tensor asks for it, so that ``mmgate.ops`` needs torch alone. Without a gate its
 kernels form the softmax, so that no weights are written to memory; with one they get finished weights.
@@ -29,7 +29,7 @@ MOST_NUMBERS = 2**31 - 1  # of a tensor, for 32-bit offsets
 
 @functools.cache
 def missing() -> str | None:
-    """Return why the package cannot be imported, or None."""
+    """Return the reason why the package deformops cannot be imported, or None if it can."""
     if importlib.util.find_spec('deformops') is None:
         if sys.version_info < PYTHON:
             return 'deformops is not installed; it needs Python 3.12 or newer'
@@ -43,18 +43,18 @@ def missing() -> str | None:
 
 @torch.compiler.assume_constant_result
 def _too_old(index: int | None) -> bool:
-    """Return whether a GPU is older than the kernels support."""
+    """Return True if the GPU with this index is older than deformops' kernels support."""
     return torch.cuda.get_device_capability(index) < CAPABILITY
 
 
 @torch.compiler.assume_constant_result
 def _missing() -> str | None:
-    """Return why the package cannot be imported, or None; torch.compile asks once, while it traces."""
+    """Return why deformops cannot be imported, or None; torch.compile calls this once, while it traces."""
     return missing()
 
 
 def why_not(value: Tensor) -> str | None:
-    """Return why this backend cannot run on ``value``, or None."""
+    """Return the reason why this backend cannot run on ``value``, or None if it can."""
     if value.device.type != 'cuda':
         return f'it is for CUDA tensors, value is on {value.device}'
     if torch.version.hip is not None:
@@ -82,7 +82,7 @@ def attend(
     reference_points: Tensor | None,
     num_points: Sequence[int] | None = None,
 ) -> Tensor:
-    """Attend from logits; the arguments are those of :func:`mmgate.ops.ms_deform_attn`.
+    """Compute deformable attention from logits; the arguments are those of :func:`mmgate.ops.ms_deform_attn`.
 
     ``points`` are sampling locations, or offsets if there are reference points. Levels of fewer points than others are
     filled up with weights of 0. The kernels read weights in the dtype of the values, so 16-bit values round them.
@@ -122,7 +122,7 @@ def attend(
 def _check_call(
     value: Tensor, points: Tensor, logits: Tensor, gate: Tensor | None, reference_points: Tensor | None
 ) -> None:
-    """Refuse the calls that the kernels do not have."""
+    """Raise UnsupportedCall for arguments that deformops' kernels do not take."""
     takes = "ms_deform_attn: 'deformops' takes"
     if not value.numel() or not logits.numel():
         raise UnsupportedCall(f'{takes} no empty tensors.')

@@ -1,4 +1,4 @@
-"""Multi-scale deformable sampling by torch's ``grid_sample``, level by level: any device, differentiable by autograd.
+"""Backend of deformable attention by torch's ``grid_sample``, level by level, for any device.
 
     out[b, q, h] = sum over levels l of  sum over points p of  a_lp  grid_sample(V_l, 2 x_lp - 1)
 
@@ -20,14 +20,14 @@ from .levels import numbers_of
 
 
 def why_not(value: Tensor) -> str | None:
-    """Return why this backend cannot run on ``value``, or None."""
+    """Return the reason why this backend cannot run on ``value``, or None if it can."""
     if value.is_cuda and torch.are_deterministic_algorithms_enabled():
         return 'its backward pass raises on CUDA while torch.use_deterministic_algorithms is on'
     return None
 
 
 def _numbers(spatial_shapes: Tensor, level_start_index: Tensor) -> tuple[list[list[int]], list[int]]:
-    """Return sizes and starts of the levels."""
+    """Return the levels' sizes and starts as Python numbers."""
     if isinstance(spatial_shapes, Tensor) and isinstance(level_start_index, Tensor):
         return numbers_of(spatial_shapes, level_start_index)
     # An export hands on sizes that are numbers and symbols.
@@ -42,7 +42,7 @@ def sample(
     weights: Tensor,
     num_points: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return the weighted sum of samples as :func:`.reference.sample`, computed in no less than float32.
+    """Sample the values and sum them by weights, like :func:`.reference.sample`, in float32 or more.
 
     With ``num_points``, one for each level, locations are ``(B, Q, H, N, 2)`` and weights ``(B, Q, H, N)``.
     """

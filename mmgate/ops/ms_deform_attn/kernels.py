@@ -1,5 +1,5 @@
 # mypy: disable-error-code=no-untyped-def
-"""Triton kernels of multi-scale deformable attention: gate, softmax and sampling in one.
+"""Triton kernels of multi-scale deformable attention, which compute gate, softmax and sampling in one pass.
 
     O[q] = sum_j w_j bilinear(V_l(j), x_j),   w = softmax(A F)  or  softmax(A) F,   F = 1 + G or G,   j over (L, P)
 
@@ -22,7 +22,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _level(shapes_ptr, starts_ptr, level):
-    """Return height, width and first token of a level."""
+    """Load height, width and first token of a level."""
     height = tl.load(shapes_ptr + 2 * level).to(tl.int32)
     width = tl.load(shapes_ptr + 2 * level + 1).to(tl.int32)
     return height, width, tl.load(starts_ptr + level).to(tl.int32)
@@ -30,7 +30,9 @@ def _level(shapes_ptr, starts_ptr, level):
 
 @triton.jit
 def order_kernel(shapes_ptr, starts_ptr, order_ptr, tokens, LEVELS: tl.constexpr, BLOCK: tl.constexpr):
-    """Store the tokens of all levels, (S,), down the columns of bands of BAND rows of each map.
+    """Write an order of all tokens (S,) in which neighbours lie in small tiles of a map, for kernels that are TILED.
+
+    It goes down the columns of bands of BAND rows of each map.
 
     This is a separate kernel, because its divisions would keep the others from one layout for all of a query's numbers.
     """
@@ -52,7 +54,7 @@ def order_kernel(shapes_ptr, starts_ptr, order_ptr, tokens, LEVELS: tl.constexpr
 
 @triton.jit
 def _place(order_ptr, place, queries, heads, TILED: tl.constexpr):
-    """Return a program's image and head, the queries at these places, their rows in (Q, H), and a mask of them."""
+    """Return a program's image and head, its queries, their rows in (Q, H), and a mask of those that exist."""
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = tl.program_id(1) % heads
     q = tl.load(order_ptr + place, mask=place < queries, other=queries) if TILED else place
@@ -64,7 +66,7 @@ def _products(
     logits_ptr, gate_ptr, logits_at, gate_at, mask,
     GATED: tl.constexpr, RESIDUAL: tl.constexpr, POST: tl.constexpr,
 ):  # fmt: skip
-    """Return logits A, factor F and the input of the softmax, A F or A."""
+    """Load logits A and gates; return A, the gate's factor F, and the softmax's input, A F or A."""
     a = tl.load(logits_ptr + logits_at, mask=mask, other=0.0).to(tl.float32)
     f = tl.full(a.shape, 1.0, tl.float32)
     if GATED:
@@ -79,7 +81,10 @@ def _tile(
     COUNT: tl.constexpr, POINTS: tl.constexpr, PADDED: tl.constexpr,
     GATED: tl.constexpr, RESIDUAL: tl.constexpr, POST: tl.constexpr,
 ):  # fmt: skip
-    """Return offsets, mask, A, F and exponents to base 2 of all samples, (queries, PADDED), -inf in padding."""
+    """Load all logits and gates of a block of queries; return offsets, mask, A, F and the softmax's exponents.
+
+    All are (queries, PADDED); exponents are to base 2, and -inf in padding.
+    """
     col = tl.arange(0, PADDED)
     at = (row * COUNT)[:, None] + col[None, :]
     mask = in_tile[:, None] & (col < COUNT)[None, :]
@@ -93,7 +98,7 @@ def _weight(
     logits_ptr, gate_ptr, logits_at, gate_at, mask, lse,
     GATED: tl.constexpr, RESIDUAL: tl.constexpr, POST: tl.constexpr,
 ):  # fmt: skip
-    """Return a sample's weight."""
+    """Return the attention weight of one sample of each query."""
     _, f, x = _products(logits_ptr, gate_ptr, logits_at, gate_at, mask, GATED, RESIDUAL, POST)
     p = tl.exp2(x * LOG2E - lse)
     return p * f if POST else p
@@ -102,7 +107,7 @@ def _weight(
 @triton.jit
 def _scales(reference_ptr, q, level, in_tile, height, width, LEVELS: tl.constexpr, POINTS: tl.constexpr,
             REFERENCE: tl.constexpr):  # fmt: skip
-    """Return the scales and shifts from a query's points to pixels of a level."""
+    """Return scale and shift that convert a query's sampling points to pixel coordinates on a level."""
     across = width.to(tl.float32)
     down = height.to(tl.float32)
     scale_x = tl.full(q.shape, 1.0, tl.float32)
@@ -124,7 +129,7 @@ def _scales(reference_ptr, q, level, in_tile, height, width, LEVELS: tl.constexp
 
 @triton.jit
 def _corners(points_ptr, at, in_tile, height, width, scale_x, scale_y, shift_x, shift_y):
-    """Return the sample's fractions, the pixel at its upper left, and masks of the rows and columns on the map."""
+    """Return for a sample the pixel at its upper left, the fractions beyond it, and masks of corners on the map."""
     x = tl.load(points_ptr + at, mask=in_tile, other=0.0).to(tl.float32) * scale_x + shift_x
     y = tl.load(points_ptr + at + 1, mask=in_tile, other=0.0).to(tl.float32) * scale_y + shift_y
     # Points far off the map stay off it, within the range of int32. So does NaN: maximum and minimum return the other
@@ -149,7 +154,7 @@ def _corners(points_ptr, at, in_tile, height, width, scale_x, scale_y, shift_x, 
 
 @triton.jit
 def _bilinear(w, fx, fy):
-    """Return the shares of the four corners: upper left, upper right, lower left, lower right."""
+    """Return the bilinear weights of a sample's four corners: upper left, upper right, lower left, lower right."""
     upper = w * (1.0 - fy)
     lower = w * fy
     return upper * (1.0 - fx), upper * fx, lower * (1.0 - fx), lower * fx
@@ -157,7 +162,7 @@ def _bilinear(w, fx, fy):
 
 @triton.jit
 def _piece(row, on, d, FIRST: tl.constexpr, D: tl.constexpr):
-    """Return offsets and mask of a piece of rows of channels, the first of which is FIRST."""
+    """Return memory offsets and mask for a piece of rows: the channels from FIRST on."""
     at = (row * D)[:, None] + (d + FIRST)[None, :]
     mask = on[:, None] & (d < D - FIRST)[None, :]
     return at, mask
@@ -165,14 +170,14 @@ def _piece(row, on, d, FIRST: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _load(ptr, row, on, d, FIRST: tl.constexpr, D: tl.constexpr):
-    """Return a piece of rows of channels in their own type, 0 where they are not on."""
+    """Load a piece of rows, the channels from FIRST on, with 0 where the mask ``on`` is False."""
     at, mask = _piece(row, on, d, FIRST, D)
     return tl.load(ptr + at, mask=mask, other=0.0)
 
 
 @triton.jit
 def _load2(ptr, row, on, d, D: tl.constexpr):
-    """Return the two pieces of rows of channels."""
+    """Load rows of a head's channels in two pieces, with 0 where the mask ``on`` is False."""
     return _load(ptr, row, on, d, 0, D), _load(ptr, row, on, d, d.shape[0], D)
 
 
@@ -184,7 +189,7 @@ def forward_kernel(
     PIECES: tl.constexpr, REFERENCE: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, POST: tl.constexpr,
     TILED: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """Store the attended values, and log2 of every softmax's sum."""
+    """Compute and store the output, and log2 of each softmax's sum for the backward pass."""
     tl.static_assert(PIECES == 2)
     COUNT: tl.constexpr = LEVELS * POINTS
     place = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)

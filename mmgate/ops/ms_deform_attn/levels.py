@@ -1,4 +1,4 @@
-"""Sizes and starts of levels as numbers, with as few waits for the device as possible.
+"""Read the levels' sizes and starts from tensors as Python numbers, with as few GPU synchronisations as possible.
 
 All layers of a model get the same two tensors in a forward pass, or the same list of sizes. The numbers of a tensor are
 read once and kept as long as the tensor; the tensors of a list are made once for a device.
@@ -21,7 +21,9 @@ _numbers: Any = WeakTensorKeyDictionary()  # of a tensor: its version, and what 
 
 
 def numbers_of(spatial_shapes: Tensor, level_start_index: Tensor) -> tuple[list[list[int]], list[int]]:
-    """Return sizes and starts of the levels, after one wait for the device at the first call on these tensors.
+    """Return the levels' sizes and starts as Python numbers, with one GPU synchronisation at the first call.
+
+    Later calls on the same tensors take the numbers from a cache.
 
     Args:
         spatial_shapes: ``(L, 2)`` as (height, width), integer.
@@ -40,19 +42,22 @@ def numbers_of(spatial_shapes: Tensor, level_start_index: Tensor) -> tuple[list[
 
 
 def _known(tensor: Tensor) -> Any:
-    """Return the numbers of a tensor if they were read and it has not changed since, else None."""
+    """Return a tensor's values from the cache, or None if they are not cached or the tensor has changed since."""
     version, numbers = _numbers.get(tensor, (None, None))
     return numbers if version is not None and version == tensor._version else None
 
 
 def _keep(tensor: Tensor, numbers: Any) -> None:
-    """Keep the numbers of a tensor. Tensors of inference mode have no version, by which a change would be noticed."""
+    """Cache a tensor's values as Python numbers.
+
+    Tensors of inference mode are left out: they have no version, by which a change would be noticed.
+    """
     if not tensor.is_inference():
         _numbers[tensor] = (tensor._version, numbers)
 
 
 def levels_on(device: torch.device, sizes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Return ``spatial_shapes`` and ``level_start_index`` of levels side by side, as tensors on ``device``.
+    """Return ``spatial_shapes`` and ``level_start_index`` for levels of these sizes, as cached tensors on a device.
 
     They are made once for each device and list of sizes, so that layers copy nothing and CUDA graphs can be captured
     after a first call.
@@ -79,7 +84,7 @@ def _cached(device: torch.device, sizes: Sizes) -> tuple[Tensor, Tensor]:
 
 
 def _keep_levels(shapes: Tensor, starts: Tensor, sizes: Sequence[Sequence[int]]) -> None:
-    """Keep the numbers of two tensors that were made of sizes."""
+    """Cache the values of two tensors, sizes and starts of levels, that were made from Python numbers."""
     areas = [height * width for height, width in sizes]
     _keep(shapes, [list(size) for size in sizes])
     _keep(starts, [sum(areas[:level]) for level in range(len(areas))])

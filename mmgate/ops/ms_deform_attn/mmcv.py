@@ -1,4 +1,4 @@
-"""Multi-scale deformable sampling by mmcv's CUDA operator, registered with torch.
+"""Backend of deformable attention by mmcv's CUDA operator, which is registered with torch here.
 
 mmcv is imported when a CUDA tensor asks for it, so that ``mmgate.ops`` needs torch alone.
 """
@@ -15,7 +15,7 @@ from .registered import sampling_operator
 
 @functools.cache
 def missing() -> str | None:
-    """Return why mmcv has no operator for CUDA, or None."""
+    """Return the reason why mmcv's CUDA operator cannot be used, or None if it can."""
     try:
         from mmcv.ops import get_compiling_cuda_version
     except ImportError as error:
@@ -26,7 +26,7 @@ def missing() -> str | None:
 
 
 def why_not(value: Tensor) -> str | None:
-    """Return why this backend cannot run on ``value``, or None."""
+    """Return the reason why this backend cannot run on ``value``, or None if it can."""
     if value.device.type != 'cuda':
         return f'it is for CUDA tensors, value is on {value.device}'
     if torch.are_deterministic_algorithms_enabled():
@@ -39,7 +39,7 @@ def why_not(value: Tensor) -> str | None:
 def sample(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
 ) -> Tensor:
-    """Return the weighted sum of samples as :func:`.reference.sample`.
+    """Sample the values and sum them by weights with mmcv's CUDA kernel, like :func:`.reference.sample`.
 
     It is computed in float32 for every input dtype: mmcv's kernel has no bfloat16, and in float16 it rounds the
     coordinates.
@@ -74,7 +74,7 @@ def _sample_backward(
     weights: Tensor,
     value_needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all three gradients: mmcv's kernel forms that of the values together with the others."""
+    """Return the gradients of values, locations and weights by mmcv's kernel, which computes all three together."""
     from mmcv.ops.multi_scale_deform_attn import ext_module
 
     grad_value = torch.zeros_like(value)

@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention by mmgate's own C++ loop on the CPU, as one operator with its gradient.
+"""CPU backend of deformable attention by mmgate's C++ kernel, as one custom operator with its gradient.
 
 Like the Triton kernel it takes logits, gate and, if wanted, offsets as they are: neither locations nor weights are
 written to memory. The loop is ``native/cpp/deformable.cpp``. 16-bit values are summed in float32; one float64 input
@@ -33,7 +33,10 @@ MOST_NUMBERS = 2**31  # rows of an image's values and their borders, which the k
 
 
 class Call(ctypes.Structure):
-    """``Call`` of ``cpp/native.h``."""
+    """The C++ kernel's arguments (sizes, strides, addresses) as a ctypes structure.
+
+    Its fields are those of the C struct ``Call`` in ``cpp/native.h``, in the same order.
+    """
 
     _fields_ = [
         *fields(ctypes.c_int64, 'batch tokens heads dim queries levels samples columns residual post compute'),
@@ -47,14 +50,14 @@ class Call(ctypes.Structure):
 
 
 def why_not(value: Tensor) -> str | None:
-    """Return why this backend cannot run on ``value``, or None."""
+    """Return the reason why this backend cannot run on ``value``, or None if it can."""
     if value.device.type != 'cpu':
         return f'it is for CPU tensors, value is on {value.device}'
     return library.missing()
 
 
 def advice(value: Tensor) -> str | None:
-    """Return what a user can do to have this backend, or None."""
+    """Return a hint how the user gets this backend, such as to build the library, or None."""
     reason = why_not(value) if value.device.type == 'cpu' else None
     return reason and f"'native', several times faster, does not run: {reason}"
 
@@ -72,7 +75,7 @@ def attend(
     reference_points: Tensor | None,
     num_points: Sequence[int] | None = None,
 ) -> Tensor:
-    """Attend from logits; the arguments are those of :func:`mmgate.ops.ms_deform_attn`.
+    """Compute deformable attention from logits; the arguments are those of :func:`mmgate.ops.ms_deform_attn`.
 
     ``points`` are sampling locations, or offsets if there are reference points.
 
@@ -114,7 +117,10 @@ def _described(
     reference_points: Tensor | None,
     num_points: Sequence[int] | None,
 ) -> Call:
-    """Return the kernel's description of a call, without results. It holds addresses and keeps no tensor alive."""
+    """Fill in the C++ kernel's arguments for these tensors, except for the addresses of results.
+
+    It holds addresses, and keeps no tensor alive.
+    """
     counts = [logits.shape[4]] * logits.shape[3] if num_points is None else num_points
     call = Call()
     call.batch, call.tokens, call.heads, call.dim = value.shape
@@ -154,18 +160,21 @@ def _described(
 
 
 def _run(call: Call, backward: bool) -> None:
-    """Run a pass of a call that has the addresses of its results."""
+    """Run the C++ kernel, forward or backward, on arguments that have the addresses of the results."""
     if library.load()[0].mmgate_ms_deform_attn(ctypes.byref(call), int(backward), int(library.OWN_THREADS)):
         raise MemoryError('ms_deform_attn: there is not enough memory for a copy of the values of a head.')
 
 
 def _compute(value: Tensor) -> torch.dtype:
-    """Return the dtype in which sums are formed."""
+    """Return the dtype in which the kernel sums: float64 for float64 values, else float32."""
     return torch.float64 if value.dtype == torch.float64 else torch.float32
 
 
 def _axes(gate: Tensor, axes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return sizes and strides of a gate with so many axes, of which leading ones may be missing; 0 to broadcast."""
+    """Return a gate's sizes and strides for so many axes, with the stride 0 where it broadcasts.
+
+    Leading axes of the gate may be missing.
+    """
     missing = axes - gate.dim()
     sizes = (1,) * missing + gate.shape
     strides = (0,) * missing + gate.stride()
@@ -175,7 +184,7 @@ def _axes(gate: Tensor, axes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _empty_output(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, points: Tensor, logits: Tensor, *others: Any
 ) -> Tensor:
-    """Return memory for the output, of which :func:`_operator` has the arguments."""
+    """Allocate the output of :func:`_operator`, whose arguments this takes."""
     batch, queries, heads = logits.shape[:3]
     return value.new_empty(batch, queries, heads * value.shape[3])
 
@@ -193,7 +202,7 @@ def _operator(
     reference_points: Tensor | None,
     num_points: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return the output."""
+    """Run the forward pass of the C++ kernel and return the output ``(B, Q, H * D)``."""
     output = _empty_output(value, spatial_shapes, level_start_index, points, logits)
     call = _described(
         value, spatial_shapes, level_start_index, points, logits, gate, residual, position, reference_points, num_points
@@ -218,7 +227,7 @@ def _empty_gradients(
     value_needs_grad: bool,
     reference_needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return memory for the gradients of values (zeros), points, logits, gate and reference points.
+    """Allocate the gradients of values (as zeros), points, logits, gate and reference points.
 
     Memory that is not needed is empty. The gate's gradient is a sample's, or summed over a level's points if the gate
     has one number for them; that of the reference points is a head's.
@@ -258,7 +267,10 @@ def _gradients(
     value_needs_grad: bool,
     reference_needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of values, points, logits, gate and reference points, see :func:`_empty_gradients`."""
+    """Run the backward pass; return the gradients of values, points, logits, gate and reference points.
+
+    Their shapes are those of :func:`_empty_gradients`.
+    """
     arguments = (
         value, spatial_shapes, level_start_index, points, logits,
         gate, residual, position, reference_points, num_points,

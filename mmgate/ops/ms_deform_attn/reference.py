@@ -1,4 +1,4 @@
-"""Reference of the sampling: plain indexing, exact in float64, differentiable by autograd."""
+"""Reference of deformable sampling, by plain indexing in torch, with which all backends are compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 def sample(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
 ) -> Tensor:
-    """Return the weighted sum of bilinear samples, ``(B, Q, H * D)``, by plain indexing.
+    """Sample values bilinearly at locations on all levels and sum them by weights: ``(B, Q, H * D)``.
 
     Args:
         value: ``(B, S, H, D)``.
@@ -35,7 +35,7 @@ def sample(
 
 
 def pixels(spatial_shapes: Tensor, locations: Tensor) -> tuple[Tensor, ...]:
-    """Return where locations ``(..., L, P, 2)`` lie among the pixels of their levels.
+    """Convert locations ``(..., L, P, 2)`` from shares of their level (0 to 1) to pixel coordinates.
 
     Returns:
         Width and height of the levels, ``(L, 1)``; column and row of the pixel at the upper left of each location, and
@@ -53,7 +53,7 @@ def pixels(spatial_shapes: Tensor, locations: Tensor) -> tuple[Tensor, ...]:
 def corners(
     spatial_shapes: Tensor, locations: Tensor, dtype: torch.dtype = torch.int64
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield index and bilinear share of each of the four pixels around locations ``(..., L, P, 2)``.
+    """Yield, for each of the four pixels around locations ``(..., L, P, 2)``, its index and its bilinear weight.
 
     Both are ``(..., L, P)`` and 0 outside of the level. The index, of type ``dtype``, counts the level's pixels.
     """

@@ -1,4 +1,4 @@
-"""Registration of a sampler of finished locations and weights as an operator with its gradient."""
+"""Register a backend that samples with given locations and weights as a custom operator with its gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .uneven import Sampler
 
 
 def sampling_operator(name: str, sample: Sampler, gradients: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Operator:
-    """Return the operator ``mmgate::<name>``.
+    """Make the custom operator ``mmgate::<name>`` from a sampling function and the function of its gradients.
 
     Args:
         name: Name of the operator; that of its gradient ends in ``_backward``.

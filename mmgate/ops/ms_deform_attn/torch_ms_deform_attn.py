@@ -1,4 +1,4 @@
-"""Multi-scale deformable sampling by the package torch-ms-deform-attn: C++ for CPUs, CUDA, and Metal.
+"""Backend of deformable attention by the package torch-ms-deform-attn, in C++ for CPUs, CUDA and Metal.
 
 The package is imported when a tensor asks for it, so that ``mmgate.ops`` needs torch alone. It samples; gate, softmax
 and locations are formed before, by :func:`.weights.attend_by`.
@@ -22,7 +22,7 @@ INSTALL = 'pip install --no-build-isolation --no-deps torch-ms-deform-attn'
 
 @functools.cache
 def missing() -> str | None:
-    """Return why the package cannot be imported, or None."""
+    """Return the reason why the package torch-ms-deform-attn cannot be imported, or None if it can."""
     if importlib.util.find_spec('torch_ms_deform_attn') is None:
         return f'torch-ms-deform-attn is not installed: {INSTALL}'
     try:
@@ -34,12 +34,12 @@ def missing() -> str | None:
 
 @torch.compiler.assume_constant_result
 def _missing() -> str | None:
-    """Return why the package cannot be imported, or None; torch.compile asks once, while it traces."""
+    """Return why torch-ms-deform-attn cannot be imported, or None; torch.compile calls this once, while it traces."""
     return missing()
 
 
 def why_not(value: Tensor) -> str | None:
-    """Return why this backend cannot run on ``value``, or None."""
+    """Return the reason why this backend cannot run on ``value``, or None if it can."""
     if value.device.type not in DEVICES:
         return f'it is for CPU, CUDA and MPS tensors, value is on {value.device}'
     if value.device.type == 'mps' and value.dtype == torch.float64:
@@ -52,7 +52,7 @@ def why_not(value: Tensor) -> str | None:
 def sample(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
 ) -> Tensor:
-    """Return the weighted sum of samples as :func:`.reference.sample`.
+    """Sample the values and sum them by weights with the package's kernels, like :func:`.reference.sample`.
 
     It is computed in float32 for 16-bit inputs, and in float64 if an input is float64.
 

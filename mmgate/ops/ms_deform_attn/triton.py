@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention by Triton kernels, as one operator with its gradient.
+"""GPU backend of deformable attention by mmgate's Triton kernels, as one custom operator with its gradient.
 
 Unlike the other backends it takes logits, gate and, if wanted, offsets as they are: neither locations nor weights are
 written to memory. On the CPU it runs only in Triton's interpreter (``TRITON_INTERPRET=1``), for tests.
@@ -28,7 +28,7 @@ ORDER_BLOCK = 512
 
 
 def why_not(value: Tensor) -> str | None:
-    """Return why this backend cannot run on ``value``, or None."""
+    """Return the reason why this backend cannot run on ``value``, or None if it can."""
     if torch.are_deterministic_algorithms_enabled():
         return 'it adds up the gradients of the values in no fixed order, and torch.use_deterministic_algorithms is on'
     return triton_backend.why_not(value)
@@ -47,7 +47,7 @@ def attend(
     reference_points: Tensor | None,
     num_points: Sequence[int] | None = None,
 ) -> Tensor:
-    """Attend from logits; the arguments are those of :func:`mmgate.ops.ms_deform_attn`.
+    """Compute deformable attention from logits; the arguments are those of :func:`mmgate.ops.ms_deform_attn`.
 
     ``points`` are sampling locations, or offsets if there are reference points. With ``num_points`` the kernels get a
     level of one point for each sample, so that they skip what is not there.
@@ -123,7 +123,7 @@ def _launch(
     reference_points: Tensor | None,
     **switches: bool,
 ) -> None:
-    """Launch a kernel.
+    """Launch the forward or the backward kernel with its block sizes.
 
     Args:
         backward: The kernel of the backward pass.
@@ -184,7 +184,7 @@ def _launch(
 
 
 def _tile_order(spatial_shapes: Tensor, level_start_index: Tensor, tokens: int) -> Tensor:
-    """Return all tokens in the order in which programs take them as queries."""
+    """Return the numbers of all tokens in the order in which the kernels' programs take them as queries."""
     import triton
 
     from .kernels import order_kernel
@@ -199,7 +199,7 @@ def _tile_order(spatial_shapes: Tensor, level_start_index: Tensor, tokens: int) 
 def _empty_outputs(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, points: Tensor, logits: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return memory for the results of :func:`_operator`, of which it has the arguments."""
+    """Allocate the results of :func:`_operator`, whose arguments this takes."""
     batch, queries, heads = logits.shape[:3]
     output = value.new_empty(batch, queries, heads * value.shape[3])
     return output, logits.new_empty(batch, queries, heads, dtype=torch.float32)
@@ -217,7 +217,7 @@ def _operator(
     position: str,
     reference_points: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output, and log2 of every softmax's sum, ``(B, Q, H)`` float32."""
+    """Run the forward kernel; return the output, and log2 of each softmax's sum, ``(B, Q, H)`` in float32."""
     outputs = _empty_outputs(value, spatial_shapes, level_start_index, points, logits)
     if logits.numel():
         _launch(
@@ -251,7 +251,7 @@ def _empty_gradients(
     reference_points: Tensor | None,
     reference_needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return memory for the results of :func:`_gradients`; it is empty where there is no gradient."""
+    """Allocate the results of :func:`_gradients`; a tensor is empty if there is no such gradient."""
     of_reference = [0]
     if reference_needs_grad and reference_points is not None:
         of_reference = [*logits.shape[:4], reference_points.shape[-1]]
@@ -279,7 +279,10 @@ def _gradients(
     reference_points: Tensor | None,
     reference_needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of values, points, reference (a head's, float32), logits and gate (a logit's, float32)."""
+    """Run the backward kernel; return the gradients of values, points, reference, logits and gate.
+
+    Those of the reference are by head, and those of the gate by logit, in float32; the caller sums them.
+    """
     arguments = (
         value, spatial_shapes, level_start_index, points, logits, gate, residual, position, reference_points,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Different numbers of sampling points on the levels of multi-scale deformable attention.
+"""Deformable attention with a different number of sampling points on each level, as in D-FINE.
 
 With ``P_l`` points on level ``l``, a head has ``N = P_1 + .. + P_L`` samples, those of one level after those of
 another. Logits, gate and points then have one axis ``N`` instead of the axes ``L`` and ``P``, and the softmax goes over
@@ -25,7 +25,7 @@ Uneven = Callable[[Sampler, Sequence[int], Tensor, Tensor, Tensor, Tensor, Tenso
 
 
 def check_points(num_points: Sequence[int], levels: int) -> tuple[int, ...]:
-    """Return one number of points for each level.
+    """Check the numbers of sampling points, and return one for each level as a tuple.
 
     Args:
         num_points: Numbers of points.
@@ -45,7 +45,7 @@ def check_points(num_points: Sequence[int], levels: int) -> tuple[int, ...]:
 
 
 def points_of_levels(num_points: int | Sequence[int], levels: int) -> int | tuple[int, ...]:
-    """Return the number of points of every level, or one for each level if they differ.
+    """Return one number of sampling points if all levels have the same, else one number for each level.
 
     Raises:
         ValueError: See :func:`check_points`.
@@ -57,12 +57,12 @@ def points_of_levels(num_points: int | Sequence[int], levels: int) -> int | tupl
 
 
 def axes_of_samples(num_points: int | Sequence[int], levels: int) -> tuple[int, ...]:
-    """Return the axes of a head's samples: ``(L, P)``, or ``(N,)`` for levels of different numbers of points."""
+    """Return the shape of a head's samples: ``(L, P)``, or ``(N,)`` if levels have different numbers of points."""
     return (levels, num_points) if isinstance(num_points, int) else (sum(num_points),)
 
 
 def spread(x: Tensor, num_points: Sequence[int], axis: int) -> Tensor:
-    """Return ``x`` with the entry of each level repeated for its points: L numbers along ``axis`` become N."""
+    """Repeat the entry of each level for each of its sampling points: L entries along an axis become N."""
     parts = x.split(1, axis)
     kept = [-1] * parts[0].dim()
     repeated = []
@@ -75,7 +75,7 @@ def spread(x: Tensor, num_points: Sequence[int], axis: int) -> Tensor:
 
 
 def padded(x: Tensor, num_points: Sequence[int], fill: float, axis: int = 3) -> Tensor:
-    """Return ``x`` with the axes L and P instead of N at ``axis``, filled up with ``fill`` to the most points P."""
+    """Split an axis of N samples into levels and points (L, P), padded with ``fill`` to the largest number P."""
     most = max(num_points)
     levels = []
     for part in x.split(list(num_points), axis):
@@ -94,7 +94,10 @@ def by_sample(
     locations: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """Call a sampler with a level of one point for each sample; several of these levels are the same pixels."""
+    """Call a sampler that needs equal numbers of points, with each sample as a level of its one point.
+
+    Several of these levels are the same pixels.
+    """
     shapes = spread(spatial_shapes, num_points, 0)  # (N, 2)
     starts = spread(level_start_index, num_points, 0)  # (N,)
     return sample(value, shapes, starts, locations[..., None, :], weights[..., None])
@@ -109,7 +112,10 @@ def by_padding(
     locations: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """Call a sampler with the most points on every level; those that are not there weigh 0 and lie off the map."""
+    """Call a sampler that needs equal numbers of points, with levels padded to the largest number.
+
+    Points that are not there have the weight 0 and lie off the map.
+    """
     locations = padded(locations, num_points, OFF)  # (B, Q, H, L, P, 2)
     weights = padded(weights, num_points, 0.0)  # (B, Q, H, L, P)
     return sample(value, spatial_shapes, level_start_index, locations, weights)
@@ -124,5 +130,5 @@ def as_given(
     locations: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """Call a sampler that takes the numbers of points as its last argument."""
+    """Call a sampler that itself takes different numbers of points, as its last argument."""
     return sample(value, spatial_shapes, level_start_index, locations, weights, num_points)

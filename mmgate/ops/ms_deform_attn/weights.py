@@ -1,4 +1,4 @@
-"""Sampling locations from offsets, and attention weights from gated logits."""
+"""Compute sampling locations from offsets, and attention weights from gated logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ POSITIONS = ('pre_softmax', 'post_softmax')
 def offset_locations(
     offsets: Tensor, reference_points: Tensor, spatial_shapes: Tensor, num_points: Sequence[int] | None = None
 ) -> Tensor:
-    """Return sampling locations from offsets ``(B, Q, H, L, P, 2)``, or ``(B, Q, H, N, 2)`` with ``num_points``.
+    """Convert sampling offsets around reference points to locations from 0 to 1.
+
+    Offsets are ``(B, Q, H, L, P, 2)``, or ``(B, Q, H, N, 2)`` with ``num_points``.
 
     From points ``(B, Q, L, 2)`` an offset is counted in pixels of its level; from boxes ``(B, Q, L, 4)`` in half sizes
     of the box, divided by the level's number of points. 16-bit offsets give float32 locations: bfloat16 has 8 bits for
@@ -45,14 +47,14 @@ def offset_locations(
 
 
 def counts_like(x: Tensor, num_points: Sequence[int]) -> Tensor:
-    """Return the number of points on the level of each sample, ``(N, 1)`` in the dtype of ``x``."""
+    """Return for each sample how many points its level has, ``(N, 1)`` in the dtype of ``x``."""
     return torch.cat([x.new_full((count, 1), count) for count in num_points])
 
 
 def attention_weights(
     logits: Tensor, gate: Tensor | None = None, *, residual: bool = True, position: str = 'pre_softmax'
 ) -> Tensor:
-    """Return the weights of :func:`ms_deform_attn`, of the shape of the logits.
+    """Apply gate and softmax to logits, and return the attention weights in the shape of the logits.
 
     Logits are ``(B, Q, H, L, P)`` or, of levels with different numbers of points, ``(B, Q, H, N)``. The weights of a
     query and head sum to 1 unless they are gated after the softmax.
@@ -72,7 +74,7 @@ def attention_weights(
 
 
 def attend_by(sample: Sampler, uneven: Uneven = by_sample) -> Callable[..., Tensor]:
-    """Return the function of a backend that samples with finished locations and weights.
+    """Make a backend's function of logits from a function that samples with given locations and weights.
 
     Args:
         sample: ``(value, spatial_shapes, level_start_index, sampling_locations, weights) -> (B, Q, H * D)``.

@@ -1,4 +1,4 @@
-"""Library of mmgate's CPU kernels: compiled by ``python -m mmgate.doctor --build``, loaded by ctypes.
+"""Load the library of mmgate's C++ CPU kernels, which ``python -m mmgate.doctor --build`` compiles.
 
 Its C interface is ``cpp/native.h``. It includes no header of torch, so that one library serves every torch.
 """
@@ -21,7 +21,7 @@ OWN_THREADS = False  # instead of torch's; for a thread sanitizer, which does no
 
 @functools.cache
 def load() -> tuple[Any, str | None]:
-    """Return the library and None, or None and why there is no library."""
+    """Load the compiled library; return it and None, or None and the reason why it cannot be loaded."""
     path = build.library()
     if not path.is_file():
         return None, f'it is not compiled yet; type once: {COMMAND}'
@@ -36,10 +36,13 @@ def load() -> tuple[Any, str | None]:
 
 @torch.compiler.assume_constant_result
 def missing() -> str | None:
-    """Return why there is no library, or None; torch.compile asks once, while it traces."""
+    """Return the reason why the library cannot be loaded, or None if it can.
+
+    torch.compile calls this once, while it traces.
+    """
     return load()[1]
 
 
 def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
-    """Return the fields of a ctypes structure that are of one type, by their names in a string."""
+    """Return fields of one type for a ctypes structure; ``names`` has their names, separated by spaces."""
     return [(name, kind) for name in names.split()]

@@ -1,4 +1,4 @@
-"""Compilation of mmgate's CPU kernels into this folder, once: ``python -m mmgate.doctor --build``.
+"""Compile mmgate's C++ CPU kernels into this folder, once: ``python -m mmgate.doctor --build``.
 
 It takes the C++ compiler that ``CXX`` names, else ``c++``, ``g++`` or ``clang++``, and no header or library of torch:
 one library serves every torch. An import never compiles. ``MMGATE_NATIVE`` names another file for the library.
@@ -27,13 +27,13 @@ SETS = {'baseline': '', 'v3': V3, 'v4': V4}  # sets of instructions; a processor
 
 
 def library() -> Path:
-    """Return the path of the library, which may be missing."""
+    """Return the path of the compiled library, whether it is there or not."""
     machine = f'{platform.system()}-{platform.machine()}'.lower()
     return Path(os.environ.get('MMGATE_NATIVE') or SOURCES / f'native-{machine}.so')
 
 
 def sources() -> str:
-    """Return a digest of the sources, which the library holds as well."""
+    """Return a digest of the C++ sources; the library contains the digest of those that it was compiled from."""
     digest = hashlib.sha256()
     for path in sorted((*SOURCES.glob('*.cpp'), *SOURCES.glob('*.h'))):
         digest.update(path.read_bytes())
@@ -41,13 +41,13 @@ def sources() -> str:
 
 
 def compiler() -> list[str] | None:
-    """Return the command of the C++ compiler, or None."""
+    """Return the command of the C++ compiler, or None if there is none."""
     found = [os.environ.get('CXX') or '', *(shutil.which(name) or '' for name in COMPILERS)]
     return next((shlex.split(command) for command in found if command), None)
 
 
 def build(flags: str = '') -> Path:
-    """Compile the kernels and return the library's file; ``flags`` are the compiler's, beside ours.
+    """Compile the kernels and return the library's path; ``flags`` are further options of the compiler.
 
     Raises:
         RuntimeError: There is no compiler, or it fails; the message has the compiler's.
@@ -60,7 +60,7 @@ def build(flags: str = '') -> Path:
     with tempfile.TemporaryDirectory() as folder:
 
         def objects_of(name: str) -> list[str]:
-            """Compile the kernels for a set of instructions; return nothing if the compiler lacks these."""
+            """Compile the kernels for one instruction set, such as x86-64-v3; return [] if the compiler lacks it."""
             kept = [*options, *SETS[name].split(), f'-DMMGATE_SET={name}']
             files = []
             for kernel in KERNELS:

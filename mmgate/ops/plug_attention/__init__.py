@@ -1,4 +1,4 @@
-r"""PLuG attention: softmax attention whose logits are gated pair by pair.
+r"""The operator PLuG attention: softmax attention whose logits are multiplied by a gate for each pair.
 
 Layout: query (B, H, N, d); key (B, H, M, d); value (B, H, M, e); gate_query (B, H|1, N, g); gate_key (B, H|1, M, g);
 mask bias broadcastable to (B, H, N, M); output (B, H, N, e).
@@ -36,7 +36,9 @@ def plug_attention(
     dropout: float = 0.0,
     backend: str | None = None,
 ) -> Tensor:
-    r"""Attend with logits :math:`A \odot (1 + G)`, :math:`A = QK^T/\sqrt d`, :math:`G = m(Q_g K_g^T/\sqrt g)`.
+    r"""Compute PLuG attention, with logits :math:`A \odot (1 + G)`, :math:`A = QK^T/\sqrt d`, and a gate G.
+
+    The gate of each pair is :math:`G = m(Q_g K_g^T/\sqrt g)`, with the modulation m.
 
     The bias (masks) is added after the gate, so that a masked pair stays masked.
 
@@ -108,7 +110,7 @@ def plug_attention(
 
 
 def check_backend(name: str, modulation: Modulation, gate_width: int, residual: bool, position: str) -> None:
-    """Refuse an unknown backend, and a gate that the backend cannot compute.
+    """Raise ConfigError for an unknown backend, and for a gate that the backend cannot compute.
 
     Args:
         name: Name of the backend, or ``'auto'``.

@@ -1,4 +1,4 @@
-"""Sizes of the blocks in which the Triton kernels of PLuG attention work.
+"""Choose the block sizes of PLuG attention's Triton kernels, by GPU and dtype.
 
 They were chosen by the listings of compiled kernels, as no GPU has run them yet.
 """
@@ -58,7 +58,7 @@ SMALL_BLOCKS = (16, 16, 1)
 
 
 class Blocks(NamedTuple):
-    """Division of a kernel into programs.
+    """Division of a Triton kernel's work: rows and columns of a block, heads of a program, number of warps.
 
     Attributes:
         pair: True if a program has two heads, False if it has one.
@@ -76,7 +76,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_for(name: str, query: Tensor, gate_query: Tensor, bias: Tensor | None) -> Blocks:
-    """Return the division of the kernel ``name`` for these tensors; in the interpreter blocks are small."""
+    """Choose the block sizes of the kernel called ``name`` for these tensors; Triton's interpreter gets small ones."""
     pairs = gate_query.shape[1] == 1 and query.shape[1] % 2 == 0 and is_shared(bias, 1)
     if interpreted():
         return Blocks(pairs, *SMALL_BLOCKS)
@@ -91,12 +91,12 @@ def blocks_for(name: str, query: Tensor, gate_query: Tensor, bias: Tensor | None
 
 
 def is_shared(bias: Tensor | None, axis: int) -> bool:
-    """Return True if there is no bias, or one for all indices of ``axis``."""
+    """Return True if there is no bias, or if the bias is the same for all indices of an axis."""
     return bias is None or bias.shape[axis] == 1 or bias.stride(axis) == 0
 
 
 def biased(bias: Tensor | None) -> int:
-    """Return 0 without a bias, 1 for one that all rows share, 2 for any other."""
+    """Return the kernels' constant for a bias: 0 without one, 1 for one that all rows share, 2 for any other."""
     if bias is None:
         return 0
     return 1 if is_shared(bias, 2) else 2

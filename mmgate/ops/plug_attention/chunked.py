@@ -1,4 +1,4 @@
-"""PLuG attention in chunks of query rows, which the backward pass computes again, so that no whole map is in memory.
+"""Backend of PLuG attention that works in chunks of queries, so that no whole N x M map is in memory.
 
 The gradient in ``rows.py`` takes less time and memory than chunks under autograd. Dropout, a learnt bias, any other
 modulation than a module, and torch.compile need the latter.
@@ -39,7 +39,10 @@ def attend(
     position: str,
     dropout: float,
 ) -> Tensor:
-    """Attend in chunks of rows; the arguments are those of :func:`.plug_attention`, the bias with four axes."""
+    """Compute PLuG attention in chunks of queries; arguments as in :func:`.plug_attention`.
+
+    The bias has four axes.
+    """
     options: dict[str, Any] = dict(residual=residual, position=position, dropout=dropout)
     batch, heads, rows, _ = query.shape
     chunk = chunk_on(query.device)
@@ -78,12 +81,12 @@ def attend(
 
 
 def chunk_on(device: torch.device) -> int:
-    """Return the number of elements of the map that are in memory at a time on a device."""
+    """Return how many elements of the N x M maps may be in memory at a time on a device."""
     return CHUNK if device.type == 'cpu' else CHUNK_ON_GPU
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a module by name, or the plain attributes by which FSDP replaces them."""
+    """Return a module's parameters by name or, under FSDP, the plain tensors that replace them."""
     found: dict[str, Tensor] = {}
     for path, part in module.named_modules():
         for name, value in (part._parameters | vars(part)).items():
@@ -106,7 +109,7 @@ def _checkpointed(
     position: str,
     dropout: float,
 ) -> Tensor:
-    """Attend in chunks of ``step`` rows under autograd, which recomputes a chunk for its gradient."""
+    """Compute PLuG attention in chunks of ``step`` queries under autograd with activation checkpointing."""
     columns = (key, value, gate_key)
     # Autograd adds the gradients of the chunks in the dtype of these tensors, which has to have 32 bits.
     wide = [x.float() if x.dtype.itemsize < 4 else x for x in columns]

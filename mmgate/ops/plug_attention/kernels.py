@@ -1,5 +1,5 @@
 # mypy: disable-error-code=no-untyped-def
-"""Triton kernels of PLuG attention with no N x M map in memory.
+"""Triton kernels of PLuG attention, forward and backward, with no N x M map in memory.
 
     S = Q K^T / sqrt(d),  R = Qg Kg^T / sqrt(g),  u = (a R + b)(c R + e) = (a c R + a e + b c) R + b e,  t = tanh u
     f = 1 + t,  L = S f + bias,  P = softmax(L),  O = P V
@@ -29,7 +29,7 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def _rows(base, index, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the rows ``index`` of a (count, WIDTH) matrix, with zeros for rows and columns outside."""
+    """Load the rows with these indices from a (count, WIDTH) matrix, with zeros for rows and columns outside."""
     column = tl.arange(0, BLOCK)
     mask = (index < count)[:, None] & (column < WIDTH)[None, :]
     return tl.load(base + index[:, None].to(tl.int64) * WIDTH + column[None, :], mask=mask, other=0.0)
@@ -37,7 +37,7 @@ def _rows(base, index, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _store(base, index, count, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Store x in the rows ``index`` of a (count, WIDTH) matrix."""
+    """Store x into the rows with these indices of a (count, WIDTH) matrix."""
     column = tl.arange(0, BLOCK)
     mask = (index < count)[:, None] & (column < WIDTH)[None, :]
     tl.store(base + index[:, None].to(tl.int64) * WIDTH + column[None, :], x.to(base.dtype.element_ty), mask=mask)
@@ -45,7 +45,7 @@ def _store(base, index, count, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _dot(x, y, total, INTERPRETED: tl.constexpr):
-    """Return total + x y, with x converted to the dtype of y."""
+    """Return the matrix ``total`` plus the product x y, with x converted to the dtype of y."""
     x = x.to(y.dtype)
     if INTERPRETED:
         x = x.to(tl.float32)
@@ -55,7 +55,7 @@ def _dot(x, y, total, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _tanh(u, FAST_TANH: tl.constexpr):
-    """Return tanh u."""
+    """Return tanh of u, by the GPU's approximate instruction if FAST_TANH."""
     if FAST_TANH:
         return tl.inline_asm_elementwise('tanh.approx.f32 $0, $1;', '=f,f', [u], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -64,7 +64,7 @@ def _tanh(u, FAST_TANH: tl.constexpr):
 
 @triton.jit
 def _place(blocks, heads, gate_heads, PAIR: tl.constexpr):
-    """Return a program's block, its image, its (first) head, image and head in one index, and the index of its gate.
+    """Return which block, image and head a program computes, and the indices of its head and its gate in memory.
 
     The grid has one axis, because only the first axis may be long: in windowed attention every window is an image.
     """
@@ -79,13 +79,13 @@ def _place(blocks, heads, gate_heads, PAIR: tl.constexpr):
 
 @triton.jit
 def _scalars(scalars_ptr):
-    """Load a, b, c and e."""
+    """Load the gate's four scalars a, b, c and e."""
     return tl.load(scalars_ptr), tl.load(scalars_ptr + 1), tl.load(scalars_ptr + 2), tl.load(scalars_ptr + 3)
 
 
 @triton.jit
 def _gate(gx, gy, a, b, c, e, gate_scale, FAST_TANH: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return Qg Kg^T of a block, or its transpose if gx holds Kg, and t."""
+    """Compute a block of raw gates R = Qg Kg^T and of gates t = tanh u; both transposed if gx holds Kg."""
     r = _dot(gx, tl.trans(gy), tl.zeros((gx.shape[0], gy.shape[0]), tl.float32), INTERPRETED)
     u = ((a * c * gate_scale * gate_scale) * r + (a * e + b * c) * gate_scale) * r + b * e
     return r, _tanh(u, FAST_TANH)
@@ -93,7 +93,7 @@ def _gate(gx, gy, a, b, c, e, gate_scale, FAST_TANH: tl.constexpr, INTERPRETED: 
 
 @triton.jit
 def _added(bias_ptr, n, m, rows, columns, bias_n, bias_m, BIASED: tl.constexpr, EVEN: tl.constexpr):
-    """Return the bias of a block, times log2(e), with -inf in columns outside unless EVEN.
+    """Load the bias of a block times log2(e), with -inf in columns beyond the last unless EVEN.
 
     The indices n and m have the shapes (N, 1) and (1, M), or (1, N) and (M, 1). If all rows share the bias, the rows'
     axis of the result is 1.
@@ -115,7 +115,7 @@ def _added(bias_ptr, n, m, rows, columns, bias_n, bias_m, BIASED: tl.constexpr, 
 
 @triton.jit
 def _logits(x, y, factor, added, ADDED: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return Q K^T and the logits times log2(e) of a block, both transposed if x holds K and y holds Q.
+    """Compute a block of Q K^T and of gated logits times log2(e); both transposed if x holds K and y holds Q.
 
     ``factor`` is f times the scale. ``added`` is added in the same instruction.
 
@@ -132,7 +132,7 @@ def _attend(
     q, factor, added, top, total, out, k_ptr, v_ptr, m, columns,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of columns to a head's running maximum, sum and output, and return the three."""
+    """Attend to one more block of keys: return the updated running maximum, softmax sum and output of a head."""
     k = _rows(k_ptr, m, columns, D, BLOCK_D)
     v = _rows(v_ptr, m, columns, D, BLOCK_D)
     _, logits = _logits(q, k, factor, added, ADDED, INTERPRETED)
@@ -146,7 +146,7 @@ def _attend(
 
 @triton.jit
 def _finish(out_ptr, lse_ptr, n, rows, top, total, out, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store the output and the log-sum-exp of a head's rows."""
+    """Divide the output of a block of queries by its softmax sum, and store it with the log-sum-exp."""
     total = tl.where(n < rows, total, 1.0)
     _store(out_ptr, n, rows, out / total[:, None], D, BLOCK_D)
     tl.store(lse_ptr + n, top, mask=n < rows)
@@ -161,7 +161,7 @@ def forward_kernel(
     EVEN: tl.constexpr, PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     FAST_TANH: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Store output and log-sum-exp, to base 2 and in two parts, of BLOCK_N rows."""
+    """Forward kernel: compute and store output and log-sum-exp (base 2, in two parts) for BLOCK_N queries."""
     ADDED: tl.constexpr = BIASED or not EVEN
     block, image, head, first, gate = _place(tl.cdiv(rows, BLOCK_N), heads, gate_heads, PAIR)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -204,7 +204,11 @@ def forward_kernel(
 
 @triton.jit
 def _gradients(x, y, grad, v, top, total, delta, t, factor, added, ADDED: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return P, dS and dL S / scale of a head's block, transposed if x holds K, y Q, grad V and v dO."""
+    """Return a block's attention weights P, the gradient of S, and that of the gate's factor, both before scaling.
+
+    With L the gated logits they are P, ``dS / scale`` and ``dL S / scale``. They are transposed if x holds K, y Q, grad
+    V and v dO.
+    """
     s, logits = _logits(x, y, factor, added, ADDED, INTERPRETED)
     p = tl.exp2(logits - top - total)
     grad_p = _dot(grad, tl.trans(v), tl.zeros(s.shape, tl.float32), INTERPRETED)
@@ -216,7 +220,7 @@ def _gradients(x, y, grad, v, top, total, delta, t, factor, added, ADDED: tl.con
 def _of_row(
     q_ptr, grad_ptr, lse_ptr, delta_ptr, n, rows, D: tl.constexpr, BLOCK_D: tl.constexpr, BIASED: tl.constexpr
 ):  # fmt: skip
-    """Load q, dO, the two parts of the log-sum-exp, and delta of a head's rows."""
+    """Load for a block of queries q, dO, both parts of the log-sum-exp, and delta."""
     q = _rows(q_ptr, n, rows, D, BLOCK_D)
     grad = _rows(grad_ptr, n, rows, D, BLOCK_D)
     top = tl.load(lse_ptr + n, mask=n < rows, other=float('inf'))
@@ -233,7 +237,10 @@ def _by_columns(
     q, grad, top, total, delta, t, factor, added, grad_q, k_ptr, v_ptr, m, columns,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ADDED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of columns to a head's dQ; return dQ and dL S / scale."""
+    """Add the share of one block of keys to the gradient of Q; return it and the gradient of the gate's factor.
+
+    The latter is ``dL S / scale``, for this block.
+    """
     k = _rows(k_ptr, m, columns, D, BLOCK_D)
     v = _rows(v_ptr, m, columns, D, BLOCK_D)
     _, grad_s, grad_f = _gradients(
@@ -251,7 +258,7 @@ def rows_backward_kernel(
     EVEN: tl.constexpr, PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     FAST_TANH: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Store dQ of BLOCK_N rows, and the program's share of the gradients of Qg and the scalars."""
+    """Backward kernel over queries: store dQ of BLOCK_N rows, and shares of the gradients of Qg and the scalars."""
     ADDED: tl.constexpr = BIASED or not EVEN
     block, image, head, first, gate = _place(tl.cdiv(rows, BLOCK_N), heads, gate_heads, PAIR)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -321,7 +328,10 @@ def _by_rows(
     k, v, t, factor, added, grad_k, grad_v, q_ptr, grad_ptr, lse_ptr, delta_ptr, n, rows,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BIASED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of rows to a head's dK and dV; return these, and dL S / scale transposed."""
+    """Add the share of one block of queries to the gradients of K and V; return both, and that of the gate's factor.
+
+    The latter is the transpose of ``dL S / scale``, for this block.
+    """
     q, grad, top, total, delta = _of_row(q_ptr, grad_ptr, lse_ptr, delta_ptr, n, rows, D, BLOCK_D, BIASED)
     p, grad_s, grad_f = _gradients(
         k, q, v, grad, top[None, :], total[None, :], delta[None, :], t, factor, added, BIASED, INTERPRETED
@@ -338,7 +348,7 @@ def columns_backward_kernel(
     EVEN: tl.constexpr, PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     FAST_TANH: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Store dK and dV of BLOCK_M columns, and the program's share of the gradient of Kg."""
+    """Backward kernel over keys: store dK and dV of BLOCK_M columns, and a share of the gradient of Kg."""
     block, image, head, first, gate = _place(tl.cdiv(columns, BLOCK_M), heads, gate_heads, PAIR)
     m = block * BLOCK_M + tl.arange(0, BLOCK_M)
     a, b, c, e = _scalars(scalars_ptr)

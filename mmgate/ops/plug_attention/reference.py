@@ -1,4 +1,4 @@
-"""Reference of PLuG attention: the equations, with the N x M maps in memory, differentiable by autograd."""
+"""Reference of PLuG attention: the paper's equations in torch, with N x M maps in memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def attention_map(
     residual: bool = True,
     position: str = 'pre_softmax',
 ) -> Tensor:
-    """Return the attention weights ``(B, H, N, M)``; the arguments are as in :func:`mmgate.ops.plug_attention`."""
+    """Compute PLuG's attention weights ``(B, H, N, M)``; arguments as in :func:`mmgate.ops.plug_attention`."""
     # The queries are scaled before the product, which may leave half precision.
     logits = query * query.shape[-1] ** -0.5 @ key.transpose(-1, -2)  # (B, H, N, M)
     factor = gate_factor(gate_query, gate_key, modulation, residual)
@@ -32,12 +32,12 @@ def attention_map(
 
 
 def raw_gates(gate_query: Tensor, gate_key: Tensor) -> Tensor:
-    """Return the scaled products of the gate's queries and keys, ``(B, H|1, N, M)``."""
+    """Compute the raw gates of all pairs: scaled products of the gate's queries and keys, ``(B, H|1, N, M)``."""
     return gate_query * gate_query.shape[-1] ** -0.5 @ gate_key.transpose(-1, -2)
 
 
 def gate_factor(gate_query: Tensor, gate_key: Tensor, modulation: Modulation, residual: bool) -> Tensor:
-    """Return the factor of the logits, ``1 + G`` with the residual or ``G`` without, ``(B, H|1, N, M)``.
+    """Compute the factor that multiplies the logits: ``1 + G``, or ``G`` without residual, ``(B, H|1, N, M)``.
 
     It has at least 32 bits. In bfloat16 the sum would have only four values for all G below 0.015, where gates start.
     """
@@ -59,6 +59,6 @@ def attend(
     position: str,
     dropout: float,
 ) -> Tensor:
-    """Attend by the equations, with the maps in memory; the arguments are those of :func:`.plug_attention`."""
+    """Compute PLuG attention by its equations, with N x M maps in memory; arguments as in :func:`.plug_attention`."""
     weights = attention_map(query, key, gate_query, gate_key, modulation, bias, residual=residual, position=position)
     return F.dropout(weights, dropout, training=dropout > 0) @ value

@@ -1,4 +1,4 @@
-r"""PLuG attention in chunks of query rows, with a backward pass that computes each chunk again.
+r"""PLuG attention in chunks of queries as an autograd function whose backward pass computes each chunk again.
 
 With S = QK^T / sqrt(d), f = 1 + G (or G), L = S f + mask, P = softmax(L), O = P V and delta = rowsum(dO O):
 
@@ -24,7 +24,7 @@ from .softmax import forms_factor, gated_softmax, gated_softmax_backward, sum_he
 
 
 class Factor:
-    """The factor of the logits as a function of the gate's queries and keys, and of the parameters of a module.
+    """Function that computes the factor of the logits from the gate's queries and keys, with a module's parameters.
 
     Args:
         modulation: Module that maps raw gates to gates.
@@ -38,12 +38,12 @@ class Factor:
         self.residual = residual
 
     def __call__(self, gate_query: Tensor, gate_key: Tensor, *parameters: Tensor) -> Tensor:
-        """Return the factor ``(B, H|1, N, M)``."""
+        """Compute the factor that multiplies the logits, ``(B, H|1, N, M)``."""
         given = dict(zip(self.names, parameters, strict=True))
         return gate_factor(gate_query, gate_key, partial(functional_call, self.modulation, given), self.residual)
 
     def scalars(self, *parameters: Tensor) -> list[float] | None:
-        """Return a, b, c and e if the factor is ``1 + tanh((a r + b) (c r + e))``, else None."""
+        """Return the gate's scalars a, b, c, e if the factor is ``1 + tanh((a r + b) (c r + e))``, else None."""
         gate = (getattr(self.modulation, 'variant', None), getattr(self.modulation, 'activation', None))
         if gate != ('product', 'tanh') or not self.residual or sorted(self.names) != ['bias', 'weight']:
             return None
@@ -52,7 +52,7 @@ class Factor:
 
 
 class GatedRows(torch.autograd.Function):
-    """PLuG attention in chunks of rows as an autograd function.
+    """Autograd function that computes PLuG attention in chunks of queries.
 
     ``apply(step, post_softmax, factor, bias, query, key, value, gate_query, gate_key, *parameters)`` computes ``step``
     rows at a time. The tensors have the layout of :func:`mmgate.ops.plug_attention`; the bias gets no gradient.
@@ -72,7 +72,7 @@ class GatedRows(torch.autograd.Function):
         gate_key: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
-        """Return the output ``(B, H, N, e)``."""
+        """Compute the output ``(B, H, N, e)``, chunk by chunk of queries."""
         output = torch.empty((*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device)
         chunks = _Chunks(step, query, key)
         scalars = factor.scalars(*parameters) if not post_softmax and forms_factor(query) else None
@@ -96,7 +96,7 @@ class GatedRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the five tensors and the parameters."""
+        """Compute the gradients of queries, keys, values, the gate's queries and keys, and the gate's parameters."""
         bias, query, key, value, gate_query, gate_key, output, *parameters = ctx.saved_tensors
         scale = query.shape[-1] ** -0.5
         chunks = _Chunks(ctx.step, query, key)
@@ -135,7 +135,7 @@ class GatedRows(torch.autograd.Function):
 
 
 class _Chunks:
-    """Slices of rows to iterate over, and three buffers of a chunk's size that all chunks use.
+    """Iterator over chunks of queries (slices), with three buffers of a chunk's map that all chunks share.
 
     New tensors for each chunk would fragment the heap, to several times the size of the tensors in use.
     """
@@ -152,7 +152,7 @@ class _Chunks:
             yield slice(start, min(start + self.step, self.rows))
 
     def product(self, buffer: int, rows: Tensor, columns: Tensor, scale: float) -> Tensor:
-        """Return ``rows columns^T scale``, ``(B, H, rows, M)``, computed in a buffer, 0 to 2."""
+        """Compute ``rows columns^T scale``, ``(B, H, rows, M)``, in one of the buffers 0 to 2, and return it."""
         out = self._view(buffer, (*rows.shape[:-1], columns.shape[-2]))
         a = rows.flatten(0, 1)
         b = columns.flatten(0, 1).transpose(-1, -2)
@@ -164,7 +164,7 @@ class _Chunks:
         return out
 
     def like(self, buffer: int, chunk: Tensor) -> Tensor:
-        """Return a buffer, 0 to 2, in the shape of a chunk."""
+        """Return one of the buffers 0 to 2 as a tensor of the shape of ``chunk``."""
         return self._view(buffer, chunk.shape)
 
     def _view(self, buffer: int, shape: tuple[int, ...]) -> Tensor:
@@ -172,5 +172,5 @@ class _Chunks:
 
 
 def rows_of(bias: Tensor | None, rows: slice) -> Tensor | None:
-    """Return the given rows of a bias; a bias with one row for all is returned as it is."""
+    """Return the part of a bias for a chunk of queries; a bias that all queries share is returned whole."""
     return bias if bias is None or bias.shape[-2] == 1 else bias[:, :, rows]

@@ -1,4 +1,4 @@
-r"""Gated softmax of a chunk of PLuG attention's map, and its gradients, by one C++ loop on CPUs that have it.
+r"""Softmax of gated logits for a chunk of queries, and its gradients, by one C++ loop if that is compiled.
 
 With the logits S, the gate's factor f and a bias, over the columns of a row:
 
@@ -21,7 +21,10 @@ from ..native import TYPES, fields
 
 
 class GatedRows(ctypes.Structure):
-    """``GatedRows`` of ``native/cpp/native.h``."""
+    """Arguments of the C++ loop (sizes, strides, addresses) as a ctypes structure.
+
+    Its fields are those of the C struct ``GatedRows`` in ``native/cpp/native.h``, in the same order.
+    """
 
     _fields_ = [
         *fields(ctypes.c_int64, 'batch heads gate_heads rows columns compute'),
@@ -39,7 +42,7 @@ def gated_softmax(
     out: Tensor,
     scalars: Sequence[float] | None = None,
 ) -> Tensor:
-    """Write ``softmax(logits * factor + bias)`` over the last axis into ``out`` and return it.
+    """Compute ``softmax(logits * factor + bias)`` over the last axis, write it into ``out`` and return it.
 
     Args:
         logits: ``(B, H, N, M)``, contiguous, float32 or float64.
@@ -74,7 +77,7 @@ def gated_softmax(
 def gated_softmax_backward(
     logits: Tensor, factor: Tensor, weights: Tensor, grad_weights: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the logits and of the factor.
+    """Return the gradients of the logits and of the gate's factor, given that of the attention weights.
 
     Args:
         logits: ``(B, H, N, M)`` before the gate, contiguous. Their values may be lost.
@@ -98,17 +101,17 @@ def gated_softmax_backward(
 
 
 def sum_heads(grad: Tensor, factor: Tensor) -> Tensor:
-    """Return a gradient of the factor's shape: the sum over the heads if they share the factor."""
+    """Sum the gradient of the gate's factor over the heads if all heads share one gate."""
     return grad.sum(1, keepdim=True) if factor.shape[1] == 1 else grad
 
 
 def forms_factor(query: Tensor) -> bool:
-    """Return whether :func:`gated_softmax` forms the factor for the logits of these queries from raw gates."""
+    """Return True if :func:`gated_softmax` itself computes the logits' factor from raw gates, for these queries."""
     return query.dtype in (torch.float32, torch.float64) and _is_native(query, None)
 
 
 def _is_native(logits: Tensor, factor: Tensor | None) -> bool:
-    """Return whether the loop runs on a chunk: numbers in memory, not a fake tensor or one on a GPU."""
+    """Return True if the C++ loop can run on a chunk: real CPU tensors, no fake ones, of float32 or float64."""
     if type(logits) is not Tensor or logits.device.type != 'cpu' or not logits.numel():
         return False
     if factor is not None and factor.dtype != logits.dtype:
@@ -117,7 +120,10 @@ def _is_native(logits: Tensor, factor: Tensor | None) -> bool:
 
 
 def _described(logits: Tensor, factor: Tensor | None) -> GatedRows:
-    """Return the loop's description of a chunk. It holds addresses and keeps no tensor alive."""
+    """Fill in the C++ loop's arguments for a chunk's tensors.
+
+    It holds addresses, and keeps no tensor alive.
+    """
     call = GatedRows()
     call.batch, call.heads, call.rows, call.columns = logits.shape
     call.gate_heads = 1 if factor is None else factor.shape[1]

@@ -1,4 +1,4 @@
-"""PLuG attention by Triton kernels, as one operator with its gradient.
+"""GPU backend of PLuG attention by mmgate's Triton kernels, as one custom operator with its gradient.
 
 On the CPU it runs only in Triton's interpreter (``TRITON_INTERPRET=1``), for tests.
 """
@@ -23,7 +23,10 @@ ARGUMENTS = 'Tensor query, Tensor key, Tensor value, Tensor gate_query, Tensor g
 
 
 class Call(NamedTuple):
-    """Arguments of the operator, contiguous but for the bias; ``scalars`` are the gate's a, b, c and e in float32."""
+    """The tensors of a call, as the kernels need them: contiguous (but for the bias), and the gate's scalars.
+
+    ``scalars`` are the gate's a, b, c and e in float32.
+    """
 
     query: Tensor
     key: Tensor
@@ -42,7 +45,7 @@ def why_not(query: Tensor) -> str | None:
 
 
 def check(modulation: Modulation, gate_width: int, residual: bool, position: str, more: dict[str, bool]) -> None:
-    """Refuse all gates but ``1 + tanh((a R + b)(c R + e))`` on the logits, which is the gate that the kernels compute.
+    """Raise an error for any gate but the one that the kernels compute: ``1 + tanh((a R + b)(c R + e))`` on the logits.
 
     Args:
         modulation: Elementwise function from raw gates to gates.
@@ -80,7 +83,9 @@ def attend(
     position: str,
     dropout: float,
 ) -> Tensor:
-    """Attend by the kernels; the arguments are those of :func:`.plug_attention`, the bias with four axes.
+    """Compute PLuG attention by the Triton kernels; arguments as in :func:`.plug_attention`.
+
+    The bias has four axes.
 
     Raises:
         UnsupportedCall: See :func:`check`.
@@ -98,7 +103,7 @@ def attend(
 
 
 def _launch(name: str, call: Call, others: tuple[Tensor, ...]) -> None:
-    """Launch the kernel ``name`` on the tensors of ``call`` and the ``others`` of its pass."""
+    """Launch one of the three kernels on a call's tensors and on further tensors of its pass."""
     import triton
 
     from . import kernels
@@ -145,7 +150,10 @@ def _outputs(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 
 @operator('plug_attention_fused', _outputs, f'({ARGUMENTS}) -> (Tensor, Tensor)')
 def _fused(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return the output, and of every softmax the largest exponent and log2 of its sum, ``(B, H, 2, N)`` in float32."""
+    """Run the forward kernel; return the output, and each softmax's log-sum-exp in two parts, ``(B, H, 2, N)``.
+
+    The parts are the largest exponent and log2 of the sum, in float32.
+    """
     call = Call(*arguments)
     output, lse = _outputs(*call)
     if not call.key.shape[2]:
@@ -165,7 +173,7 @@ def _gradients(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     f'(Tensor grad, {ARGUMENTS}, Tensor output, Tensor lse) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)',
 )
 def _fused_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of the five tensors and the four scalars."""
+    """Run both backward kernels; return the gradients of the five tensors and the gate's four scalars."""
     import triton
 
     *inputs, output, lse = arguments
@@ -192,7 +200,7 @@ def _fused_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _shares(gate: Tensor, heads: int) -> Tensor:
-    """Return an empty tensor for the shares ``(B, heads, N|M, g)`` of a gradient of the gate's queries or keys."""
+    """Allocate the programs' shares ``(B, heads, N|M, g)`` of a gradient of the gate's queries or keys."""
     return gate.new_empty(gate.shape[0], heads, *gate.shape[2:], dtype=torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""One-to-one matching of predictions and objects in mmdet's DETR-like heads, with one wait for the device."""
+"""Faster Hungarian matching in mmdet's DETR-like heads, with one GPU synchronisation for each training step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @MODELS.register_module()
 def MatchedOnce(*, host: str, **host_cfg: Any) -> nn.Module:
-    """Build the DETR-like head ``host`` so that a step waits for the device once to match all layers and images.
+    """Build a new DETR-like head, of the class ``host``, that matches all of a step with one GPU synchronisation.
 
     Assignments equal mmdet's, losses equal mmdet's up to rounding, and the state dict is the host's. mmdet's heads wait
     for the device eleven times for each image and layer, and five times for each layer. Here all costs are copied in

@@ -1,4 +1,4 @@
-"""mmdet's Hungarian assigner with one wait for the device in each call."""
+"""mmdet's Hungarian assigner with a single GPU synchronisation in each call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .pairs import BroadcastDistances, match_pairs, to_device
 
 @TASK_UTILS.register_module()
 class HungarianAssigner(MMDetHungarianAssigner):
-    """One-to-one matching with the costs and assignments of mmdet's HungarianAssigner, and one wait for the device.
+    """Drop-in replacement for mmdet's HungarianAssigner, with equal results and one GPU synchronisation per call.
 
     mmdet's assigner waits five times in each call, that is, for each image and layer, and its heads six times more.
     Every head that takes mmdet's assigner takes this one: ``train_cfg=dict(assigner=dict(
@@ -35,7 +35,7 @@ class HungarianAssigner(MMDetHungarianAssigner):
         img_meta: dict[str, Any] | None = None,
         **kwargs: object,
     ) -> AssignResult:
-        """Match predictions (Q) and objects (``labels`` (G,)) of an image; arguments, result and errors are mmdet's."""
+        """Match Q predictions to the G objects of an image; arguments, result and errors are those of mmdet."""
         queries = len(pred_instances)
         labels = gt_instances.labels
         if not len(gt_instances) or not queries:
@@ -50,7 +50,7 @@ class HungarianAssigner(MMDetHungarianAssigner):
 def cost_of(
     assigner: MMDetHungarianAssigner, predictions: InstanceData, objects: InstanceData, meta: dict[str, Any] | None
 ) -> Tensor:
-    """Return the summed costs ``(Q, G)``, on the device of the predictions."""
+    """Compute the matching cost of each pair of prediction and object, ``(Q, G)``, on the predictions' device."""
     with BroadcastDistances():
         costs = [cost(pred_instances=predictions, gt_instances=objects, img_meta=meta) for cost in assigner.match_costs]
     total = torch.stack(costs).sum(dim=0)
@@ -59,7 +59,7 @@ def cost_of(
 
 
 def as_result(matched: Tensor, queries: int, labels: Tensor) -> AssignResult:
-    """Return mmdet's result for pairs of predictions and objects ``(2, N)``, on the device of the labels."""
+    """Turn matched pairs ``(2, N)`` into mmdet's AssignResult, on the device of the labels."""
     numbers = labels.new_zeros((queries,), dtype=torch.long)
     assigned = labels.new_full((queries,), -1, dtype=torch.long)
     if matched.numel():
@@ -70,7 +70,7 @@ def as_result(matched: Tensor, queries: int, labels: Tensor) -> AssignResult:
 
 
 class AsynchronousConstants(TorchFunctionMode):
-    """Mode in which ``tensor.new_tensor(numbers)`` does not wait for the device.
+    """Torch function mode in which ``tensor.new_tensor(numbers)`` does not wait for the GPU.
 
     mmdet's costs, heads and losses make tensors of image sizes, counts and epsilons with it.
     """
@@ -78,7 +78,7 @@ class AsynchronousConstants(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call ``func``, or copy without a wait if it is ``new_tensor``."""
+        """Call a torch function; ``new_tensor`` is replaced by a copy that does not wait for the GPU."""
         kwargs = kwargs or {}
         if func is not Tensor.new_tensor or not set(kwargs) <= {'dtype', 'device'}:
             return func(*args, **kwargs)

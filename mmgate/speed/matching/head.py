@@ -1,4 +1,4 @@
-"""mmdet's DETR-like heads, with all layers and images of a step matched at once."""
+"""Let mmdet's DETR-like heads match the predictions of all layers and images of a training step at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .pairs import match_pairs, to_device
 
 
 class Layer(NamedTuple):
-    """Predictions of a layer for a batch, and the batch's objects.
+    """Predictions of one decoder layer for a batch, with the batch's annotated objects.
 
     Attributes:
         scores: Logits ``(B, Q, K)``.
@@ -39,7 +39,7 @@ class Layer(NamedTuple):
 
 
 class Placeholder(NamedTuple):
-    """Placeholder for one loss of a layer until all layers are matched.
+    """Placeholder for one loss of a decoder layer, until all layers are matched and the loss is known.
 
     Attributes:
         layer: Index of the layer.
@@ -51,7 +51,9 @@ class Placeholder(NamedTuple):
 
 
 class MatchedOnceHead(DETRHead):
-    """Mixin for a DETR-like head, see :func:`match_once`.
+    """Mixin for a DETR-like head that collects all decoder layers, matches them at once and then computes losses.
+
+    See :func:`match_once`.
 
     The host's ``loss_by_feat`` runs with placeholders for the losses of its layers. Then all layers are matched, and
     the losses replace the placeholders.
@@ -61,7 +63,7 @@ class MatchedOnceHead(DETRHead):
     _layers: list[Layer] | None = None
 
     def loss_by_feat(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Return the host's losses for the host's arguments."""
+        """Compute the head's losses, with all decoder layers matched at once; the arguments are those of mmdet."""
         layers: list[Layer] = []
         self._layers = layers
         try:
@@ -78,7 +80,7 @@ class MatchedOnceHead(DETRHead):
     def loss_by_feat_single(
         self, cls_scores: Tensor, bbox_preds: Tensor, batch_gt_instances: list[Any], batch_img_metas: list[Any]
     ) -> tuple[Any, ...]:
-        """Return the losses of classes, boxes and overlaps of a layer, or placeholders for them."""
+        """Return a decoder layer's losses of classes, boxes and IoU, or placeholders until all layers are matched."""
         layer = Layer(cls_scores, bbox_preds, batch_gt_instances, batch_img_metas)
         if self._layers is None:
             return self._losses([layer])[0]
@@ -86,7 +88,7 @@ class MatchedOnceHead(DETRHead):
         return tuple(Placeholder(len(self._layers) - 1, part) for part in range(3))
 
     def _losses(self, layers: Sequence[Layer]) -> list[tuple[Tensor, ...]]:
-        """Match all layers, and return the losses of classes, boxes and overlaps of each."""
+        """Match all decoder layers at once, and return each layer's losses of classes, boxes and IoU."""
         if not layers:
             return []
         with AsynchronousConstants():
@@ -97,7 +99,7 @@ class MatchedOnceHead(DETRHead):
             return [self._host_losses(layer, found) for layer, found in zip(layers, moved, strict=True)]
 
     def _host_losses(self, layer: Layer, matched: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the losses of a layer by the host's code, whose assigner returns the known pairs of each image."""
+        """Compute a layer's losses by mmdet's code, with an assigner that returns the pairs already known."""
         known = iter(matched)
 
         def assign(pred_instances: InstanceData, gt_instances: InstanceData, **_: object) -> AssignResult:
@@ -111,7 +113,7 @@ class MatchedOnceHead(DETRHead):
             self.assigner = assigner
 
     def _plain_losses(self, layers: Sequence[Layer], matched: Sequence[list[np.ndarray]]) -> list[tuple[Tensor, ...]]:
-        """Return the losses of all layers, for a host with DETRHead's targets and losses."""
+        """Compute all layers' losses from matched pairs, for heads with DETRHead's targets and losses."""
         device = layers[0].boxes.device
         pairs = [_flat(layer, pairs_of_images) for layer, pairs_of_images in zip(layers, matched, strict=True)]
         counts = [of_layer.shape[1] for of_layer in pairs]
@@ -129,7 +131,7 @@ class MatchedOnceHead(DETRHead):
     def _plain_loss(
         self, layer: Layer, rows: Tensor, targets: list[Tensor], factor: tuple[float | Tensor, Tensor]
     ) -> tuple[Tensor, ...]:
-        """Return the losses of a layer.
+        """Compute one layer's losses of classes, boxes and IoU from its matched pairs.
 
         Args:
             layer: Predictions.
@@ -158,7 +160,7 @@ class MatchedOnceHead(DETRHead):
     def _average_factors(
         self, layers: Sequence[Layer], positives: Sequence[int]
     ) -> list[tuple[float | Tensor, Tensor]]:
-        """Return the divisors of each layer's losses of classes and of boxes, means over the processes."""
+        """Return the numbers by which each layer's losses of classes and of boxes are divided, means over processes."""
         totals = [layer.boxes.shape[0] * layer.boxes.shape[1] for layer in layers]
         # As in mmdet, unmatched predictions count by the weight of the background.
         weights = [p * 1.0 + (n - p) * self.bg_cls_weight for p, n in zip(positives, totals, strict=True)]
@@ -170,7 +172,7 @@ class MatchedOnceHead(DETRHead):
 
 
 def match(assigner: MMDetHungarianAssigner, layers: Sequence[Layer]) -> list[list[np.ndarray]]:
-    """Match all layers and images with one wait for the device.
+    """Match the predictions of all layers and images to their objects with one GPU synchronisation.
 
     Returns:
         For each layer and image the matched predictions, ascending, and their objects, ``(2, N)``.
@@ -204,7 +206,7 @@ def match(assigner: MMDetHungarianAssigner, layers: Sequence[Layer]) -> list[lis
 
 
 def _moved(matched: Sequence[Sequence[np.ndarray]], device: torch.device) -> list[list[Tensor]]:
-    """Return the pairs of each layer and image on ``device``, all of which go there in one copy."""
+    """Move the matched pairs of all layers and images to a device in one copy."""
     every = [found for layer in matched for found in layer]
     if not every:
         return [[] for _ in matched]
@@ -214,7 +216,7 @@ def _moved(matched: Sequence[Sequence[np.ndarray]], device: torch.device) -> lis
 
 
 def _groups(layers: Sequence[Layer]) -> list[list[int]]:
-    """Return groups of layers with the same objects, whose costs are computed together.
+    """Group the layers that have the same objects, for computing their costs together.
 
     On a CPU every layer is a group, because there the last bit of a number depends on its place in the tensor, and
     assignments have to equal mmdet's.
@@ -226,7 +228,7 @@ def _groups(layers: Sequence[Layer]) -> list[list[int]]:
 
 
 def _flat(layer: Layer, matched: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the pairs of all images as indices into the batch's predictions and objects, ``(2, N)``."""
+    """Join the pairs of all images to indices into the batch's predictions and objects, ``(2, N)``."""
     queries = layer.boxes.shape[1]
     passed = 0
     shifted = []
@@ -237,7 +239,7 @@ def _flat(layer: Layer, matched: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _targets(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
-    """Return labels ``(G,)``, boxes ``(G, 4)`` as (cx, cy, w, h) and image sizes ``(G, 4)`` of a batch's objects."""
+    """Return labels ``(G,)``, boxes (cx, cy, w, h) ``(G, 4)`` and image sizes ``(G, 4)`` of a batch's objects."""
     shapes = []
     for meta, objects in zip(layer.metas, layer.objects, strict=True):
         height, width = meta['img_shape']
@@ -249,7 +251,7 @@ def _targets(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def match_once(head: DETRHead) -> DETRHead:
-    """Let ``head`` match all layers and images of a step at once.
+    """Change a DETR-like head in place so that it matches all layers and images of a training step at once.
 
     Raises:
         TypeError: It is no DETR-like head of mmdet, or assigns by another class than HungarianAssigner.
@@ -269,12 +271,12 @@ _ASSIGN = (MMDetHungarianAssigner.assign, HungarianAssigner.assign)
 
 @functools.cache
 def _derived(host: type[DETRHead]) -> type[DETRHead]:
-    """Return the subclass of a head's class that matches all layers at once."""
+    """Return the subclass of a head's class that matches all decoder layers at once."""
     return type(f'MatchedOnce{host.__name__}', (MatchedOnceHead, host), {})
 
 
 def _is_plain(head: DETRHead) -> bool:
-    """Return True if the host makes targets and losses of a layer like DETRHead."""
+    """Return True if a head computes its targets and losses as mmdet's DETRHead does."""
     host = type(head).__mro__[2]
     own = ('loss_by_feat_single', 'get_targets', '_get_targets_single')
     return not isinstance(head.loss_cls, QualityFocalLoss) and all(

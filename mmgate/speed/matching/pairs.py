@@ -1,4 +1,4 @@
-"""Pairs of least cost, and the L1 costs of boxes, on no package but torch and scipy."""
+"""Solve assignment problems and compute L1 distances of boxes, with torch and scipy alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ NARROW = (torch.float16, torch.bfloat16)
 
 
 def match_pairs(cost: Tensor) -> np.ndarray:
-    """Return the pairs of least total cost ``(2, N)``: predictions, ascending, and their objects.
+    """Solve the assignment problem: return pairs of prediction and object with the least total cost, ``(2, N)``.
+
+    Predictions are in ascending order.
 
     Args:
         cost: Costs ``(Q, G)`` of predictions and objects, on the CPU.
@@ -29,12 +31,12 @@ def match_pairs(cost: Tensor) -> np.ndarray:
 
 
 def to_device(numbers: Tensor, device: torch.device | str) -> Tensor:
-    """Move a CPU tensor to ``device`` without a wait; CUDA keeps a copy of pageable memory."""
+    """Copy a CPU tensor to a device without waiting for the GPU; CUDA keeps a copy of pageable memory."""
     return numbers.to(device, non_blocking=True)
 
 
 def l1_distances(first: Tensor, second: Tensor) -> Tensor:
-    """Return the L1 distances ``(..., Q, G)`` of boxes, bit for bit those of ``torch.cdist(first, second, p=1)``.
+    """Compute the L1 distance of each two boxes, ``(..., Q, G)``, bit for bit as ``torch.cdist`` with ``p=1``.
 
     Args:
         first: Boxes ``(..., Q, 4)``. float16 and bfloat16 are widened to float32, as autocast does for torch.cdist.
@@ -50,7 +52,7 @@ def l1_distances(first: Tensor, second: Tensor) -> Tensor:
 
 
 class BroadcastDistances(TorchFunctionMode):
-    """Mode in which ``torch.cdist`` computes the L1 distances of boxes by :func:`l1_distances`.
+    """Torch function mode in which ``torch.cdist`` computes L1 distances of boxes by :func:`l1_distances`, faster.
 
     For every pair torch.cdist starts a block of 256 threads on a GPU, of which 4 have a number to add.
     """
@@ -58,7 +60,7 @@ class BroadcastDistances(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call ``func``, or add up the distances if it is ``torch.cdist`` of boxes with ``p=1``."""
+        """Call a torch function; ``torch.cdist`` of boxes with ``p=1`` is replaced by :func:`l1_distances`."""
         kwargs = kwargs or {}
         if func is torch.cdist and _are_boxes(*args, **kwargs):
             return l1_distances(*args[:2])
@@ -66,7 +68,7 @@ class BroadcastDistances(TorchFunctionMode):
 
 
 def _are_boxes(*args: Any, p: float = 2.0, **_: object) -> bool:
-    """Return True if the arguments of ``torch.cdist`` are boxes, and ask for their L1 distances."""
+    """Return True if a call of ``torch.cdist`` asks for L1 distances of boxes, that is, of four numbers each."""
     if len(args) < 2:
         return False
     p = args[2] if len(args) > 2 else p

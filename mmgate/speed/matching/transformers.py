@@ -1,4 +1,4 @@
-"""Losses of transformers' DETR-like detectors, with all layers and images of a step matched at once."""
+"""Let transformers' DETR-like detectors match all layers and images of a training step at once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LOSSES = (
 
 
 def match_once(model: Model) -> Model:
-    """Let the loss of a detector of transformers' wait for the device once to match all layers and images.
+    """Change a transformers detector's loss so that matching all layers and images takes one GPU synchronisation.
 
     Losses and gradients are transformers' bit for bit, because transformers' code computes them. It waits four times
     for each layer to see if boxes are valid and once to match, and copies the pairs of every image separately. Here
@@ -67,7 +67,7 @@ def match_once(model: Model) -> Model:
 
 
 class MatchedOnceLoss:
-    """A loss function of transformers', whose criterion matches all layers and images at once.
+    """Loss function of a transformers detector that matches all layers and images at once.
 
     Args:
         loss: The function, one of :data:`LOSSES`.
@@ -87,17 +87,17 @@ class MatchedOnceLoss:
         self._matched = _with_criteria(loss)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by transformers' function, because the one with other criteria has no name in any module."""
+        """Pickle by transformers' own function, because ours can be found by name in no Python module."""
         return type(self), (self.loss,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what transformers' function returns for the same arguments."""
+        """Compute the loss; arguments and result are those of transformers' function."""
         with WithoutWaits(), BroadcastDistances():
             return self._matched(*args, **kwargs)
 
 
 def _with_criteria(loss: FunctionType) -> FunctionType:
-    """Return a loss function that builds criteria of ours where ``loss`` builds transformers'.
+    """Return a copy of a transformers loss function that builds our criteria instead of transformers'.
 
     It runs the code of ``loss`` with other global names, so that nothing of transformers changes.
     """
@@ -108,12 +108,12 @@ def _with_criteria(loss: FunctionType) -> FunctionType:
 
 @functools.cache
 def _derived(criterion: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of a criterion that matches all layers at once."""
+    """Return the subclass of a transformers criterion that matches all layers at once."""
     return type(f'MatchedOnce{criterion.__name__}', (MatchedOnceCriterion, criterion), {})
 
 
 class MatchedOnceCriterion(nn.Module):
-    """Mixin for a criterion of transformers': it matches all layers, and then the criterion's own code takes the pairs.
+    """Mixin for a transformers criterion: it matches all layers first, and the criterion's code then takes the pairs.
 
     Attributes:
         matcher: The criterion's matcher, whose costs are transformers'.
@@ -122,7 +122,7 @@ class MatchedOnceCriterion(nn.Module):
     matcher: Any
 
     def forward(self, outputs: Layer, targets: Targets) -> dict[str, Tensor]:
-        """Return the criterion's losses.
+        """Match all layers at once, then compute the criterion's losses from the pairs.
 
         Args:
             outputs: The last layer, with the other layers in ``auxiliary_outputs`` and the encoder's in
@@ -151,12 +151,12 @@ class MatchedOnceCriterion(nn.Module):
 
 
 def _key(layer: Layer) -> tuple[int, int]:
-    """Return that by which the predictions of a layer are known while it lives."""
+    """Return a key that identifies the predictions of a layer during one step."""
     return id(layer['logits']), id(layer['pred_boxes'])
 
 
 def _on_host(matcher: Any, layers: Sequence[Layer], targets: Targets) -> dict[tuple[int, int], Tensor]:
-    """Return the costs ``(B, Q, G)`` of each layer on the host, after one wait for the device.
+    """Compute the matching costs ``(B, Q, G)`` of all layers and copy them to the CPU in one synchronisation.
 
     Raises:
         ValueError: A box is not valid.
@@ -175,7 +175,7 @@ def _on_host(matcher: Any, layers: Sequence[Layer], targets: Targets) -> dict[tu
 
 
 def _costs(matcher: Any, layer: Layer, targets: Targets) -> Tensor:
-    """Return the costs ``(B, Q, G)`` of a layer on its device, by the code of its matcher."""
+    """Compute the matching costs ``(B, Q, G)`` of one layer on its device, by the code of transformers' matcher."""
     forward = type(matcher).forward
     # Groups share the costs, and differ by their pairs.
     groups = dict(group_detr=1) if 'group_detr' in inspect.signature(forward).parameters else {}
@@ -188,7 +188,7 @@ def _costs(matcher: Any, layer: Layer, targets: Targets) -> Tensor:
 
 
 class _Costs(Exception):
-    """Ends a matcher that would copy its costs to the host."""
+    """Raised to end a matcher of transformers when it would copy its costs to the CPU; it carries the costs."""
 
     def __init__(self, costs: Tensor) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class _Costs(Exception):
 
 
 class _UntilTheyAreCopied(TorchFunctionMode):
-    """Mode that raises :class:`_Costs` where a tensor is copied to the host."""
+    """Torch function mode that raises :class:`_Costs` when a tensor is copied to the CPU."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
@@ -207,7 +207,7 @@ class _UntilTheyAreCopied(TorchFunctionMode):
 
 
 def _pairs(cost: Tensor, sizes: Sequence[int], groups: int, device: torch.device | str) -> list[Pairs]:
-    """Return the pairs of each image on ``device``, where they go in one copy.
+    """Match each image's predictions and objects on the CPU, and move all pairs to a device in one copy.
 
     Args:
         cost: Costs ``(B, Q, G)`` of all images' predictions and all images' objects, on the CPU.
@@ -225,7 +225,7 @@ def _pairs(cost: Tensor, sizes: Sequence[int], groups: int, device: torch.device
 
 
 class DeferredChecks(TorchFunctionMode):
-    """Mode in which ``mask.all()`` is True at once, and what it would have been is noted.
+    """Torch function mode in which ``mask.all()`` returns True without waiting, and its result is kept for later.
 
     transformers' overlaps of boxes ask in this way if boxes are valid, which waits for the device.
 
@@ -240,7 +240,7 @@ class DeferredChecks(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call ``func``, or note and return True if it is ``all`` over a whole tensor."""
+        """Call a torch function; if it is ``all`` over a whole tensor, keep its result and return True."""
         result = func(*args, **(kwargs or {}))
         if func is not Tensor.all or len(args) > 1 or kwargs:
             return result
@@ -249,12 +249,12 @@ class DeferredChecks(TorchFunctionMode):
 
 
 class WithoutWaits(TorchFunctionMode):
-    """Mode in which numbers and modules go to the device without a wait."""
+    """Torch function mode in which numbers and modules are copied to the GPU without waiting for it."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call ``func``, or copy without a wait if it moves numbers or a module's tensors to a device."""
+        """Call a torch function; a copy of numbers or of a module's tensors to a device does not wait for the GPU."""
         kwargs = dict(kwargs or {})
         if func is torch.as_tensor and 'device' in kwargs and not isinstance(args[0], Tensor):
             device = kwargs.pop('device')
@@ -270,5 +270,5 @@ class WithoutWaits(TorchFunctionMode):
 
 
 def _in_process_group() -> bool:
-    """Return True if numbers are added up over processes, on the device; there may be one process."""
+    """Return True if there is a process group, over which the number of objects is summed on the device."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()

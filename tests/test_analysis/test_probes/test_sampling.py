@@ -101,8 +101,9 @@ def test_points_that_are_not_there_have_no_row_and_no_density() -> None:
     uneven = of((1, 2), [1, 0])
     assert [(row['level'], row['point'], row['x']) for row in uneven.rows()] == [(1, 0, 1.0), (0, 0, 2.0), (0, 1, 3.0)]
     assert compare_points(uneven, uneven).moved == 0
-    sample = SimpleNamespace(ori_shape=(8, 8))
-    assert np.isfinite(mean_density([uneven, replace(uneven, xy=xy[..., ::-1])], [sample, sample])).all()
+    # The finest level has one point in each of three images.
+    images = [replace(of((1, 2), [0, 1]), xy=xy + np.array(apart)) for apart in ((0, 0), (1, 3), (4, 1))]
+    assert np.isfinite(mean_density(images, [SimpleNamespace(ori_shape=(8, 8))] * 3)).all()
     with pytest.raises(ConfigError, match=r'on levels \[1, 2\] and .* on levels \[2, 2\]'):
         compare_points(uneven, of((2, 2), [1, 0]))
 

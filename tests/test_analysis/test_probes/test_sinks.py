@@ -53,6 +53,7 @@ def test_each_kind_of_sink_is_known_as_what_it_is() -> None:
     ] == [0, 1, 2, 3]
     assert {row['layer'] for row in rows} == {'layers.0.attn'} and {row['largest_rank'] for row in rows} == {WIDTH}
     assert [row['value_norm'] for row in rows[:3]] == pytest.approx([0.05, 3.0, 0.6])
+    assert {row['uniform'] for row in rows} == {1 / TOKENS}
     shares = [share + (1 - share) / TOKENS for share in (SHARE, SHARE, 0.35, 0)]
     assert [row['sink_share'] for row in rows] == pytest.approx(shares)
     ranks = [row['output_rank'] for row in rows]
@@ -120,9 +121,12 @@ def test_attention_without_readable_values_is_left_out() -> None:
         ((0.3, 0.49, 1.0), 'no-op'),
         ((0.3, 0.5, 1.99), 'broadcast'),
         ((0.9, 0.5, 2.0), 'unclear'),
+        ((0.49, 0.1, 1.0, 0.25), 'no sink'),
+        ((0.5, 0.1, 1.0, 0.25), 'no-op'),
+        ((1.0, 0.1, 1.0, 1.0), 'no sink'),
     ],
 )
-def test_limits_of_kinds(numbers: tuple[float, float, float], kind: str) -> None:
+def test_limits_of_kinds(numbers: tuple[float, ...], kind: str) -> None:
     assert kind_of_sink(*numbers) == kind
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import needs_native, one_graph
-from helpers.samplings import CASES, agree, by_backend, compare, drawn, exactly, make, results, run
+from helpers.samplings import CASES, Problem, agree, by_backend, compare, drawn, exactly, make, results, run, unevenly
 
 from mmgate.ops import ms_deform_attn
 from mmgate.ops import native as library
@@ -53,10 +53,26 @@ def test_any_channels_by_any_instructions_equal_the_reference(
 
 def test_random_problems_equal_a_float64_program() -> None:
     for seed in range(60):
-        _, given = drawn(seed)
-        expected = exactly(given)
-        compare(f'problem {seed}', by_backend(given, 'native'), expected, 1e-4)
-        compare(f'problem {seed} in float64', by_backend(given, 'native', torch.float64), expected, 1e-9)
+        for given in (drawn(seed)[1], unevenly(seed)):
+            expected = exactly(given)
+            compare(f'problem {seed}', by_backend(given, 'native'), expected, 1e-4)
+            compare(f'problem {seed} in float64', by_backend(given, 'native', torch.float64), expected, 1e-9)
+
+
+@pytest.mark.parametrize('queries', [5, 300], ids=['few', 'many'])
+@pytest.mark.parametrize('reference', [0, 2, 4], ids=['locations', 'points', 'boxes'])
+@pytest.mark.parametrize('gate', [None, 18, 1], ids=['no_gate', 'gate_a_point', 'gate_a_head'])
+@pytest.mark.usefixtures('poisoned_memory', 'threads')
+def test_levels_with_different_numbers_of_points(gate: int | None, reference: int, queries: int) -> None:
+    """More points than a block has, so that one begins within a level."""
+    counts = (2, 9, 7)
+    there = torch.arange(9) < torch.tensor(counts)[:, None]
+    tensors = make(points=9, queries=queries, reference=reference, dim=32, gate=None, batch=2, dtype=torch.float64)
+    value, shapes, starts, points, logits, _, around = tensors
+    gates = None if gate is None else torch.rand(2, queries, 2, gate, dtype=torch.float64) - 0.5
+    samples = points[:, :, :, there], logits[:, :, :, there]
+    given = Problem(value, shapes, starts, *samples, gates, True, 'pre_softmax', around, counts)
+    compare('problem', by_backend(given, 'native'), by_backend(given, 'torch', torch.float64), 2e-5)
 
 
 @pytest.mark.parametrize('queries', [5, 70], ids=['few', 'many'])

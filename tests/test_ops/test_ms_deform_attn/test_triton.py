@@ -40,7 +40,7 @@ def test_equals_the_reference(name: str, device: str) -> None:
 @pytest.mark.parametrize('columns', [0, 2, 4], ids=['locations', 'points', 'boxes'])
 @pytest.mark.usefixtures('poisoned_memory')
 def test_levels_with_different_numbers_of_points(columns: int) -> None:
-    """Random problems, of which some have their tokens as queries."""
+    """Random problems, of which one has its tokens as queries."""
     problems = [(seed, unevenly(seed)) for seed in range(200)]
     chosen = [
         (seed, given)
@@ -48,8 +48,8 @@ def test_levels_with_different_numbers_of_points(columns: int) -> None:
         if len(set(given.num_points or ())) > 1
         and columns == (0 if given.reference_points is None else given.reference_points.shape[-1])
     ]
-    assert any(given.logits.shape[1] == given.value.shape[1] for _, given in chosen[:6])
-    for seed, given in chosen[:6]:
+    of_tokens = [(seed, given) for seed, given in chosen if given.logits.shape[1] == given.value.shape[1]]
+    for seed, given in [*chosen[:2], of_tokens[0]]:
         compare_results(f'problem {seed}', by_backend(given, 'triton'), exactly(given), 1e-4)
 
 

@@ -21,5 +21,5 @@ def test_the_tool_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (printed['parameters'], printed['macs']) == (expected.parameters, expected.macs)
     assert printed['by_gate'] == expected.by_gate
     tool('get_flops').main([config, '--shape', '64', '96'])
-    of_gates = f'{expected.by_gate["PLuGGate"] / 1e6:.3f} M, included'
-    assert re.search(f'layers of PLuGGate +{of_gates}', capsys.readouterr().out)
+    of_gates = f'{expected.by_gate["PLuGGate"] / 1e6:.3f} M, in the above'
+    assert re.search(f'    PLuGGate +{of_gates}', capsys.readouterr().out)

@@ -85,7 +85,7 @@ def test_three_commands_from_a_vanilla_checkpoint_to_the_table(project: Path) ->
     html = (project / 'trial/index.html').read_text()
     assert html.count('<img') >= 4 and 'sampling points' in html and not re.search(r'(src|href)="(?!data:|#)', html)
     # The page begins with the conclusion, explains the columns, and its commands can be pasted.
-    assert html.index('no difference was shown') < html.index('<table>') < html.index('Gates moved is the distance')
+    assert html.index('no difference was shown') < html.index('<table>') < html.index('Gates moved is')
     assert 'plot_sampling_points.py trial/vanilla.py' in html and f'--gate &#x27;{PLUG}&#x27; --max-images' in html
     assert 'starts as vanilla' in html
     dumped = Config.fromfile(str(project / 'trial/plug/seed0/vanilla.py'))

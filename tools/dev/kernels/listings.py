@@ -1,4 +1,4 @@
-"""Print figures of the assembled Triton kernels: registers, spills, shared memory, instructions.
+"""Compile the Triton kernels and print numbers of their machine code: registers, spills, shared memory, instructions.
 
     python tools/dev/kernels/listings.py --op ms_deform_attn --capability 90
 
