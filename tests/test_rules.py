@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from torch import nn
@@ -41,6 +41,7 @@ LITERALS = st.recursive(
 OPTIONS = st.dictionaries(st.sampled_from(['gml', 'heads', 'map_size']), LITERALS)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(OPTIONS, st.lists(st.sampled_from(['a.*', 'b.**', 'c-d.0']), min_size=1, unique=True))
 def test_what_is_written_is_read(options: dict[str, Any], paths: list[str]) -> None:
     rule = dict(path=paths if len(paths) > 1 else paths[0], type='G', **options)
