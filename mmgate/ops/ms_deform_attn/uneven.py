@@ -51,9 +51,9 @@ def points_of_levels(num_points: int | Sequence[int], levels: int) -> int | tupl
     Raises:
         ValueError: The one number is not positive; or see :func:`check_points`.
     """
-    if isinstance(num_points, int) and not isinstance(num_points, bool):
-        if num_points < 1:
-            raise ValueError(f'num_points={num_points} must be positive.')
+    if isinstance(num_points, int):
+        if num_points < 1 or isinstance(num_points, bool):
+            raise ValueError(f'num_points={num_points} must be a positive integer.')
         return num_points
     counts = check_points(num_points, levels)
     return counts[0] if len(set(counts)) == 1 else counts

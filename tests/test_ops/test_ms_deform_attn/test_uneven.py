@@ -201,7 +201,7 @@ def test_one_number_stays_one_and_equal_numbers_become_one() -> None:
         points_of_levels([4, 4], 3)
 
 
-@pytest.mark.parametrize('count', [0, -1])
+@pytest.mark.parametrize('count', [0, -1, True])
 def test_one_number_of_points_is_positive(count: int) -> None:
-    with pytest.raises(ValueError, match=f'num_points={count} must be positive'):
+    with pytest.raises(ValueError, match=f'num_points={count} must be a positive integer'):
         MultiScaleDeformableAttention(16, 2, 3, count)
