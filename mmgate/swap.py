@@ -19,6 +19,7 @@ from mmgate.hosts.table import (
     Adapter,
     full_name,
     gate_of_type,
+    has_hosts,
     held_attention,
     host_names,
     options_of,
@@ -275,7 +276,7 @@ def type_named(named: str | type[nn.Module], where: str) -> type[nn.Module]:
             'is imported: name the module in custom_imports, on a command line by --cfg-options '
             'custom_imports.imports=my_project.attention.'
         )
-    if gate_of_type(rule_type) is None or not host_names(rule_type):
+    if gate_of_type(rule_type) is None or not has_hosts(rule_type):
         raise OptionError(
             f'{where}: {full_name(rule_type)} is not a gate: it has no adapter for any host; see mmgate.adapts.'
         )

@@ -81,6 +81,12 @@ def grid(
 SAMPLERS: dict[str, tuple[Callable[..., Tensor], Uneven]] = {'gather': (gather, by_sample), 'grid': (grid, as_given)}
 
 
+def check_form(name: str) -> None:
+    """Raise ConfigError if ``name`` is none of :data:`SAMPLERS`."""
+    if name not in SAMPLERS:
+        raise ConfigError(f'msda={name!r}: it is one of {", ".join(map(repr, SAMPLERS))}.')
+
+
 def sampled_by(name: str) -> Replacement:
     """Return the replacement that makes a captured graph sample by one of :data:`SAMPLERS`.
 
@@ -98,8 +104,7 @@ def sampling_by(name: str) -> Iterator[None]:
     Raises:
         ConfigError: There is no form of that name.
     """
-    if name not in SAMPLERS:
-        raise ConfigError(f'msda={name!r}: it is one of {", ".join(map(repr, SAMPLERS))}.')
+    check_form(name)
     owner, attribute, value = sampled_by(name)
     former = getattr(owner, attribute)
     setattr(owner, attribute, value)

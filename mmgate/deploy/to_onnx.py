@@ -29,7 +29,7 @@ from mmgate.wrappers import unwrap_model
 
 from .formats import check_format
 from .runtime import NOTES_KEY, Exported
-from .sampling import sampling_by
+from .sampling import check_form, sampling_by
 from .tracing import plain_attention
 
 if TYPE_CHECKING:
@@ -57,13 +57,14 @@ class Tensors(nn.Module):
         """Return the tensors in a model's output (a tensor, tuple or dict) by name."""
         if isinstance(found, Tensor):
             found = dict(output=found)
-        elif not isinstance(found, Mapping):
+        elif isinstance(found, (tuple, list)):
             found = {f'output_{number}': one for number, one in enumerate(found)}
-        tensors = {name: one for name, one in found.items() if isinstance(one, Tensor)}
+        named = found.items() if isinstance(found, Mapping) else ()
+        tensors = {name: one for name, one in named if isinstance(one, Tensor)}
         lacking = [name for name in self.outputs if name not in tensors]
         if lacking or not tensors:
             raise ConfigError(
-                f'{type(self.model).__name__} returns no tensor {", ".join(lacking)}; its tensors are '
+                f'{type(self.model).__name__} returns no tensor {", ".join(lacking) or "at all"}; its tensors are '
                 f'{", ".join(tensors) or "none"}.'
             )
         return {name: tensors[name] for name in self.outputs} if self.outputs else tensors
@@ -112,6 +113,8 @@ def export_onnx(
     path = Path(path)
     if path.suffix != '.onnx':
         raise ConfigError(f'{path}: an ONNX file ends with .onnx.')
+    check_form(msda)
+    _check_names(inputs, outputs)
     network = Tensors(_copied(model), tuple(inputs), outputs).eval()
     tensors = tuple(tensor.detach() for tensor in inputs.values())
     batches = [tensors, tuple(tensor.flip(-1) if tensor.is_floating_point() else tensor for tensor in tensors)]
@@ -148,10 +151,25 @@ def export_onnx(
                 found[name] = max(found.get(name, 0.0), apart)
         listed = ', '.join(f'{name} to {apart:.2g}' for name, apart in found.items())
         if not all(apart <= tolerance for apart in found.values()):
-            raise ConfigError(f'the exported {type(model).__name__} differs from PyTorch and is not kept: {listed}.')
+            raise ConfigError(
+                f'the exported {type(model).__name__} differs from PyTorch and is not kept: {listed}, where tolerance='
+                f'{tolerance:g} is allowed. 16-bit numbers need more; a detector that is not trained may choose '
+                'queries by scores that are tied.'
+            )
         os.replace(new, path)
     log(f'{path} is as PyTorch: {listed}')
     return found
+
+
+def _check_names(inputs: object, outputs: object) -> None:
+    """Raise ConfigError unless inputs are tensors by name and outputs a list of names."""
+    are_tensors = isinstance(inputs, Mapping) and all(isinstance(one, Tensor) for one in inputs.values())
+    if not inputs or not are_tensors:
+        raise ConfigError(
+            "inputs must be a dict of tensors by the names of the model's arguments, such as dict(pixel_values=...)."
+        )
+    if isinstance(outputs, str):
+        raise ConfigError(f'outputs={outputs!r} must be a list of names, such as [{outputs!r}].')
 
 
 def write_program(

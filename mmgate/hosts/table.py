@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -188,6 +189,18 @@ def hosts_of(kind: type) -> list[type]:
 def host_names(kind: type) -> list[str]:
     """Return the names of all attention classes into which a gate fits; empty for a type without a gate."""
     return [host if isinstance(host, str) else full_name(host) for host in _hosts(kind)]
+
+
+def has_hosts(kind: type) -> bool:
+    """Return True if a gate fits any attention class.
+
+    Where it fits none so far, the adapters of timm and transformers are imported first if these packages are.
+    """
+    if not host_names(kind):
+        for package in LATE:
+            if package in sys.modules:
+                _import_late(package)
+    return bool(host_names(kind))
 
 
 def options_of(kind: type) -> dict[str, inspect.Parameter]:

@@ -149,8 +149,8 @@ class DifferentialV2Gate(DenseGate):
     def __init__(self, sizes: Sizes, *, init: str = 'paper', lambda_init: float = 0.5) -> None:
         check_option('init', init, ('paper', 'identity'))
         super().__init__(sizes)
-        if not 0 < lambda_init < 1:
-            raise ValueError(f'lambda_init={lambda_init} must be above 0 and below 1.')
+        if not isinstance(lambda_init, float) or not 0 < lambda_init < 1:
+            raise ValueError(f'lambda_init={lambda_init!r} must be a number above 0 and below 1.')
         self.init = init
         self.lambda_init = lambda_init
         added = nn.Linear(self.qdim, self.embed_dims)

@@ -116,10 +116,11 @@ class SDPAGate(DenseGate):
         self.gate_shape = (heads, self.head_dim if granularity == 'elementwise' else 1)
         outputs = self.gate_shape[0] * self.gate_shape[1]
         inputs = self._input_width
-        if gate_channels is not None and not 1 <= gate_channels <= inputs:
+        # True is an int, and would be one channel.
+        if gate_channels is not None and (type(gate_channels) is not int or not 1 <= gate_channels <= inputs):
             raise ValueError(
-                f'gate_channels={gate_channels} must be from 1 to {inputs}, the channels of the input that a gate at '
-                f'{position} reads here.'
+                f'gate_channels={gate_channels!r} must be an integer from 1 to {inputs}, the channels of the input '
+                f'that a gate at {position} reads here.'
             )
         self.gate_channels = inputs if gate_channels is None else gate_channels
         self.gate_weight = nn.Parameter(torch.empty(outputs, self.gate_channels))

@@ -95,11 +95,18 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
         raise ConfigError(f'--cfg-options {" ".join(options)} cannot be merged: {error}') from error
     # mmengine imports them while it reads the file, before there are options.
     if any(key.partition('.')[0] == 'custom_imports' for key in options):
+        if not isinstance(cfg.custom_imports, Mapping):
+            raise ConfigError(
+                f'--cfg-options custom_imports={cfg.custom_imports}: it must be a dict; name modules by '
+                'custom_imports.imports=MODULE.'
+            )
         try:
             import_modules_from_strings(**cfg.custom_imports)
         except (ImportError, TypeError) as error:
+            # mmengine names the module alone, where the fault may lie in what it imports.
+            reason = f'{error}: {error.__context__}' if error.__context__ else str(error)
             raise ConfigError(
-                f'--cfg-options custom_imports: {error}. A module is found in the folders of PYTHONPATH.'
+                f'--cfg-options custom_imports: {reason}. A module is found in the folders of PYTHONPATH.'
             ) from error
 
 

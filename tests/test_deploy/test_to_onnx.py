@@ -118,8 +118,15 @@ class Fixed(Classifier):
         return dict(logits=super().forward(images)['logits'] * len(images))
 
 
+class Counted(Classifier):
+    def forward(self, images: Tensor, shift: Tensor | None = None) -> Any:
+        return len(images)
+
+
 REFUSED: list[tuple[type[nn.Module], dict[str, Any], str, str]] = [
     (Classifier, dict(outputs=['boxes']), 'a.onnx', 'Classifier returns no tensor boxes; its tensors are logits'),
+    (Classifier, dict(outputs='logits'), 'a.onnx', r"outputs='logits' must be a list of names, such as \['logits'\]"),
+    (Counted, {}, 'a.onnx', 'Counted returns no tensor at all; its tensors are none'),
     (Classifier, {}, 'a.pt2', 'a.pt2: an ONNX file ends with .onnx'),
     (Classifier, dict(msda='rows'), 'a.onnx', "msda='rows': it is one of 'gather', 'grid'"),
     (Counting, {}, 'a.onnx', 'the exported Counting differs from PyTorch and is not kept: logits to'),
@@ -136,6 +143,13 @@ def test_what_is_refused_leaves_the_file_that_was_there(
     with pytest.raises(ConfigError, match=words):
         export_onnx(kind(), dict(images=torch.randn(2, 3, C, 6)), tmp_path / name, **options)
     assert (tmp_path / name).read_text() == 'earlier' and [entry.name for entry in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize('inputs', [{}, [torch.zeros(2, 3, C, 6)], dict(images=None)], ids=['none', 'list', 'other'])
+def test_inputs_are_tensors_by_name(inputs: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match='inputs must be a dict of tensors by the names'):
+        export_onnx(Classifier(), inputs, tmp_path / 'made' / 'a.onnx')
+    assert not (tmp_path / 'made').exists()
 
 
 def test_rows_are_compared_in_any_order() -> None:

@@ -74,6 +74,20 @@ def test_options_that_cannot_be_merged(key: str) -> None:
         merge_options(cfg, {key: 1})
 
 
+def test_modules_to_import_are_given_by_imports() -> None:
+    with pytest.raises(ConfigError, match=r'custom_imports=mine: it must be a dict; name modules by custom_imp'):
+        merge_options(Config(), {'custom_imports': 'mine'})
+
+
+def test_a_module_that_cannot_be_imported_is_named_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / 'mine_of_this_test.py').write_text('import missing_of_this_test')
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="import mine_of_this_test: No module named 'missing_of_this_test'"):
+        merge_options(Config(), {'custom_imports.imports': 'mine_of_this_test'})
+
+
 def test_a_checkpoint_is_checked_before_any_work(tmp_path: Path) -> None:
     good, old, cut, text = (tmp_path / name for name in ('good.pth', 'old.pth', 'cut.pth', 'text.pth'))
     torch.save(dict(state_dict={}, meta=dict(x=object)), good)

@@ -101,6 +101,13 @@ for name in layers.__all__:
     made += 1
 print(made, 'layers')
 """
+MAPS = """
+import torch, mmgate
+from timm.models.vision_transformer import VisionTransformer
+model = VisionTransformer(img_size=(48, 32), patch_size=16, embed_dim=32, depth=1, num_heads=4, num_classes=5)
+assert mmgate.swap_attention(model, dict(path='**', type='AgentAttention')) == ['blocks.0.attn']
+assert model(torch.randn(1, 3, 48, 32)).isfinite().all()
+"""
 
 
 def run(code: str, folder: Path, prelude: str = HIDDEN, unseen: str = 'transformers') -> str:
@@ -173,3 +180,9 @@ def test_an_older_transformers_is_no_host_and_no_hindrance(tmp_path: Path) -> No
     )
     said = run(OLD, tmp_path, unseen='nothing')
     assert said.count('mmgate has no adapters for transformers here') == 1 and "['vision']" in said
+
+
+def test_the_first_rule_may_name_an_attention_over_a_map(tmp_path: Path) -> None:
+    """Its only hosts here are those of timm, whose adapters are imported late."""
+    pytest.importorskip('timm', reason='needs timm: the extra "pretrain"')
+    run(MAPS, tmp_path, ASKED)

@@ -31,6 +31,10 @@ Read = Callable[[Any, Given], Tensor]  # takes a module and the arguments of its
 PLACES = ('geometry', 'map_size')  # sizes of the map and of windows on it
 POINTS = ('locations', 'weights', 'reference_points', 'spatial_shapes', 'num_points')  # of deformable attention
 NAMES = ('attention', 'values', *POINTS, 'agents', 'kv', *PLACES)  # all but those that gates declare
+GATES = 'gates'  # every reading that the gates of a model declare
+ACTIVATION = 'activation'
+PREDICTIONS = 'predictions'
+AXES = ('pairs', 'levels', 'heads', 'channels')  # of the readings that gates declare
 OF_TRANSFORMERS = (
     *('DeformableDetr', 'RTDetr', 'RTDetrV2', 'GroundingDino', 'MMGroundingDino', 'LwDetr', 'RfDetr'),
     *('Mask2FormerPixelDecoderEncoder', 'OneFormerPixelDecoderEncoder'),
@@ -68,19 +72,35 @@ def gated_reads(module: GatedModule) -> dict[str, dict[str, Read]]:
     A module's only gate has the name ``''``.
 
     Raises:
-        ConfigError: A gate declares a reading by a name of :data:`NAMES`, which it would hide.
+        ConfigError: A gate declares a reading by a name that :func:`.recording.record` takes for another, which it
+            would hide, or with axes that are none of :data:`AXES`.
     """
     gates = {name: gate for name, gate in module.gate.named_modules() if isinstance(gate, Gate)}
     if isinstance(module.gate, Gate):
         gates = {'': module.gate}
     for gate in gates.values():
-        taken = ', '.join(name for name in gate.gate_readings if name in NAMES)
-        if taken:
-            raise ConfigError(
-                f'{type(gate).__name__} declares the reading {taken} in gate_readings, the name of another reading of '
-                'attention; choose another name.'
-            )
+        _check_readings(gate)
     return {name: _gate_reads(module, gate) for name, gate in gates.items()}
+
+
+def _check_readings(gate: Gate) -> None:
+    """Raise ConfigError unless the readings that a gate declares have known axes, and names that are free."""
+    if not isinstance(gate.gate_readings, Mapping):
+        raise ConfigError(
+            f'{type(gate).__name__}.gate_readings must be a dict of names and axes, got {gate.gate_readings!r}.'
+        )
+    taken = ', '.join(name for name in gate.gate_readings if name in (*NAMES, GATES, ACTIVATION, PREDICTIONS))
+    if taken:
+        raise ConfigError(
+            f'{type(gate).__name__} declares the reading {taken} in gate_readings, the name of another reading of '
+            'attention; choose another name.'
+        )
+    for name, axes in gate.gate_readings.items():
+        if axes not in AXES:
+            raise ConfigError(
+                f'{type(gate).__name__} declares the reading {name} with the axes {axes!r} in gate_readings; choose '
+                f'one of {", ".join(AXES)}.'
+            )
 
 
 def _gate_reads(module: Any, gate: Gate) -> dict[str, Read]:

@@ -18,7 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmgate.analysis.probes.attention import NAMES, PLACES, Read, bind, gated_reads, reads_of
+from mmgate.analysis.probes.attention import (
+    ACTIVATION,
+    GATES,
+    NAMES,
+    PLACES,
+    PREDICTIONS,
+    Read,
+    bind,
+    gated_reads,
+    reads_of,
+)
 from mmgate.analysis.probes.statistics import Kept
 from mmgate.errors import ConfigError
 from mmgate.hosts.table import gate_of_type, registered_gates
@@ -27,9 +37,6 @@ from mmgate.layers.base.gated import GatedModule
 
 from . import hosts  # noqa: F401  (registers)
 
-GATES = 'gates'  # every reading that the gates of a model declare
-ACTIVATION = 'activation'
-PREDICTIONS = 'predictions'
 HEADS = ('panoptic_head', 'decode_head', 'bbox_head')  # of detectors and segmentors that predict by query
 # Words for the readings, with the tools that draw them.
 DRAWN = {

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mmgate.errors import UnsupportedCall
 
-from .reference import corners, pixels
+from .reference import corners, near, pixels
 from .registered import sampling_operator
 
 CHUNK = 1 << 20  # sampled corners at a time: 8 to 40 bytes each
@@ -46,9 +46,8 @@ def sample(
             'batch or backend="torch".'
         )
     compute = torch.promote_types(weights.dtype, torch.float32)
-    output = _operator(
-        value.to(compute), spatial_shapes, level_start_index, sampling_locations.to(compute), weights.to(compute)
-    )
+    locations = near(sampling_locations.to(compute))
+    output = _operator(value.to(compute), spatial_shapes, level_start_index, locations, weights.to(compute))
     return output.to(value.dtype)
 
 

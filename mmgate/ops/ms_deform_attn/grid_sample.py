@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .levels import numbers_of
+from .reference import near
 
 
 def why_not(value: Tensor) -> str | None:
@@ -59,8 +60,8 @@ def sample(
     compute = torch.promote_types(weights.dtype, torch.float32)
     maps = value.to(compute).permute(0, 2, 3, 1).flatten(0, 1)  # (B * H, D, S)
     # Samples far off the map add nothing, while grid_sample reads the first pixel for NaN.
-    finite = sampling_locations.to(compute).nan_to_num(nan=-9.0).clamp(-9, 9)
-    grids = (2 * finite - 1).transpose(1, 2).flatten(0, 1)  # (B * H, Q, N, 2), -1 and 1 the outer edges
+    locations = near(sampling_locations.to(compute))
+    grids = (2 * locations - 1).transpose(1, 2).flatten(0, 1)  # (B * H, Q, N, 2), -1 and 1 the outer edges
     shares = weights.to(compute).transpose(1, 2).flatten(0, 1)[:, None]  # (B * H, 1, Q, N)
     grids_of_levels = grids.split(list(num_points), 2)
     shares_of_levels = shares.split(list(num_points), 3)

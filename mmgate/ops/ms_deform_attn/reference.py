@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .uneven import OFF
+
 
 def sample(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
@@ -28,10 +30,18 @@ def sample(
     # A last level that is empty starts after the last token.
     starts = level_start_index.clamp(max=value.shape[1] - 1)[:, None]
     output = weights.new_zeros(batch, queries, heads, dim)
-    for index, bilinear in corners(spatial_shapes, sampling_locations.to(weights.dtype)):
+    for index, bilinear in corners(spatial_shapes, near(sampling_locations.to(weights.dtype))):
         samples = value[b, starts + index, h]  # (B, Q, H, L, P, D)
         output = output + ((weights * bilinear)[..., None] * samples).sum((3, 4))
     return output.flatten(2).to(value.dtype)
+
+
+def near(locations: Tensor) -> Tensor:
+    """Move locations that are NaN, infinite or far off the map to a place near it, where they add nothing.
+
+    Their gradients are then 0 instead of NaN.
+    """
+    return locations.nan_to_num(nan=OFF).clamp(OFF, -OFF)
 
 
 def pixels(spatial_shapes: Tensor, locations: Tensor) -> tuple[Tensor, ...]:

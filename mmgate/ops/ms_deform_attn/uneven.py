@@ -39,7 +39,8 @@ def check_points(num_points: Sequence[int], levels: int) -> tuple[int, ...]:
     counts = tuple(num_points)
     if len(counts) != levels:
         raise ValueError(f'num_points={[*counts]} has {len(counts)} numbers for {levels} levels; give one for each.')
-    if not all(isinstance(count, int) and count > 0 for count in counts):
+    # True is an int, and would be one point.
+    if not all(isinstance(count, int) and not isinstance(count, bool) and count > 0 for count in counts):
         raise ValueError(f'num_points={[*counts]} must have a positive integer for each level.')
     return counts
 
@@ -48,9 +49,11 @@ def points_of_levels(num_points: int | Sequence[int], levels: int) -> int | tupl
     """Return one number of sampling points if all levels have the same, else one number for each level.
 
     Raises:
-        ValueError: See :func:`check_points`.
+        ValueError: The one number is not positive; or see :func:`check_points`.
     """
     if isinstance(num_points, int):
+        if num_points < 1 or isinstance(num_points, bool):
+            raise ValueError(f'num_points={num_points} must be a positive integer.')
         return num_points
     counts = check_points(num_points, levels)
     return counts[0] if len(set(counts)) == 1 else counts

@@ -79,7 +79,7 @@ class TwoReadings(SDPAGate):
 
 
 def test_every_reading_that_a_gate_declares_is_recorded() -> None:
-    """By its name, and with all others of gates, in statistics, maps and rows; a name that is taken is refused."""
+    """By its name, and with all others of gates, in statistics, maps and rows."""
     model, batches = gated(dict(type=TwoReadings))
     assert readable(model)['temperature'] == ['0', '1']
     for wanted in (['temperature'], ['gates']):
@@ -98,8 +98,22 @@ def test_every_reading_that_a_gate_declares_is_recorded() -> None:
     assert maps['temperature'].tolist() == [[7, 7], [7, 7]] and 0 < maps['gate'].max() < 1
     assert {row['reading'] for found in mean_maps(statistics) for row in found.rows()} == set(maps)
     assert [row['gate_sparsity'] for row in sinks(model, batches)] == [0, 0]
-    model[0].gate.gate_readings = {'attention': 'heads'}
-    with pytest.raises(ConfigError, match='TwoReadings declares the reading attention in gate_readings'):
+
+
+@pytest.mark.parametrize(
+    'readings, message',
+    [
+        ({'attention': 'heads'}, 'TwoReadings declares the reading attention in gate_readings'),
+        ({'gates': 'heads'}, 'declares the reading gates in gate_readings, the name of another'),
+        ({'activation': 'heads'}, 'declares the reading activation in gate_readings'),
+        ({'gate': 'head'}, "the reading gate with the axes 'head' in gate_readings; choose one of pairs"),
+        (['gate'], r"TwoReadings.gate_readings must be a dict of names and axes, got \['gate'\]"),
+    ],
+)
+def test_readings_that_a_gate_may_not_declare(readings: Any, message: str) -> None:
+    model, _ = gated(dict(type=TwoReadings))
+    model[0].gate.gate_readings = readings
+    with pytest.raises(ConfigError, match=message):
         readable(model)
 
 

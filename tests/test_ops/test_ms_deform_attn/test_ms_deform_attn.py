@@ -77,6 +77,25 @@ def test_low_precision_is_as_exact_as_its_numbers(backend: str, dtype: torch.dty
     torch.testing.assert_close(output.double(), ms_deform_attn(*exact, backend='torch'), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize('bad', ['nan', 'inf', '-inf', '1e30'])
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_a_location_that_is_no_number_has_no_gradient(backend: str, bad: str) -> None:
+    """The sample adds nothing, so that its gradient is 0; those of all others stay as they are."""
+    value, shapes, start, locations, logits = make_inputs('two_levels')
+    far = locations.clone()
+    far[0, 1, 0, 1, 0, 0] = -3.0
+    locations[0, 1, 0, 1, 0, 0] = float(bad)
+
+    def gradients(at: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in (value, at, logits)]
+        output = ms_deform_attn(leaves[0], shapes, start, *leaves[1:], backend=backend)
+        return torch.autograd.grad(output.sin().sum(), leaves)
+
+    found = gradients(locations)
+    assert not found[1][0, 1, 0, 1, 0].any()
+    torch.testing.assert_close(found, gradients(far))
+
+
 @pytest.mark.parametrize('backend', ['cpu', NATIVE])
 def test_frozen_value_gets_no_gradient(backend: str) -> None:
     inputs = make_inputs('two_levels')

@@ -10,6 +10,7 @@ from conftest import assert_same, needs_native, one_graph, values_and_gradients
 from helpers.samplings import by_backend, compare, exactly, unevenly
 from torch import Tensor
 
+from mmgate.layers import MultiScaleDeformableAttention
 from mmgate.ops import ms_deform_attn
 from mmgate.ops.ms_deform_attn import reference
 from mmgate.ops.ms_deform_attn.uneven import by_padding, check_points, points_of_levels
@@ -176,6 +177,7 @@ BAD: dict[str, tuple[Any, dict[int, Tensor], str]] = {
     'sum': ([3, 6, 4], {}, r'logits must be \(B, Q, H, 13\), got \(2, 4, 2, 12\)'),
     'zero': ([3, 0, 9], {}, r'num_points=\[3, 0, 9\] must have a positive integer for each level'),
     'negative': ([3, -1, 10], {}, r'\[3, -1, 10\] must have a positive integer'),
+    'bool': ([True, 9, 2], {}, r'\[True, 9, 2\] must have a positive integer'),
     'number': (4, {}, 'num_points=4 must be a list of 3 positive integers'),
     'fraction': ([3.0, 6.0, 3.0], {}, r'\[3.0, 6.0, 3.0\] must have a positive integer'),
     'two_axes': (COUNTS, {4: torch.zeros(2, 4, 2, 3, 4)}, r'logits must be \(B, Q, H, 12\), got \(2, 4, 2, 3, 4\)'),
@@ -197,3 +199,9 @@ def test_one_number_stays_one_and_equal_numbers_become_one() -> None:
     assert points_of_levels([3, 6, 3], 3) == (3, 6, 3) == check_points([3, 6, 3], 3)
     with pytest.raises(ValueError, match='2 numbers for 3 levels'):
         points_of_levels([4, 4], 3)
+
+
+@pytest.mark.parametrize('count', [0, -1, True])
+def test_one_number_of_points_is_positive(count: int) -> None:
+    with pytest.raises(ValueError, match=f'num_points={count} must be a positive integer'):
+        MultiScaleDeformableAttention(16, 2, 3, count)
