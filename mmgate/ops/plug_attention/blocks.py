@@ -90,6 +90,17 @@ def blocks_for(name: str, query: Tensor, gate_query: Tensor, bias: Tensor | None
     return Blocks(False, rows, columns, 1 if full_bias and widest == MAX_DIM else stages)
 
 
+def gate_block(name: str, query: Tensor, gate_query: Tensor) -> int:
+    """Return the padded number of channels of the gate in the kernel ``name``.
+
+    Beside heads of 128 channels in 16 bits ``columns_backward_kernel`` has at least 64 of the gate. With 32 or fewer
+    products are repeated, and it spills up to 4.3 kB a thread (KERNELS.md).
+    """
+    width = padded(gate_query.shape[-1])
+    beside_wide_heads = query.element_size() == 2 and padded(query.shape[-1]) == MAX_DIM
+    return max(width, 64) if beside_wide_heads and name == 'columns_backward_kernel' else width
+
+
 def is_shared(bias: Tensor | None, axis: int) -> bool:
     """Return True if there is no bias, or if the bias is the same for all indices of an axis."""
     return bias is None or bias.shape[axis] == 1 or bias.stride(axis) == 0

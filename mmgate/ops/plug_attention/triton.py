@@ -15,7 +15,7 @@ from mmgate.errors import UnsupportedCall
 from .. import triton_backend
 from ..custom_op import operator
 from ..triton_backend import MAX_DIM, interpreted, launch, padded
-from .blocks import biased, blocks_for
+from .blocks import biased, blocks_for, gate_block
 from .reference import Modulation
 
 # Schema of the fields of a Call.
@@ -129,7 +129,7 @@ def _launch(name: str, call: Call, others: tuple[Tensor, ...]) -> None:
         D=dim,
         E=width,
         BLOCK_D=padded(dim),
-        BLOCK_E=padded(width),
+        BLOCK_E=gate_block(name, query, call.gate_query),
         PAIR=blocks.pair,
         BLOCK_N=blocks.rows,
         BLOCK_M=blocks.columns,

@@ -85,6 +85,16 @@ def test_plug_by_pairs_of_heads_before_and_after_hopper(tmp_path: Path, capabili
         assert row['shared'] <= (listings.SHARED[capability] - 1) / 2 * 1024  # two programs a multiprocessor
 
 
+@pytest.mark.parametrize('capability', [90, pytest.param(80, marks=pytest.mark.slow)])
+def test_a_narrow_gate_beside_wide_heads_does_not_spill(tmp_path: Path, capability: int) -> None:
+    """Of 32 channels beside 128, with a bias of each head, where it once spilled 4.3 kB a thread."""
+    arguments = ('--op', 'plug_attention', '--dim', '128', '--width', '32', '--bias', '3', '--dtype', 'bf16')
+    rows = run_tool(tmp_path / 'rows.json', *arguments, '--capability', str(capability))
+    assert [row['kernel'] for row in rows] == [KERNELS[0], *KERNELS[2:]]
+    assert not any(row['spilled'] for row in rows)
+    assert all(row['shared'] <= 99 * 1024 for row in rows)
+
+
 FIRST = ('HGMMA.64x32x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT', 'HGMMA.64x32x16.F32.BF16 R24, R40, gdesc[UR8], R24, gsb0')
 WAIT = 'WARPGROUP.DEPBAR.LE gsb0, 0x0'
 SECOND = 'HGMMA.64x32x16.F32.BF16 R56, R44, gdesc[UR8], R56, gsb0'
