@@ -7,7 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compare_runs import as_table, choose_metric, draw_curves_of_runs, paired_difference, read_run, summary
+from compare_runs import (
+    as_table,
+    choose_metric,
+    draw_curves_of_runs,
+    draw_differences,
+    paired_difference,
+    read_run,
+    summary,
+)
 from conftest import tool
 from helpers.runs import write_log
 from scipy import stats
@@ -65,6 +73,15 @@ def test_runs_that_were_validated_once_have_no_curve(
         assert axis.lines[-1].get_xdata() == [0.2, 0.2]
     else:
         assert axis.get_xlim() == pytest.approx((1.9, 4.1)) and axis.lines[-1].get_ydata() == [0.2, 0.2]
+
+
+@pytest.mark.parametrize('seeds', [1, 3])
+def test_an_interval_is_explained_where_one_is_drawn(seeds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    monkeypatch.setattr('compare_runs.legend', lambda figure, *, note: notes.append(note))
+    monkeypatch.setattr('compare_runs.save', lambda figure, out: out)
+    draw_differences(dict(a=[0.1, 0.2, 0.3][:seeds], b=[0.2, 0.2, 0.5][:seeds]), {}, 'AP', Path('x'))
+    assert notes[0].startswith('Points: seeds.') and ('interval' in notes[0]) == (seeds > 1)
 
 
 @pytest.mark.parametrize(
