@@ -367,7 +367,9 @@ def main(argv: list[str]) -> None:
     for row, runs in zip(rows, groups.values(), strict=True):
         row['seconds_per_step'] = float(np.mean([run.seconds for run in runs]))
         row['memory_mb'] = float(np.mean([run.memory for run in runs]))
-    write_csv(out.with_suffix('.csv'), rows)
+    # Only runs with gates have the distances of gates.
+    columns: dict[str, Any] = dict.fromkeys([key for row in rows for key in row], '')
+    write_csv(out.with_suffix('.csv'), [{**columns, **row} for row in rows])
     print(f'{metric}\n{as_table(rows)}')
     for problem in unpaired(groups):
         print(f'warning: {problem}', file=sys.stderr)

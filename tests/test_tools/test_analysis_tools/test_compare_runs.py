@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,15 @@ def test_compare_runs_pairs_seeds(
         assert '| b | 2 | 37.500 | 7.778 | a | 2.500 | -3.853 to 8.853 | 0.126 |' in printed.out
     assert cli.main(tool('compare_runs').main, [f'a={folders[0]},{folders[0]}', '--out', 'x']) == 2
     assert 'given twice' in capsys.readouterr().err
+
+
+def test_a_vanilla_run_is_compared_with_a_gated_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The gated run alone has the distances of gates, in its log and so in the table."""
+    vanilla, gated = (write_log(tmp_path / name, {1: 0.3}) for name in ('vanilla', 'gated'))
+    (log,) = gated.glob('*/vis_data/scalars.json')
+    log.write_text('{"gate/neck/moved": 0.02, "gate/neck/moved_most": 0.3, "step": 3}\n' + log.read_text())
+    arguments = [f'vanilla={vanilla}', f'gated={gated}', '--out', str(tmp_path / 'out')]
+    assert cli.main(tool('compare_runs').main, arguments) == 0
+    assert '0.02 (0.3) |' in capsys.readouterr().out
+    rows = list(csv.DictReader((tmp_path / 'out/runs.csv').open()))
+    assert [row['moved'] for row in rows] == ['', '0.02']
