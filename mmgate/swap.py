@@ -343,7 +343,7 @@ def _matches(
     if not found:
         listed = '\n  '.join(['', *refusals])
         raise ConfigError(
-            f'{where}: {rule_type.__name__} fits nothing that {pattern!r} matches.{listed} {_inventory(model)}'
+            f'{where}: {rule_type.__name__} fits nothing that {pattern!r} matches.{listed}\n{_inventory(model)}'
         )
     for refusal in refusals:
         log(f'mmgate: {where} leaves {refusal}')

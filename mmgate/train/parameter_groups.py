@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from mmengine.logging import MMLogger
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import OPTIMIZERS
 from torch import nn
@@ -41,7 +44,8 @@ class ChangesGroups:
         """Build the optimizer wrapper for a model."""
         wrapper, options = self.settings(model)
         host = dict(type=self.host, optim_wrapper_cfg=wrapper, paramwise_cfg=options or None)
-        built = OPTIM_WRAPPER_CONSTRUCTORS.build(host)(model)
+        with _frozen_in_one_line():
+            built = OPTIM_WRAPPER_CONSTRUCTORS.build(host)(model)
         for wrapper in built.values() if isinstance(built, OptimWrapperDict) else [built]:
             self.change(wrapper.optimizer, model)
         return built
@@ -94,6 +98,30 @@ class GateOptimWrapperConstructor(ChangesGroups):
             settings = {name: optimizer.defaults[name] * by for name, by in factors.items() if by is not None}
             _set(optimizer, _parameters_of(name, model) if settings else (), **settings)
         _set(optimizer, [parameter for _, parameter in undecayed_parameters(model)], weight_decay=0.0)
+
+
+@contextmanager
+def _frozen_in_one_line() -> Iterator[None]:
+    """Replace mmengine's warning for each frozen parameter by one line with their number.
+
+    ``--train gates`` freezes hundreds of parameters, and as many warnings would hide the lines around them.
+    """
+    frozen = 0
+
+    def keep(record: logging.LogRecord) -> bool:
+        nonlocal frozen
+        skipped = record.getMessage().endswith('is skipped since its requires_grad=False')
+        frozen += skipped
+        return not skipped
+
+    logger = MMLogger.get_current_instance()
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
+    if frozen:
+        logger.info('mmgate: the optimizer leaves out %d frozen parameter tensors', frozen)
 
 
 def _is_of_gates(key: str) -> bool:

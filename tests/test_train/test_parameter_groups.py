@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from mmengine.config import ConfigDict
+from mmengine.logging import MMLogger
 from mmengine.optim import DefaultOptimWrapperConstructor, MultiStepLR, build_optim_wrapper
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
 from torch import nn
@@ -190,3 +191,20 @@ def test_together_with_the_decay_of_gates() -> None:
         decay = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
         assert [decay[id(p)] for p in gate.attn.gate.gml.parameters()] == [0.0, 0.0] and decay[id(net[0].weight)] == 0.1
         assert (len(optimizer.param_groups) == 2) == (constructor == MERGED)
+
+
+def test_frozen_parameters_are_counted_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    built = model()
+    built.backbone.requires_grad_(False)
+    frozen = sum(not parameter.requires_grad for parameter in built.parameters())
+    optimizer = dict(type='AdamW', lr=1e-3, weight_decay=DECAY)
+    wrapper: dict[str, Any] = dict(optimizer=optimizer, constructor='mmgate.GateOptimWrapperConstructor')
+    wrapper['paramwise_cfg'] = dict(custom_keys={'mmgate.gates': dict(lr_mult=20.0)}, norm_decay_mult=0.0)
+    logger = MMLogger.get_current_instance()
+    logger.addHandler(caplog.handler)
+    try:
+        build_optim_wrapper(built, wrapper)
+    finally:
+        logger.removeHandler(caplog.handler)
+    lines = [record.getMessage() for record in caplog.records if 'frozen' in record.msg or 'skipped' in record.msg]
+    assert lines == [f'mmgate: the optimizer leaves out {frozen} frozen parameter tensors']

@@ -293,6 +293,7 @@ def draw_differences(
     if not pairs:
         return None
     figure, ((axis,),) = panels(1, 1, height=max(1.8, 0.45 * len(pairs) + 1.1), width=5.0)
+    note = 'Points: seeds. Bar: their mean.'
     for place, (name, other) in enumerate(pairs):
         colour = COLOURS[list(groups).index(name) % len(COLOURS)]
         differences = np.asarray(groups[name], np.float64) - np.asarray(groups[other], np.float64)
@@ -302,6 +303,7 @@ def draw_differences(
         found = paired_difference(groups[name], groups[other])
         if not np.isnan(found['low']):
             axis.plot([found['low'], found['high']], [place, place], color=colour, linewidth=1.5)
+            note = 'Points: seeds. Bar: their mean. Line: its 95 % interval.'
         axis.plot([found['difference']], [place], '|', color=colour, markersize=16, markeredgewidth=2)
     axis.axvline(0, color='0.6', linewidth=0.8)
     labels = [f'{name} - {other} (n = {len(groups[name])})' for name, other in pairs]
@@ -309,7 +311,7 @@ def draw_differences(
     axis.set(xlabel=f'difference in {metric}', ylim=(len(pairs) - 0.5, -0.5))
     axis.locator_params(axis='x', nbins=5)
     axis.grid(alpha=0.3, axis='x')
-    legend(figure, note='Points: seeds. Bar: their mean. Line: its 95 % interval.')
+    legend(figure, note=note)
     return save(figure, out)
 
 
@@ -365,7 +367,9 @@ def main(argv: list[str]) -> None:
     for row, runs in zip(rows, groups.values(), strict=True):
         row['seconds_per_step'] = float(np.mean([run.seconds for run in runs]))
         row['memory_mb'] = float(np.mean([run.memory for run in runs]))
-    write_csv(out.with_suffix('.csv'), rows)
+    # Only runs with gates have the distances of gates.
+    columns: dict[str, Any] = dict.fromkeys([key for row in rows for key in row], '')
+    write_csv(out.with_suffix('.csv'), [{**columns, **row} for row in rows])
     print(f'{metric}\n{as_table(rows)}')
     for problem in unpaired(groups):
         print(f'warning: {problem}', file=sys.stderr)

@@ -254,10 +254,13 @@ def report_study(
     columns = dict.fromkeys([key for row in results for key in row], '')
     write_csv(out / 'results.csv', [{**columns, **row} for row in results])
     reaches = [(float(row['high']) - float(row['low'])) / 2 for row in rows if row['high'] == row['high']]
-    sees = f'{max(reaches):.3f}' if reaches else 'unknown: it takes seeds whose differences vary'
+    widest = 'No difference has an interval: that takes two seeds or more, and differences that vary between them.'
+    if reaches:
+        widest = f'The widest interval reaches to either side by {max(reaches):.3f}. '
+        widest += f'{_comparisons(len(reaches))} made, each at 95 %.'
     table = (
         f'{study.metric}, seeds {", ".join(map(str, seeds))} (of {len(study.seeds)} planned)\n\n{as_table(rows)}\n\n'
-        f'The widest interval reaches to either side by {sees}. {_comparisons(len(reaches))} made, each at 95 %.\n'
+        f'{widest}\n'
     )
     if costs is not None:
         table += f'{VISIBLE}\n\n' + ''.join(f'- {sentence}\n' for sentence in conclusions(rows))

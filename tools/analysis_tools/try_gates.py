@@ -58,10 +58,10 @@ PICTURES = (
 )
 CAPTIONS = dict(
     differences='Differences between runs of the same seed',
-    curves='Validations in the course of the training; thin lines are runs, thick ones their means',
+    curves='Validations of the runs and, thicker, their means; points if each run has a single validation',
 )
 MOVED = 'Gates moved is the mean distance of gates from the value that changes nothing; the largest is in brackets.'
-COSTS = 'On the first batch, all models in one process. The rows of gates have what these add to the first row.'
+COSTS = 'On the first batch, all models in one process. A figure with a plus is what gates add to the first row.'
 OPERATOR = (
     "A gate of deformable attention also replaces the host's operator by mmgate's, so that a part of its time and "
     'memory is that of the operator. The type MultiScaleDeformableAttention, which has no gate, shows this part.'

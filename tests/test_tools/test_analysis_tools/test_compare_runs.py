@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from compare_runs import as_table, choose_metric, draw_curves_of_runs, paired_difference, read_run, summary
+from compare_runs import (
+    as_table,
+    choose_metric,
+    draw_curves_of_runs,
+    draw_differences,
+    paired_difference,
+    read_run,
+    summary,
+)
 from conftest import tool
 from helpers.runs import write_log
 from scipy import stats
@@ -67,6 +76,15 @@ def test_runs_that_were_validated_once_have_no_curve(
         assert axis.get_xlim() == pytest.approx((1.9, 4.1)) and axis.lines[-1].get_ydata() == [0.2, 0.2]
 
 
+@pytest.mark.parametrize('seeds', [1, 3])
+def test_an_interval_is_explained_where_one_is_drawn(seeds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    monkeypatch.setattr('compare_runs.legend', lambda figure, *, note: notes.append(note))
+    monkeypatch.setattr('compare_runs.save', lambda figure, out: out)
+    draw_differences(dict(a=[0.1, 0.2, 0.3][:seeds], b=[0.2, 0.2, 0.5][:seeds]), {}, 'AP', Path('x'))
+    assert notes[0].startswith('Points: seeds.') and ('interval' in notes[0]) == (seeds > 1)
+
+
 @pytest.mark.parametrize(
     ('seeds', 'said'),
     [
@@ -89,3 +107,15 @@ def test_compare_runs_pairs_seeds(
         assert '| b | 2 | 37.500 | 7.778 | a | 2.500 | -3.853 to 8.853 | 0.126 |' in printed.out
     assert cli.main(tool('compare_runs').main, [f'a={folders[0]},{folders[0]}', '--out', 'x']) == 2
     assert 'given twice' in capsys.readouterr().err
+
+
+def test_a_vanilla_run_is_compared_with_a_gated_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The gated run alone has the distances of gates, in its log and so in the table."""
+    vanilla, gated = (write_log(tmp_path / name, {1: 0.3}) for name in ('vanilla', 'gated'))
+    (log,) = gated.glob('*/vis_data/scalars.json')
+    log.write_text('{"gate/neck/moved": 0.02, "gate/neck/moved_most": 0.3, "step": 3}\n' + log.read_text())
+    arguments = [f'vanilla={vanilla}', f'gated={gated}', '--out', str(tmp_path / 'out')]
+    assert cli.main(tool('compare_runs').main, arguments) == 0
+    assert '0.02 (0.3) |' in capsys.readouterr().out
+    rows = list(csv.DictReader((tmp_path / 'out/runs.csv').open()))
+    assert [row['moved'] for row in rows] == ['', '0.02']

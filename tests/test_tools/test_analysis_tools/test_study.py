@@ -73,7 +73,7 @@ def test_runs_resumes_and_reports(study: Any, tmp_path: Path) -> None:
     assert (
         '| plug | 2 | 0.100 | 0.071 | vanilla | 0.050 | - | - | 0.015 (0.4) |' in table
     )  # two equal differences have no interval
-    assert 'unknown: it takes seeds whose differences vary' in table
+    assert 'No difference has an interval: that takes two seeds or more' in table and '0 comparisons' not in table
     rows = list(csv.DictReader((tmp_path / 'results.csv').open()))
     assert [(row['name'], row['seed'], row[METRIC]) for row in rows][-1] == ('plug', '1', '0.15')
     assert (tmp_path / 'curves.png').is_file() and (tmp_path / 'table.md').read_text() == table

@@ -87,7 +87,8 @@ def test_three_commands_from_a_vanilla_checkpoint_to_the_table(project: Path) ->
     # The page begins with the conclusion, explains the columns, and its commands can be pasted.
     assert html.index('no difference was shown') < html.index('<table>') < html.index('Gates moved is')
     assert 'plot_sampling_points.py trial/vanilla.py' in html and f'--gate &#x27;{PLUG}&#x27; --max-images' in html
-    assert 'starts as vanilla' in html
+    assert 'starts as vanilla' in html and 'A figure with a plus is what gates add' in html
+    assert 'points if each run has a single validation' in html
     dumped = Config.fromfile(str(project / 'trial/plug/seed0/vanilla.py'))
     assert dumped.model.type == 'mmgate.Gated' and dumped.load_from.endswith('.pth')
 
