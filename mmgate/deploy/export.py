@@ -17,8 +17,8 @@ from mmgate.errors import ConfigError
 
 from .build import build_network
 from .compare import Differences, check_finds_something, compare
-from .formats import check_format
-from .graph import MAX_BATCH, write
+from .formats import MAX_BATCH, check_format
+from .graph import write
 from .network import Network
 from .runtime import Exported
 from .time_limit import time_limit

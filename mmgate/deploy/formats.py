@@ -11,6 +11,8 @@ SUFFIXES = {'onnx': '.onnx', 'torch-export': '.pt2'}
 NEEDED = ('onnx', 'onnxscript', 'onnxruntime')
 # First torch that can export whole detectors.
 OLDEST = (2, 9)
+# Largest number of images that a file takes, if it takes any number.
+MAX_BATCH = 64
 
 
 def check_format(format: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .build import describe_model
+from .formats import MAX_BATCH
 from .network import Network
 from .operators import translations
 from .runtime import NOTES_FILE
@@ -21,7 +22,6 @@ from .tracing import traceable
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-MAX_BATCH = 64
 # Smallest sides of images, one more than usual strides of the last maps.
 LEAST = (33, 65, 129)
 

@@ -22,7 +22,7 @@ from mmgate.ops.ms_deform_attn.uneven import Uneven, as_given, by_sample
 from mmgate.ops.ms_deform_attn.weights import attend_by
 
 from .sizes import SymbolicSizes
-from .tracing import Replacement
+from .tracing import Replacement, replaced
 
 # A function of the same name hides the package in ``mmgate.ops``.
 package = importlib.import_module('mmgate.ops.ms_deform_attn')
@@ -105,10 +105,5 @@ def sampling_by(name: str) -> Iterator[None]:
         ConfigError: There is no form of that name.
     """
     check_form(name)
-    owner, attribute, value = sampled_by(name)
-    former = getattr(owner, attribute)
-    setattr(owner, attribute, value)
-    try:
+    with replaced(sampled_by(name)):
         yield
-    finally:
-        setattr(owner, attribute, former)

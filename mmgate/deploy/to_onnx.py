@@ -27,7 +27,7 @@ from mmgate.layers.base.gated import gated_modules, is_on, remove_gate
 from mmgate.swap import list_attention, swap_attention
 from mmgate.wrappers import unwrap_model
 
-from .formats import check_format
+from .formats import MAX_BATCH, check_format
 from .runtime import NOTES_KEY, Exported
 from .sampling import check_form, sampling_by
 from .tracing import plain_attention
@@ -252,7 +252,7 @@ def _captured(network: Tensors, tensors: tuple[Tensor, ...], msda: str, dynamic_
     if dynamic_batch:
         # torch.export would fix a batch of one.
         tensors = tuple(torch.cat([x, x])[:2] if len(x) == 1 else x for x in tensors)
-        batch = Dim('batch', min=1, max=64)
+        batch = Dim('batch', min=1, max=MAX_BATCH)
         shapes = (tuple({0: batch} for _ in tensors),)
     with warnings.catch_warnings(), sampling_by(msda), plain_attention(), torch.no_grad():
         warnings.simplefilter('ignore')

@@ -92,6 +92,16 @@ def replacements() -> Iterator[Replacement]:
 
 
 @contextmanager
+def replaced(*given: Replacement) -> Iterator[None]:
+    """Replace attributes of modules and classes inside a ``with`` block."""
+    with ExitStack() as stack:
+        for owner, name, value in given:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
+
+
+@contextmanager
 def traceable(*more: Replacement) -> Iterator[None]:
     """Replace functions inside a ``with`` block so that a model can be captured as a graph.
 
@@ -100,9 +110,7 @@ def traceable(*more: Replacement) -> Iterator[None]:
     from torch.fx.experimental import _config as symbols
 
     with ExitStack() as stack:
-        for owner, name, value in [*replacements(), *more]:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
+        stack.enter_context(replaced(*replacements(), *more))
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(torch.no_grad())
