@@ -180,13 +180,9 @@ def _draw_contours(axis: Axes, points: SamplingPoints, size: tuple[int, int]) ->
         axis.contour(x, y, heights, levels=heights.max() * CONTOURS, colors='black', linewidths=0.6, alpha=0.55)
 
 
-def _draw_points(
-    axis: Axes, image: np.ndarray, points: SamplingPoints, largest: float, *, contours: bool = True
-) -> None:
-    height, width = image.shape[:2]
+def _draw_points(axis: Axes, image: np.ndarray, points: SamplingPoints, largest: float) -> None:
     _draw_image(axis, image)
-    if contours:
-        _draw_contours(axis, points, (height, width))
+    _draw_contours(axis, points, image.shape[:2])
     there = points.there
     # Fine levels are drawn last, on top, as their points spread less.
     for place, level in reversed([*enumerate(points.levels)]):

@@ -25,9 +25,8 @@ NO_SINK, NO_OP, BROADCAST, UNCLEAR = ('no sink', 'no-op', 'broadcast', 'unclear'
 def stable_rank(matrices: Tensor) -> Tensor:
     """Return the stable rank of matrices ``(..., N, d)``: the sum of squared singular values over the largest.
 
-    It is 0 for a matrix of zeros.
-
-    It is at least 1, and hardly changes with singular values that are small beside the largest.
+    It is at least 1, or 0 for a matrix of zeros, and hardly changes with singular values that are small beside the
+    largest.
     """
     squares = torch.linalg.svdvals(matrices.double()).square()
     largest = squares.amax(-1)
@@ -79,7 +78,8 @@ class _Pairs:
         """Keep a reading of a call; when the other one is there as well, measure the sinks."""
         self._waiting[name] = x.detach()
         if len(self._waiting) == 2:
-            weights, values = self._waiting.pop('attention'), self._waiting.pop('values')
+            weights = self._waiting.pop('attention')
+            values = self._waiting.pop('values')
             self.found.append(measure_heads(weights, values).cpu())
             self.largest = min(weights.shape[-2], values.shape[-1])
             self.uniform = 1 / weights.shape[-1]
