@@ -248,7 +248,8 @@ class GatedGroundingDINOAttention(GatedProjectAttention):
         value = query if value is None else value
         query = query if query_pos is None else query + query_pos
         if not self.batch_first:
-            query, value = query.transpose(0, 1), value.transpose(0, 1)
+            query = query.transpose(0, 1)
+            value = value.transpose(0, 1)
         values = self.project(value, key_padding_mask)
         output = self.attended(query, values, spatial_shapes, level_start_index, reference_points)
         output = self.output_proj(output)

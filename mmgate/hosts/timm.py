@@ -253,7 +253,8 @@ class GatedRotaryAttention(TokenProjections):
 
     def rotated(self, heads: Tensor, rope: Tensor) -> Tensor:
         """Apply rotary positions ``rope`` to heads ``(B, H, N, d)``, except for class and register tokens."""
-        before, of_map = heads[:, :, : self.num_prefix_tokens], heads[:, :, self.num_prefix_tokens :]
+        before = heads[:, :, : self.num_prefix_tokens]
+        of_map = heads[:, :, self.num_prefix_tokens :]
         halves = dict(half=True) if getattr(self, 'rotate_half', False) else {}
         return torch.cat((before, apply_rot_embed_cat(of_map, rope, **halves)), 2)
 
