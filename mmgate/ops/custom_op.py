@@ -7,12 +7,15 @@ Only tracers need the registered one: torch.compile, export, fake tensors, count
 
 from __future__ import annotations
 
+import functools
 import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch import Tensor
+
+from mmgate.errors import UnsupportedCall
 
 from .tracing import is_traced
 
@@ -24,6 +27,44 @@ _Function = TypeVar('_Function', bound=Callable[..., Any])
 def outside_graphs(function: _Function) -> _Function:
     """Decorator: keep torch.compile out of a function below torch 2.4, which cannot register custom operators."""
     return function if CAN_REGISTER else torch.compiler.disable(function)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """The identity, whose gradient is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise UnsupportedCall(
+            'this backend of mmgate has first derivatives alone. For second derivatives, such as of a gradient '
+            'penalty, take the one in plain PyTorch, backend="torch".'
+        )
+
+
+def first_derivatives(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator for the backward pass of an autograd function: refuse second derivatives, which it does not have.
+
+    torch's ``once_differentiable`` refuses them only where the output's gradient itself requires a gradient. The
+    gradients depend on the saved inputs as well, and a second derivative without that part is silently wrong.
+
+    Raises:
+        UnsupportedCall: In the backward pass of the gradients.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Any) -> Any:
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        if not torch.is_grad_enabled():  # it is on where the caller has create_graph=True
+            return results
+        results = results if isinstance(results, tuple) else (results,)
+        refusing = iter(_WithoutGradient.apply(*(x.detach().requires_grad_() for x in results if x is not None)))
+        return tuple(None if x is None else next(refusing) for x in results)
+
+    return checked
 
 
 class Operator:
@@ -52,14 +93,14 @@ class Operator:
         return self._registered(*inputs) if self._registered and is_traced() else self._eager(*inputs)
 
     def differentiate(self, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
-        """Register the operator's gradient, which itself is not differentiable.
+        """Register the operator's gradient, which has no gradient itself.
 
         Args:
             backward: ``(ctx, *output gradients) -> input gradients``, one for each input, None for what has none.
             setup_context: ``(ctx, inputs, output)``, saves what ``backward`` needs.
         """
         run = self.run
-        once = once_differentiable(backward)
+        once = first_derivatives(backward)
 
         class Eager(torch.autograd.Function):
             # With ctx as its first argument. torch binds the arguments by name if setup_context is a method apart,
@@ -70,7 +111,7 @@ class Operator:
                 setup_context(ctx, inputs, output)
                 return output
 
-            backward = staticmethod(once)  # type: ignore[assignment]
+            backward = staticmethod(once)
 
         self._eager = Eager.apply
         if self._registered:

@@ -9,6 +9,7 @@ import torch
 from conftest import one_graph
 from torch import Tensor
 
+from mmgate.errors import UnsupportedCall
 from mmgate.ops import custom_op
 
 
@@ -45,6 +46,18 @@ def test_eager_gradients(scaled_sum: custom_op.Operator, second: bool) -> None:
     assert torch.autograd.gradcheck(lambda *t: scaled_sum(t[0], t[1] if second else None, 2.5)[0], inputs)
     with torch.no_grad():
         assert not scaled_sum(x, None, 1.0)[0].requires_grad
+
+
+@pytest.mark.parametrize('second', [True, False], ids=['two_tensors', 'one_tensor'])
+def test_a_second_derivative_is_refused(scaled_sum: custom_op.Operator, second: bool) -> None:
+    """In place of one that lacks the part of the saved inputs; a graph that nobody follows does no harm."""
+    x = torch.randn(3, 4, requires_grad=True)
+    y = torch.randn(3, 4, requires_grad=True) if second else None
+    (first,) = torch.autograd.grad(scaled_sum(x.sin(), y, 2.5)[0].square().sum(), x, create_graph=True)
+    plain = 2.5 * (x.sin() + y if second else x.sin())
+    torch.testing.assert_close(first, torch.autograd.grad(plain.square().sum(), x)[0])
+    with pytest.raises(UnsupportedCall, match='first derivatives alone.*backend="torch"'):
+        first.square().sum().backward()
 
 
 @one_graph

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
+from ..custom_op import first_derivatives
 from .reference import gate_factor, raw_gates
 from .softmax import forms_factor, gated_softmax, gated_softmax_backward, sum_heads
 
@@ -94,7 +94,7 @@ class GatedRows(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients of queries, keys, values, the gate's queries and keys, and the gate's parameters."""
         bias, query, key, value, gate_query, gate_key, output, *parameters = ctx.saved_tensors

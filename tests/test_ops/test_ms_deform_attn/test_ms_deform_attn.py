@@ -13,6 +13,7 @@ from helpers.samplings import by_backend, compare, drawn, exactly
 from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 from torch import Tensor
 
+from mmgate.errors import UnsupportedCall
 from mmgate.ops import ms_deform_attn
 from mmgate.ops import native as library
 from mmgate.ops.backend import OPERATORS, candidates
@@ -105,6 +106,26 @@ def test_frozen_value_gets_no_gradient(backend: str) -> None:
 
 
 @one_graph
+@pytest.mark.parametrize('backend', ['cpu', NATIVE])
+def test_a_second_derivative_is_exact_or_refused(backend: str) -> None:
+    """Plain PyTorch has it; in other backends it would lack the part through the inputs that are saved."""
+    value, shapes, start, locations, logits = make_inputs('two_levels')
+    value.requires_grad_()
+    logits.requires_grad_()
+
+    def penalty(name: str) -> Tensor:
+        output = ms_deform_attn(value, shapes, start, locations, logits, backend=name)
+        gradients = torch.autograd.grad(output.sin().sum(), (value, logits), create_graph=True)
+        return sum(x.square().sum() for x in gradients)
+
+    assert torch.autograd.gradgradcheck(
+        lambda v, x: ms_deform_attn(v, shapes, start, locations, x, backend='torch'), (value, logits)
+    )
+    torch.testing.assert_close(penalty(backend), penalty('torch'))
+    with pytest.raises(UnsupportedCall, match='first derivatives alone'):
+        penalty(backend).backward()
+
+
 def test_registered_op_passes_opcheck() -> None:
     value, shapes, start, locations, logits = make_inputs('two_levels', torch.float32)
     args = (value.requires_grad_(), shapes, start, locations.requires_grad_(), logits.softmax(-1).requires_grad_())
