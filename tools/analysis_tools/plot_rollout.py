@@ -26,6 +26,8 @@ from mmgate.errors import ConfigError
 from mmgate.train import cli
 
 PARTS = ('image', 'queries', 'heads')
+HEADS = 'what each place gets, from the class token or else in the mean over all queries.'
+ROLLOUT = 'How much each place gives to the output, in the mean over it: attention followed through all layers.'
 
 
 def main(argv: list[str]) -> None:
@@ -40,10 +42,13 @@ def main(argv: list[str]) -> None:
     options.add_argument('--absolute', action='store_true', help=sizes)
     args = options.parse_args(argv)
     shown: dict[str, list[tuple[LoadedModel, Any, Any]]] = {}
+    layers: dict[str, list[str]] = {}
     for loaded in load_models(args, ['attention'], 'A rollout'):
         for batch in loaded.inputs(args):
-            sample, computed = _computed(loaded.model, batch, args)
-            shown.setdefault(os.path.realpath(sample.img_path), []).append((loaded, sample, computed))
+            sample, computed, layer = _computed(loaded.model, batch, args)
+            image = os.path.realpath(sample.img_path)
+            shown.setdefault(image, []).append((loaded, sample, computed))
+            layers.setdefault(image, []).append(f'{loaded.name}, {layer}')
     names = picture_names(shown)
     for image, drawn_by in shown.items():
         out = Path(args.out) / f'{"heads" if args.part == "heads" else "rollout"}_{names[image]}.png'
@@ -52,8 +57,10 @@ def main(argv: list[str]) -> None:
             draw_queries(drawn, [class_names(loaded.cfg) for loaded, *_ in drawn_by], out)
         else:
             columns, maps = _panels(drawn)
-            label = 'attention' if args.part == 'heads' else 'relevance'
-            draw_maps(drawn[0][1], maps, out, columns=columns, label=label)
+            label, note = 'relevance', ROLLOUT
+            if args.part == 'heads':
+                label, note = 'attention', f'{", ".join(layers[image])}: {HEADS}'
+            draw_maps(drawn[0][1], maps, out, columns=columns, label=label, note=note)
         print(out, write_csv(out.with_suffix('.csv'), _rows(drawn)))
 
 
@@ -68,19 +75,19 @@ def _part(found: dict[str, Any], size: tuple[int, int]) -> str:
     return 'image'
 
 
-def _computed(model: Any, batch: dict[str, Any], args: argparse.Namespace) -> tuple[Any, Any]:
-    """Return the image's data sample, and a map ``(h, w)``, those of queries, or those of heads ``(H, h, w)``."""
+def _computed(model: Any, batch: dict[str, Any], args: argparse.Namespace) -> tuple[Any, Any, str]:
+    """Return the image's data sample, a map ``(h, w)``, those of queries or of heads ``(H, h, w)``, and the layer."""
     if args.part == 'heads':
-        _, maps, sample = head_maps(model, batch, args.layer)
-        return sample, maps
+        layer, maps, sample = head_maps(model, batch, args.layer)
+        return sample, maps, layer
     with record_maps(model, partial(head_mean, absolute=args.absolute)) as found:
         sample = predict(model, batch)
     size = padded_size(sample)
     args.part = args.part or _part(found, size)
     if args.part == 'image':
-        return sample, relevance_map(found, size).numpy()
+        return sample, relevance_map(found, size).numpy(), ''
     chosen = args.queries or best_queries(found, 0, args.top_k).tolist()
-    return sample, query_relevance(found, size, chosen)
+    return sample, query_relevance(found, size, chosen), ''
 
 
 def _panels(drawn: Any) -> tuple[int, Any]:

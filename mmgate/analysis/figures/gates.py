@@ -116,8 +116,9 @@ def _notes(models: Sequence[tuple[str, Sequence[LayerGate]]], maps: Sequence[Seq
                 lines.append(f'{row}{_panels_of(value, gates, found)}: {_meaning(value)}')
     if values != {None}:
         where = 'By layer, histogram: grey lines mark the value that changes nothing.'
+        where += ' Bars: standard deviation in the layer.'
         if any(of_kind.unchanged is not None for found in maps for of_kind in found):
-            where += ' Maps: it has the middle of the colours.'
+            where += '\nMaps: white is the value that changes nothing.'
         lines.append(where)
     return lines
 
@@ -141,7 +142,7 @@ def _draw_map(figure: Any, axis: Any, of_kind: GateMap, alike: Sequence[np.ndarr
     limit = max(0.1, *(float(np.abs(values - centre).max()) for values in alike))
     look: dict[str, Any] = dict(cmap=style.DIVERGING, vmin=centre - limit, vmax=centre + limit)
     drawn = style.show_map(axis, _apart(of_kind), interpolation='nearest', aspect='auto', **look)
-    style.colour_bar(figure, drawn, axis, shrink=0.9)
+    style.colour_bar(figure, drawn, axis, 'mean gate', shrink=0.9)
     across, down = dict(pairs=('key', 'query'), levels=('level', 'head'), heads=('head', 'layer'))[of_kind.axes]
     axis.set(xlabel=across, ylabel=down, xticks=[], yticks=[])
     if of_kind.axes != 'pairs':
@@ -178,7 +179,7 @@ def _draw_layers(axis: Any, gates: Sequence[LayerGate], names: Sequence[str]) ->
         axis.scatter(*zip(*neutral, strict=True), marker='|', s=120, color='0.6', linewidth=1, zorder=1)
     axis.errorbar(means, places, xerr=spreads, fmt='o', color=style.COLOURS[0], markersize=3.5, capsize=2, linewidth=1)
     axis.set_yticks(places, names, fontsize=6)
-    axis.set(xlabel='gate, mean ± std', ylabel='layer', ylim=(len(gates) - 0.4, -0.6), title='by layer')
+    axis.set(xlabel='gate, mean ± std', ylim=(len(gates) - 0.4, -0.6), title='by layer')
 
 
 def _labels(gates: Sequence[LayerGate]) -> dict[tuple[str, str, float | None], str]:
@@ -216,7 +217,7 @@ def _draw_histogram(
     axis.locator_params(axis='x', nbins=4)
     beyond = any(abs(x) > EDGES[-1] for g in gates for x in (g.statistics.minimum, g.statistics.maximum))
     label = 'gate (ends: beyond)' if beyond else 'gate'
-    axis.set(xlabel=label, ylabel='share of a layer', title='histogram', xlim=used)
+    axis.set(xlabel=label, ylabel="share of a layer's gates", title='histogram, all layers', xlim=used)
 
 
 def _used(gates: Sequence[LayerGate]) -> tuple[float, float]:

@@ -13,6 +13,10 @@ from mmgate.analysis.figures import style
 from mmgate.analysis.probes.sinks import LOW_RANK, NO_SINK, SINK, SMALL
 
 Rows = list[dict[str, Any]]
+RANKS = (
+    'Mean and standard deviation over heads and images. The effective rank counts singular values by their size:\n'
+    'it is the exponential of the entropy of their shares.'
+)
 
 
 def draw_sinks(models: list[tuple[str, Rows]], out: Path, heads: Sequence[tuple[str, Rows]] = ()) -> Path:
@@ -56,8 +60,10 @@ def draw_sinks(models: list[tuple[str, Rows]], out: Path, heads: Sequence[tuple[
                 drawn.add(activations)
             if not np.isnan(found['gate_sparsity']).all():
                 right.plot(found['gate_sparsity'], **look)
-    left.set(title='attention on the\nmost attended token', ylim=(0, None), ylabel='share (dotted: uniform)')
-    middle.set(title='maximum activation\nafter the layer', ylim=(0, None))
+    left.set(title='attention on the\nmost attended token', ylabel='share (dotted: uniform)')
+    middle.set(title='maximum activation\nafter the layer')
+    style.from_zero(left)
+    style.from_zero(middle)
     title = "gate near 0: of outputs, closed;\nPLuG's, without effect"
     right.set(title=title, ylim=(-0.03, 1.03), ylabel='share of values')
     for axis in (left, middle, right):
@@ -130,7 +136,9 @@ def draw_ranks(models: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path
             marker = 'os^D'[number % 4]
             look = dict(color=colour, marker=marker, markersize=4, capsize=2, linewidth=1.2)
             axis.errorbar(range(len(rows)), means, yerr=spreads, label=name, **look)
-        axis.set(ylabel=f'{kind.replace("_", " ")} of $K^T V$\n(of at most {most})', ylim=(0, None))
+        axis.set(ylabel=f'{kind.replace("_", " ")} of $K^T V$\n(of at most {most})')
+        style.from_zero(axis)
         style.layer_axis(axis)
-    style.legend(figure, axes[0].get_legend_handles_labels()[0], columns=1 if len(models) < 4 else 2)
+    handles = axes[0].get_legend_handles_labels()[0]
+    style.legend(figure, handles, note=RANKS, columns=1 if len(models) < 4 else 2)
     return style.save(figure, out)

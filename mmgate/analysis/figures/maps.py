@@ -13,15 +13,22 @@ from mmgate.analysis.figures import style
 from mmgate.analysis.probes.relevance import Query, padded_size
 
 LINE_INCHES = 0.15  # height of a line of a title
+NOTE = 120  # characters of a line of the note
 LEAST_COLUMNS = 3  # fewer queries do not fill a page
 
 
 def draw_maps(
-    sample: Any, maps: Sequence[tuple[str, np.ndarray | None]], out: Path, *, columns: int, label: str
+    sample: Any,
+    maps: Sequence[tuple[str, np.ndarray | None]],
+    out: Path,
+    *,
+    columns: int,
+    label: str,
+    note: str = '',
 ) -> Path:
     """Draw an image and, beside it, each attention map ``(h, w)`` laid over the image; return the file's path.
 
-    Maps are drawn in multiples of their means.
+    Maps are drawn in multiples of their means. ``note`` is a sentence below the figure.
 
     All are on one scale, from 0 to twice the mean or more, on which an even map looks even. Where a map has negative
     values, M-DGSA's inhibition, the scale is centred on 0, inhibition is blue, and the mean is that of absolute values.
@@ -49,10 +56,12 @@ def draw_maps(
     for axis, title, values in shown:
         drawn = style.show_map(axis, values, picture, alpha=0.65, **scale)
         axis.set_title(title)
-    of_what = f'{label},\ntimes its mean{" size; blue inhibits" if signed else ""}'
+    of_what = f'{label} / mean of its size;\nblue inhibits' if signed else f'{label} / its mean'
     bar = style.colour_bar(figure, drawn, axes, of_what, fraction=0.03)
     # The bar's colours are as transparent as the map's, so it gets a grey ground like the image.
     bar.ax.set_facecolor('0.5')
+    if note:
+        style.legend(figure, note=fill(note, NOTE))
     return style.save(figure, out)
 
 
@@ -103,7 +112,7 @@ def draw_queries(
             relevance = crop_to_image(query.relevance, sample)
             share = relevance / max(float(np.abs(relevance).max()), 1e-12)
             drawn = style.show_map(below, share, image, alpha=0.7, **scale)
-    of_what = f"relevance,\nof the panel's largest{' size; blue inhibits' if signed else ''}"
+    of_what = f"relevance /\nthe panel's largest{' size; blue inhibits' if signed else ''}"
     style.colour_bar(figure, drawn, axes, of_what, shrink=0.5, fraction=0.03)
     return style.save(figure, out)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmgate.analysis.figures import style
-from mmgate.analysis.figures.boxes import PREDICTED, draw_boxes, label_boxes
+from mmgate.analysis.figures.boxes import PREDICTED, THRESHOLD, draw_boxes, label_boxes
 from mmgate.analysis.probes.recording import Sample
 from mmgate.analysis.probes.sampling import SamplingChange, SamplingPoints, density
 
@@ -25,7 +25,9 @@ GAINED = style.COLOURS[5]
 LOST = style.COLOURS[0]
 BOX = style.COLOURS[2]
 WEIGHT = '0.2'
+OWN = 2.2  # width of the outline of a query's own box
 LARGEST = 70  # points squared of the largest dot
+LEAST = 1e-3  # share of the largest weight that the largest change has at least, so that rounding is drawn small
 SEEN = 0.05  # points of a smaller share of the largest weight may lie outside of a close-up
 
 
@@ -49,6 +51,9 @@ def draw_sampling(
     panel_boxes = []
     for axis, (title, points, sample) in zip(axes, drawn, strict=True):
         _draw_points(axis, image, points, largest)
+        for box in () if points.boxes is None else points.boxes:
+            style.add_box(axis, box, edgecolor='white', linewidth=OWN + 1.2)
+            style.add_box(axis, box, edgecolor=PREDICTED, linewidth=OWN)
         panel_boxes.append(draw_boxes(axis, sample))
         where = 'encoder' if points.is_encoder else 'decoder'
         axis.set_title(f'{title}\n{where}: {style.short(points.path)}'.strip())
@@ -90,17 +95,17 @@ def draw_difference(
     style.add_box(whole, corners, edgecolor='white', linewidth=1.2)
     whole.set(title='the image, and the close-up', xlim=(0, width), ylim=(height, 0))
     largest = max(float(np.abs(change.before.weights).max()), 1e-12)
-    most = float(np.abs(change.weights).max())
+    most = max(float(np.abs(change.weights).max()), LEAST * largest)
     colours = np.where(change.weights > 0, GAINED, LOST)
     _draw_sizes(weights, image, change.before, np.abs(change.before.weights) / largest, WEIGHT)
-    _draw_sizes(changed, image, change.after, np.abs(change.weights) / max(most, 1e-12), colours)
+    _draw_sizes(changed, image, change.after, np.abs(change.weights) / most, colours)
     for axis, title in zip((weights, changed), titles, strict=True):
         axis.set_title(fill(title, style.LINE // 2))
     for axis in axes:
         axis.set(xticks=[], yticks=[])
     for axis in (weights, changed):
         axis.set(xlim=window[:2], ylim=(window[3], window[2]))
-    _legend_of_changes(figure, change, largest, model)
+    _legend_of_changes(figure, change, largest, most, model)
     return style.save(figure, out)
 
 
@@ -203,33 +208,46 @@ def _legend(
     boxes: Sequence[tuple[int, Sized]],
 ) -> None:
     entries = _dots_of_levels({level for _, points, _ in drawn for level in points.levels})
-    entries.append(_dot(f'size: weight, largest here {largest:.2f}', 'grey', 42**0.5))
+    entries.append(_dot(f'area: weight, {largest:.2f} the largest in all panels', 'grey', 42**0.5))
     entries.append(_reference())
     entries.append(_line('density of the weights', color='black', linewidth=0.6))
+    if any(points.boxes is not None for _, points, _ in drawn):
+        entries.append(_line('box that the query predicts', color=PREDICTED, linewidth=OWN))
     entries += _lines_of_boxes(boxes)
     ends = f'{CONTOURS.min():.0%} to {CONTOURS.max():.0%}'
-    note = f'Each dot is a point that a query looks at. Lines: {ends} of the highest density of the weights.'
+    note = f'Each dot is a point that a query looks at. Thin lines: {ends} of the highest density of the weights.'
     style.legend(figure, entries, note=note, columns=3)
 
 
-def _legend_of_changes(figure: Figure, change: SamplingChange, largest: float, model: str) -> None:
-    side = (1 + LARGEST) ** 0.5
+def _legend_of_changes(figure: Figure, change: SamplingChange, largest: float, most: float, model: str) -> None:
+    gained = max(float(change.weights.max()), 0.0)
+    lost = max(-float(change.weights.min()), 0.0)
     entries = [
-        _dot(f'weight, at most {largest:.2g}', WEIGHT, side),
-        _dot(f'gained weight, at most {max(float(change.weights.max()), 0.0):.2g}', GAINED, side),
-        _dot(f'lost weight, at most {max(-float(change.weights.min()), 0.0):.2g}', LOST, side),
+        _dot(f'largest weight, {largest:.2g}', WEIGHT, _side(1)),
+        _dot(f'largest gain of a point, {gained:.2g}', GAINED, _side(gained / most)),
+        _dot(f'largest loss of a point, {lost:.2g}', LOST, _side(lost / most)),
         _reference(),
     ]
     if change.before.boxes is not None:
-        entries.append(_line("query's box", color=BOX))
+        entries.append(_line('box that the query predicts', color=BOX))
     where = 'encoder' if change.after.is_encoder else 'decoder'
+    numbers = ', '.join(map(str, change.after.queries.tolist()))
+    alone = len(change.after.queries) == 1
+    of, whose = (f'query {numbers}', "this query's") if alone else (f'queries {numbers}', "these queries'")
     lines = [
-        f'{model}, {where}: {change.after.path}'.removeprefix(', '),
-        'Each dot is a point that a query looks at, in all heads and levels; its size is its weight, or the change.',
-        f'{change.moved:.1%} of the attention moved from blue to orange points. In the mean a point lies '
-        f'{change.shifted:.1f} pixels from its place before.',
+        f'{model}, {where}: {change.after.path}, {of}'.removeprefix(', '),
+        'Each dot is a point that the query looks at, in all heads and levels. Its area is its weight, of which each '
+        'head has 1 in all,',
+        f'or the change of its weight, drawn {largest / most:.2g} times as large. The points are where each model has '
+        f'them, {change.shifted:.1f} pixels apart in the mean.',
+        f'{change.moved:.1%} of {whose} attention moved from blue to orange points.',
     ]
     style.legend(figure, entries, note='\n'.join(lines), columns=3)
+
+
+def _side(share: float) -> float:
+    """Return the diameter, in points, of the dot of a share of the largest value."""
+    return (1 + LARGEST * share) ** 0.5
 
 
 def _dot(label: str, colour: str, size: float, marker: str = 'o', edge: str = 'white') -> Line2D:
@@ -252,9 +270,12 @@ def _reference() -> Line2D:
 
 
 def _lines_of_boxes(boxes: Sequence[tuple[int, Sized]]) -> list[Line2D]:
+    from matplotlib.patheffects import withStroke
+
     entries = []
     if any(len(found) for _, found in boxes):
-        entries.append(_line('predicted box', color=PREDICTED))
+        entries.append(_line(f'predicted box, score {THRESHOLD:g} or more', color=PREDICTED))
     if any(known for known, _ in boxes):
-        entries.append(_line('true box', color='black', linestyle='--'))
+        look: dict[str, Any] = dict(path_effects=[withStroke(linewidth=2.2, foreground='black')])
+        entries.append(_line('true box', color='white', linestyle='--', **look))
     return entries

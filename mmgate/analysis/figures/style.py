@@ -83,6 +83,11 @@ def layer_axis(axis: Axes, xlabel: str = 'layer') -> None:
     axis.grid(alpha=0.3)
 
 
+def from_zero(axis: Axes) -> None:
+    """Let an axis' values begin at 0, with room above the largest for its marker."""
+    axis.set_ylim(0, 1.06 * max(float(axis.dataLim.y1), 1e-12))
+
+
 def legend(figure: Figure, handles: Sequence[Artist] = (), *, note: str = '', columns: int = 2) -> None:
     """Write the legend below a figure, and under it a note that explains how to read the figure."""
     style: dict[str, Any] = dict(fontsize=7, title_fontsize=7, frameon=False, ncols=columns)

@@ -36,6 +36,20 @@ def test_a_gain_is_red_and_a_loss_is_blue(tmp_path: Path) -> None:
         assert panel[:, :half].min() > -40 and panel[:, half:].max() < 40
 
 
+def test_rounding_is_drawn_small(tmp_path: Path) -> None:
+    """A change of 1e-8 has no large dots; one of a thousandth of the largest weight has."""
+    image = str(tmp_path / 'image.png')
+    cv2.imwrite(image, np.full((100, 200, 3), 128, np.uint8))
+
+    def reddest(change: float) -> int:
+        found = compare_points(points([0.5, 0.5]), points([0.5 + change, 0.5 - change]))
+        picture = cv2.imread(str(draw_difference(found, image, tmp_path / 'out.png', titles=('a', 'b')))).astype(int)
+        panel = (picture[..., 2] - picture[..., 0])[: picture.shape[0] * 3 // 5, picture.shape[1] * 2 // 3 :]
+        return int((panel > 100).sum())
+
+    assert reddest(1e-8) * 10 < reddest(5e-4)
+
+
 def test_a_close_up_holds_the_points_and_has_the_shape_of_the_image() -> None:
     change = compare_points(points([0.5, 0.5]), points([0.6, 0.4]))
     left, right, top, bottom = sampling._window(change, 200, 100)

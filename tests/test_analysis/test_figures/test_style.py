@@ -1,9 +1,10 @@
-"""The names of layers in a picture."""
+"""What all figures share: names of layers, axes."""
 
 from __future__ import annotations
 
 import pytest
 
+from mmgate.analysis.figures import style
 from mmgate.analysis.figures.style import layer_labels
 
 
@@ -18,3 +19,12 @@ from mmgate.analysis.figures.style import layer_labels
 )  # fmt: skip
 def test_labels_leave_out_what_all_share(paths: list[str], labels: list[str]) -> None:
     assert layer_labels(paths) == labels
+
+
+def test_values_from_zero_leave_room_above_the_largest() -> None:
+    """Where they hardly differ as well, as ranks near the full one do."""
+    _, axes = style.panels(1, 1, height=2.0)
+    axis = axes[0, 0]
+    axis.plot([31.9, 32.0, 31.95], marker='o')
+    style.from_zero(axis)
+    assert axis.get_ylim()[0] == 0 and axis.get_ylim()[1] > 33
