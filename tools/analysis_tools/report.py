@@ -1,12 +1,13 @@
 """Write a page on the attention of the demos' models, vanilla and gated: index.html, which needs no network.
 
 A model without a checkpoint below the work dirs is trained first, by tools/train.py; ``make report`` calls this, and
-``make report DATA=real`` for the models of configs/real, whose data have to be there.
+``make report DATA=real`` for the models of configs/real. Models whose images are not there are left out.
 """
 
 import argparse
 import base64
 import html
+import math
 import shlex
 import subprocess
 import sys
@@ -31,14 +32,16 @@ TITLES = {
     SHAPES: 'Attention in the demos, vanilla and gated',
     REAL: 'Attention on real images, vanilla and gated',
 }
-# The first config of a family is vanilla.
+DETR = 'Deformable DETR'
+MASK2FORMER = 'Mask2Former'
+# The first config of a family is vanilla. The last family of each has other backbones.
 FAMILIES = {
     SHAPES: {
-        'Deformable DETR': (
+        DETR: (
             'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py',
             'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py',
         ),
-        'Mask2Former': (
+        MASK2FORMER: (
             'configs/_base_/mask2former_r18_1xb8-1k_shapes-128x128.py',
             'configs/plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py',
         ),
@@ -49,11 +52,11 @@ FAMILIES = {
         ),
     },
     REAL: {
-        'Deformable DETR': (
-            'configs/real/facemask/deformable-detr-refine_lite0_1xb4-12e_facemask.py',
-            'configs/real/facemask/plug-deformable-detr-refine_lite0_1xb4-12e_facemask.py',
+        DETR: (
+            'configs/real/bccd/deformable-detr-refine_lite0_1xb4-12e_bccd.py',
+            'configs/real/bccd/plug-deformable-detr-refine_lite0_1xb4-12e_bccd.py',
         ),
-        'Mask2Former': (
+        MASK2FORMER: (
             'configs/real/camvid/mask2former_lite0_1xb4-1k_camvid-160x128.py',
             'configs/real/camvid/plug-mask2former_lite0_1xb4-1k_camvid-160x128.py',
         ),
@@ -77,24 +80,28 @@ class Picture:
     options: Sequence[str] = ()
 
 
-def pictures_of(families: Mapping[str, Sequence[str]]) -> list[Picture]:
-    """Return the pictures of a Deformable DETR, a Mask2Former and a detector with PVT, each vanilla and gated."""
-    (vanilla_detr, detr), (vanilla_mask2former, mask2former), (pvt, agent, saga) = families.values()
-    points = 'Sampling points of the best queries: size by attention, colour by level.'
-    gained = 'Weights that sampling points gain and lose by the gates: the same model with its gates and without.'
+def pictures_of(family: str, configs: Sequence[str]) -> list[Picture]:
+    """Return the pictures of a family's models."""
+    vanilla, *gated = configs
+    if family == DETR:
+        points = 'Sampling points of the best queries: size by attention, colour by level.'
+        gained = 'Weights that sampling points gain and lose by the gates: the same model with its gates and without.'
+        return [
+            Picture('sampling_points', gated[0], vanilla, points),
+            Picture('sampling_points', gated[0], None, gained, ('--difference', '--top-k', '1')),
+            Picture('gates', gated[0], None, "PLuG's gates of deformable attention by head and level."),
+        ]
+    if family == MASK2FORMER:
+        drawn = 'Share of the attention that the most attended query draws.'
+        alike = 'Similarity of the attention patterns of every two layers.'
+        return [
+            Picture('gates', gated[0], None, "PLuG's gates between Mask2Former's queries."),
+            Picture('attention_sink', gated[0], vanilla, drawn),
+            Picture('cka', gated[0], vanilla, alike),
+        ]
+    agent, saga = gated
     return [
-        Picture('sampling_points', detr, vanilla_detr, points),
-        Picture('sampling_points', detr, None, gained, ('--difference', '--top-k', '1')),
-        Picture('gates', detr, None, "PLuG's gates of deformable attention by head and level."),
-        Picture('gates', mask2former, None, "PLuG's gates between Mask2Former's queries."),
-        Picture(
-            'attention_sink',
-            mask2former,
-            vanilla_mask2former,
-            'Share of the attention that the most attended query draws.',
-        ),
-        Picture('cka', mask2former, vanilla_mask2former, 'Similarity of the attention patterns of every two layers.'),
-        Picture('rollout', agent, pvt, 'Attention of the backbone, rolled out through its layers.'),
+        Picture('rollout', agent, vanilla, 'Attention of the backbone, rolled out through its layers.'),
         Picture('agents', agent, None, 'Attention of each agent token.'),
         Picture('gates', saga, None, "SAGA's gates of keys, values and outputs."),
         Picture('kv_rank', saga, None, 'Rank of the map K^T V.'),
@@ -147,41 +154,49 @@ def main(argv: list[str]) -> None:
     parser.add_argument('--sizes', nargs='+', default=['128', '256', '512'], help=sides)
     parser.add_argument('--train-options', nargs='*', default=[], help='--cfg-options of a training that is missing')
     args = parser.parse_args(argv)
-    families = FAMILIES[args.data]
-    configs = [config for family in families.values() for config in family]
-    if not Path(configs[0]).is_file():
-        raise ConfigError(f'{configs[0]} is not here: run this from the root of a checkout of mmgate.')
+    if not Path('configs/real').is_dir():
+        raise ConfigError('configs/real is not here: run this from the root of a checkout of mmgate.')
     args.out = args.out or Path('work_dirs/report' if args.data == SHAPES else f'work_dirs/report_{args.data}')
-    make_data(args.data, configs)
+    if args.data == SHAPES:
+        run([str(TOOLS.parent / 'dataset_converters/make_shapes.py'), 'data/shapes', '--num-objects', '0'])
+    families = FAMILIES[args.data] if args.data == SHAPES else with_images(FAMILIES[args.data])
+    configs = [config for family in families.values() for config in family]
     checkpoints = {config: checkpoint_of(config, args.work_dirs, args.train_options) for config in configs}
     sections = [runs_of(family, of, args) for family, of in families.items()]
-    for number, picture in enumerate(pictures_of(families)):
+    pictures = [picture for family, of in families.items() for picture in pictures_of(family, of)]
+    for number, picture in enumerate(pictures):
         config = picture.config
         images = max(args.max_images, LEAST_IMAGES) if picture.figure == 'cka' else args.max_images
         command = [f'plot_{picture.figure}', config, checkpoints[config], '--max-images', str(images)]
         command += ['--against', picture.against, checkpoints[picture.against]] if picture.against else []
         title = f'{picture.figure.replace("_", " ")}, {Path(config).stem}'
         sections.append(drawn(title, picture.text, [*command, *picture.options], args.out / f'{number}'))
-    backbones = list(families.values())[-1]
-    command = ['plot_efficiency', *backbones, '--sizes', *args.sizes]
-    text = 'Throughput and peak memory here.'
-    sections.append(drawn('efficiency of the backbones', text, command, args.out / 'efficiency'))
+    last, backbones = list(FAMILIES[args.data].items())[-1]
+    if last in families:
+        command = ['plot_efficiency', *backbones, '--sizes', *args.sizes]
+        text = 'Throughput and peak memory here.'
+        sections.append(drawn('efficiency of the backbones', text, command, args.out / 'efficiency'))
     print(write_page(args.out, TITLES[args.data], sections))
 
 
-def make_data(data: str, configs: Sequence[str]) -> None:
-    """Write the generated images, or make sure that real ones are there.
+def with_images(families: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Return the families whose images are there, and say which are not.
 
     Raises:
-        ConfigError: A folder of real images is missing.
+        ConfigError: No images are there.
     """
-    if data == SHAPES:
-        run([str(TOOLS.parent / 'dataset_converters/make_shapes.py'), 'data/shapes', '--num-objects', '0'])
-        return
-    roots = [str(Config.fromfile(config, import_custom_modules=False).data_root) for config in configs]
-    missing = [root for root in dict.fromkeys(roots) if not Path(root).is_dir()]
+    roots = {
+        family: Path(Config.fromfile(configs[0], import_custom_modules=False).data_root)
+        for family, configs in families.items()
+    }
+    missing = sorted({str(root) for root in roots.values() if not root.is_dir()})
+    said = f'{" and ".join(missing)} not there: configs/real/README.md says where the images are from.'
+    there = {family: configs for family, configs in families.items() if roots[family].is_dir()}
+    if not there:
+        raise ConfigError(said)
     if missing:
-        raise ConfigError(f'{", ".join(missing)} is missing: configs/real/README.md says where the images are from.')
+        print(f'The page is without {", ".join(sorted(families.keys() - there))}. {said}')
+    return there
 
 
 def checkpoint_of(config: str, work_dirs: Path, options: list[str]) -> str:
@@ -278,13 +293,18 @@ def _section(anchor: str, section: Section) -> str:
     if section.table:
         lines = [''.join(f'<th>{html.escape(str(key))}</th>' for key in section.table[0])]
         for row in section.table:
-            shown = (f'{x:.4g}' if isinstance(x, float) else html.escape(str(x)) for x in row.values())
-            lines.append(''.join(f'<td>{cell}</td>' for cell in shown))
+            lines.append(''.join(f'<td>{html.escape(_shown(value))}</td>' for value in row.values()))
         parts.append(f'<div class="wide"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>')
     parts += _paragraphs(section.notes)
     if section.command:
         parts.append(f'<p><code>{html.escape(section.command)}</code></p>')
     return '\n'.join([*parts, '</section>'])
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return '-' if math.isnan(value) else f'{value:.4g}'
 
 
 def _paragraphs(text: str) -> list[str]:
