@@ -1,9 +1,9 @@
-# BCCD's model on photographs with many small faces, which are trained on at twice its size.
+# BCCD's model on photographs with many small faces.
 _base_ = '../bccd/deformable-detr-refine_lite0_1xb4-12e_bccd.py'
 
 data_root = 'data/facemask/'
 metainfo = dict(classes=('mask_weared_incorrect', 'with_mask', 'without_mask'))
-resize = dict(type='Resize', scale=(384, 288), keep_ratio=True)
+resize = dict(type='Resize', scale=(256, 192), keep_ratio=True)
 train_pipeline = [
     dict(type='LoadImageFromFile'),
     dict(type='LoadAnnotations', with_bbox=True),

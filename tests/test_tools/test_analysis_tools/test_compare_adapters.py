@@ -172,12 +172,19 @@ def test_a_longer_sweep_replaces_results(comparison: Any, runs: list[Any], tmp_p
     assert '| head | 2 | 15.000 |' in adapters.report(comparison, adaptation.rows)
 
 
-def test_reads_the_study_of_camvid(tmp_path: Path) -> None:
-    """And refuses settings that it would not use."""
-    path = ROOT / 'configs/studies/adapt_camvid.py'
-    study = adapters.read_comparison(path)
+@pytest.mark.parametrize('name', ['adapt_bccd', 'adapt_camvid'])
+def test_the_repositorys_studies_choose_no_rate_on_test_images(name: str) -> None:
+    study = adapters.read_comparison(ROOT / f'configs/studies/{name}.py')
     assert set(study.sweep['train']['indices']).isdisjoint(study.sweep['test']['indices'])
-    assert study.sweep['test']['data_prefix']['img_path'] == 'images/train'  # no rate is chosen on test images
+    held_out = study.sweep['test']
+    assert (
+        held_out.get('ann_file', '') == 'annotations/train.json'
+        or held_out['data_prefix']['img_path'] == 'images/train'
+    )
+
+
+def test_settings_that_would_not_be_used_are_refused(tmp_path: Path) -> None:
+    path = ROOT / 'configs/studies/adapt_camvid.py'
     text = path.read_text()
     (tmp_path / 's.py').write_text(text.replace('steps = 60', 'step = 60'))
     with pytest.raises(ConfigError, match='lacks or has no use for step, steps'):

@@ -1,4 +1,4 @@
-_base_ = 'deformable-detr-refine_lite0_1xb4-12e_facemask.py'
+_base_ = 'deformable-detr-refine_lite0_1xb4-12e_bccd.py'
 
 model = dict(
     type='mmgate.Gated',
@@ -6,3 +6,4 @@ model = dict(
     attention=dict(
         type='PLuGMultiScaleDeformableAttention',
         path=['encoder.layers.*.self_attn', 'decoder.layers.*.cross_attn']))
+custom_hooks = [*_base_.custom_hooks, dict(type='mmgate.GateStatisticsHook', interval=73)]
