@@ -18,7 +18,7 @@ from mmengine.hub import get_config
 from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
-from mmgate import adapts, gate_parameters, list_attention, restore_attention, swap_attention
+from mmgate import adapts, gate_parameters, layers, list_attention, restore_attention, swap_attention
 from mmgate.errors import ConfigError
 from mmgate.hosts.table import _ADAPTERS
 from mmgate.layers import PLuGMultiScaleDeformableAttention
@@ -239,6 +239,13 @@ def test_the_hosts_of_a_gate_are_lines_and_few() -> None:
     assert '  mmcv.cnn.bricks.transformer.MultiheadAttention' in lines[1:3]  # the model has it
     assert lines[7].endswith('others, see docs/gates.md') and lines[8].startswith('The attention modules of')
     assert max(map(len, lines)) < 250
+
+
+def test_an_attention_of_mmgate_is_built_with_its_gate() -> None:
+    """A rule for one says so, instead of offering mmcv's, which has the same name."""
+    model = nn.ModuleDict(dict(own=layers.MultiScaleDeformableAttention(16, 4, 2, 3)))
+    with pytest.raises(ConfigError, match="one of mmgate, .* Build it as type='PLuGMultiScaleDeformableAttention'"):
+        swap_attention(model, dict(RULE, path='own'))
 
 
 def test_a_gated_model_needs_its_host() -> None:
