@@ -322,8 +322,8 @@ def _matches(
             continue
         if adapter is None and isinstance(module, GatedModule):
             raise ConfigError(
-                f'{where}: {name} is a {full_name(type(module))}, one of mmgate, which no gate joins later. Build it as '
-                f'type={rule_type.__name__!r}, or build the vanilla attention and gate that.'
+                f'{where}: {name} is a {full_name(type(module))}, one of mmgate, which no gate joins later. Build it '
+                f'as type={rule_type.__name__!r}, or build the vanilla attention and gate that.'
             )
         if adapter is None:
             raise ConfigError(
