@@ -18,6 +18,7 @@ SHORT = 20  # characters of a layer's name for which a panel has room
 LONGEST = 80  # characters from which the middle of a layer's name is left out
 MAP_INCHES = 1.5  # width of a map, about
 MOST_DPI = 600
+TITLE = 28  # characters of a line above the first panel
 AXES = dict(pairs='of pairs', levels='of levels', heads='of heads', channels='of channels')
 # Sentences below the figure, by the value at which a gate changes nothing.
 MEANINGS: dict[float | None, str] = {
@@ -66,7 +67,7 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
         if lefts and not found:
             lefts[0].set_title('no map: these gates are of channels')
         first = (*lefts, middle)[0]
-        first.set_title(f'{fill(title, style.LINE // 3)}\n{first.get_title()}')
+        first.set_title(f'{fill(title, TITLE)}\n{first.get_title()}')
     style.legend(figure, note='\n'.join(_notes(models, maps)))
     cells = max((max(of_kind.values.shape) for of_kind in drawn), default=0)
     # Two pixels a cell show a diagonal.
@@ -217,7 +218,7 @@ def _draw_histogram(
     axis.locator_params(axis='x', nbins=4)
     beyond = any(abs(x) > EDGES[-1] for g in gates for x in (g.statistics.minimum, g.statistics.maximum))
     label = 'gate (ends: beyond)' if beyond else 'gate'
-    axis.set(xlabel=label, ylabel="share of a layer's gates", title='histogram, all layers', xlim=used)
+    axis.set(xlabel=label, ylabel='share of gates', title='histogram, all layers', xlim=used)
 
 
 def _used(gates: Sequence[LayerGate]) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmgate.analysis.figures import style
-from mmgate.analysis.figures.boxes import PREDICTED, THRESHOLD, draw_boxes, label_boxes
+from mmgate.analysis.figures.boxes import MOST_BOXES, PREDICTED, THRESHOLD, draw_boxes, label_boxes
 from mmgate.analysis.probes.recording import Sample
 from mmgate.analysis.probes.sampling import SamplingChange, SamplingPoints, density
 
@@ -274,7 +274,7 @@ def _lines_of_boxes(boxes: Sequence[tuple[int, Sized]]) -> list[Line2D]:
 
     entries = []
     if any(len(found) for _, found in boxes):
-        entries.append(_line(f'predicted box, score {THRESHOLD:g} or more', color=PREDICTED))
+        entries.append(_line(f'the {MOST_BOXES} best boxes of score {THRESHOLD:g} or more', color=PREDICTED))
     if any(known for known, _ in boxes):
         look: dict[str, Any] = dict(path_effects=[withStroke(linewidth=2.2, foreground='black')])
         entries.append(_line('true box', color='white', linestyle='--', **look))
