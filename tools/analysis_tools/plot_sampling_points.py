@@ -110,7 +110,9 @@ def _draw_difference(drawn: list[tuple[str, SamplingPoints, Any]], out: Path, of
         words = f'look at places up to {change.apart:.0f} pixels apart in the two models, and so at other objects.'
         print_log(f'{out.stem}: the same queries {words}', logger='current', level=logging.WARNING)
     titles = (
-        (f'weights of {other}', 'their change') if of_two else ('weights with gates off', 'their change by the gates')
+        (f'weights of {other}', 'their change')
+        if of_two
+        else ('weights with all gates off', 'their change by the gates')
     )
     draw_difference(change, sample.img_path, out, titles=titles, model=title)
     print(out, write_csv(out.with_suffix('.csv'), change.rows()))

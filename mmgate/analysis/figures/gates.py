@@ -143,7 +143,7 @@ def _draw_map(figure: Any, axis: Any, of_kind: GateMap, alike: Sequence[np.ndarr
     limit = max(0.1, *(float(np.abs(values - centre).max()) for values in alike))
     look: dict[str, Any] = dict(cmap=style.DIVERGING, vmin=centre - limit, vmax=centre + limit)
     drawn = style.show_map(axis, _apart(of_kind), interpolation='nearest', aspect='auto', **look)
-    style.colour_bar(figure, drawn, axis, 'mean gate', shrink=0.9)
+    style.colour_bar(figure, drawn, axis, shrink=0.9)
     across, down = dict(pairs=('key', 'query'), levels=('level', 'head'), heads=('head', 'layer'))[of_kind.axes]
     axis.set(xlabel=across, ylabel=down, xticks=[], yticks=[])
     if of_kind.axes != 'pairs':

@@ -236,10 +236,10 @@ def _legend_of_changes(figure: Figure, change: SamplingChange, largest: float, m
     of, whose = (f'query {numbers}', "this query's") if alone else (f'queries {numbers}', "these queries'")
     lines = [
         f'{model}, {where}: {change.after.path}, {of}'.removeprefix(', '),
-        'Each dot is a point that the query looks at, in all heads and levels. Its area is its weight, of which each '
-        'head has 1 in all,',
-        f'or the change of its weight, drawn {largest / most:.2g} times as large. The points are where each model has '
-        f'them, {change.shifted:.1f} pixels apart in the mean.',
+        'Each dot is a point that the query looks at, in all heads and levels. Middle: its area is its weight; the '
+        'weights of a head sum to 1.',
+        f'Right: its area is the change of its weight, drawn {largest / most:.2g} times as large. In the mean a point '
+        f'lies {change.shifted:.1f} pixels away from where it is in the middle.',
         f'{change.moved:.1%} of {whose} attention moved from blue to orange points.',
     ]
     style.legend(figure, entries, note='\n'.join(lines), columns=3)
