@@ -1,2 +1,0 @@
-_base_ = 'rate-20.py'
-model = dict(attention=dict(path=['decoder.layers.*.cross_attn']))
