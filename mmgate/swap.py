@@ -320,11 +320,10 @@ def _matches(
         adapter = adapters[name]
         if whatever_fits and (adapter is None or any(name.startswith(f'{outer}.') for outer in found)):
             continue
-        if adapter is None and isinstance(module, GatedModule):
-            raise ConfigError(
-                f'{where}: {name} is a {full_name(type(module))}, one of mmgate, which no gate joins later. Build it '
-                f'as type={rule_type.__name__!r}, or build the vanilla attention and gate that.'
-            )
+        if adapter is None and issubclass(rule_type, type(module)) and isinstance(module, GatedModule):
+            said = f'{where}: {name} is a {full_name(type(module))}, which no gate joins later.'
+            other = f' Build it as type={rule_type.__name__!r}, or build the vanilla attention and gate that.'
+            raise ConfigError(f'{said} It was built with the gate.' if rule_type is type(module) else said + other)
         if adapter is None:
             raise ConfigError(
                 f'{where}: {name} is a {full_name(type(module))}, which {rule_type.__name__} does not replace.'

@@ -243,9 +243,16 @@ def test_the_hosts_of_a_gate_are_lines_and_few() -> None:
 
 def test_an_attention_of_mmgate_is_built_with_its_gate() -> None:
     """A rule for one says so, instead of offering mmcv's, which has the same name."""
-    model = nn.ModuleDict(dict(own=layers.MultiScaleDeformableAttention(16, 4, 2, 3)))
-    with pytest.raises(ConfigError, match="one of mmgate, .* Build it as type='PLuGMultiScaleDeformableAttention'"):
-        swap_attention(model, dict(RULE, path='own'))
+    own = layers.MultiScaleDeformableAttention(16, 4, 2, 3)
+    model = nn.ModuleDict(dict(own=own, gated=layers.PLuGMultiScaleDeformableAttention(16, 4, 2, 3)))
+    for path, said in (
+        ('own', 'Build it as type=.PLuGMultiScaleDeformableAttention'),
+        ('gated', 'built with the gate'),
+    ):
+        with pytest.raises(ConfigError, match=f'no gate joins later.*{said}'):
+            swap_attention(model, dict(RULE, path=path))
+    with pytest.raises(ConfigError, match='which PLuGMultiheadAttention does not replace'):
+        swap_attention(model, dict(type='PLuGMultiheadAttention', path='own'))
 
 
 def test_a_gated_model_needs_its_host() -> None:

@@ -34,7 +34,8 @@ class _WithoutGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tensors
+        # Copies, because the inputs themselves would become views, which nobody may change in place.
+        return tuple(x.clone() for x in tensors)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -115,7 +116,7 @@ class Operator:
 
         self._eager = Eager.apply
         if self._registered:
-            self._registered.register_autograd(backward, setup_context=setup_context)
+            self._registered.register_autograd(once, setup_context=setup_context)
 
 
 def operator(name: str, fake: Callable[..., Any], schema: str | None = None) -> Callable[..., Operator]:

@@ -60,6 +60,14 @@ def test_a_second_derivative_is_refused(scaled_sum: custom_op.Operator, second: 
         first.square().sum().backward()
 
 
+def test_gradients_with_a_graph_may_be_changed_in_place(scaled_sum: custom_op.Operator) -> None:
+    """As a hook does that clips them."""
+    x = torch.randn(3, 4, requires_grad=True)
+    x.register_hook(lambda grad: grad.clamp_(-1, 1))
+    scaled_sum(x, None, 2.5)[0].sum().backward(create_graph=True)
+    torch.testing.assert_close(x.grad.detach(), torch.ones(3, 4))
+
+
 @one_graph
 def test_registered_where_something_traces(scaled_sum: custom_op.Operator) -> None:
     registered = torch.ops.mmgate.test_scaled_sum.default

@@ -355,6 +355,7 @@ def test_images_are_not_flipped_and_true_boxes_lie_on_them(configs: dict[str, st
         ('plot_rollout', ['--part', 'queries'], 'no decoder attends densely'),
         ('plot_sampling_points', ['--against', 'pvt', UNTRAINED], 'pvt: A picture of sampling points needs'),
         ('plot_sampling_points', ['--difference', '--density'], '--difference is of two models on each image'),
+        ('plot_sampling_points', ['--difference', '--level', '1'], '--difference is of a decoder on all levels'),
         ('plot_sampling_points', ['--pixel', '3', '3', '--part', 'decoder'], 'chooses a query of the encoder'),
         ('plot_sampling_points', ['--pixel', '64', '3'], 'the pixel (64, 3) lies outside of the image of 64 x 64'),
     ],

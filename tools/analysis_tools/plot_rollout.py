@@ -27,7 +27,10 @@ from mmgate.train import cli
 
 PARTS = ('image', 'queries', 'heads')
 HEADS = 'what each place gets, from the class token or else in the mean over all queries.'
-ROLLOUT = 'How much each place gives to the output, in the mean over it: attention followed through all layers.'
+ROLLOUT = (
+    'How much each place gives to the output (to the class token, or else in the mean over all places): attention '
+    'followed through all layers.'
+)
 
 
 def main(argv: list[str]) -> None:

@@ -58,6 +58,8 @@ def main(argv: list[str]) -> None:
         raise ConfigError('--density is of the finest level; leave --level away.')
     if args.difference and (args.density or len(args.against) > 1):
         raise ConfigError('--difference is of two models on each image; leave --density and a third model away.')
+    if args.difference and args.level is not None and args.part != 'encoder':
+        raise ConfigError('--difference is of a decoder on all levels; leave --level away, or give --part encoder.')
     shown: Shown = {}
     classes = {}
     chosen = {name: getattr(args, name) for name in ('part', 'layer', 'top_k', 'queries', 'pixel', 'level')}

@@ -117,11 +117,10 @@ def _notes(models: Sequence[tuple[str, Sequence[LayerGate]]], maps: Sequence[Seq
                 lines.append(f'{row}{_panels_of(value, gates, found)}: {_meaning(value)}')
     if values != {None}:
         where = 'By layer, histogram: grey lines mark the value that changes nothing.'
-        where += ' Bars: standard deviation in the layer.'
         if any(of_kind.unchanged is not None for found in maps for of_kind in found):
-            where += '\nMaps: white is the value that changes nothing.'
+            where += ' Maps: it is white.'
         lines.append(where)
-    return lines
+    return [*lines, 'By layer: bars are the standard deviation in the layer.']
 
 
 def _panels_of(value: float | None, gates: Sequence[LayerGate], found: Sequence[GateMap]) -> str:
@@ -218,7 +217,7 @@ def _draw_histogram(
     axis.locator_params(axis='x', nbins=4)
     beyond = any(abs(x) > EDGES[-1] for g in gates for x in (g.statistics.minimum, g.statistics.maximum))
     label = 'gate (ends: beyond)' if beyond else 'gate'
-    axis.set(xlabel=label, ylabel='share of gates', title='histogram, all layers', xlim=used)
+    axis.set(xlabel=label, ylabel='share, mean of layers', title='histogram, all layers', xlim=used)
 
 
 def _used(gates: Sequence[LayerGate]) -> tuple[float, float]:

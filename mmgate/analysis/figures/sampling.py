@@ -25,6 +25,7 @@ GAINED = style.COLOURS[5]
 LOST = style.COLOURS[0]
 BOX = style.COLOURS[2]
 WEIGHT = '0.2'
+MOST_NUMBERS = 8  # queries that are named
 OWN = 2.2  # width of the outline of a query's own box
 LARGEST = 70  # points squared of the largest dot
 LEAST = 1e-3  # share of the largest weight that the largest change has at least, so that rounding is drawn small
@@ -220,8 +221,8 @@ def _legend(
 
 
 def _legend_of_changes(figure: Figure, change: SamplingChange, largest: float, most: float, model: str) -> None:
-    gained = max(float(change.weights.max()), 0.0)
-    lost = max(-float(change.weights.min()), 0.0)
+    gained = float(change.weights.max().clip(0))
+    lost = float((-change.weights.min()).clip(0)) + 0.0
     entries = [
         _dot(f'largest weight, {largest:.2g}', WEIGHT, _side(1)),
         _dot(f'largest gain of a point, {gained:.2g}', GAINED, _side(gained / most)),
@@ -231,15 +232,19 @@ def _legend_of_changes(figure: Figure, change: SamplingChange, largest: float, m
     if change.before.boxes is not None:
         entries.append(_line('box that the query predicts', color=BOX))
     where = 'encoder' if change.after.is_encoder else 'decoder'
-    numbers = ', '.join(map(str, change.after.queries.tolist()))
-    alone = len(change.after.queries) == 1
-    of, whose = (f'query {numbers}', "this query's") if alone else (f'queries {numbers}', "these queries'")
+    queries = change.after.queries.tolist()
+    numbers = ', '.join(map(str, queries))
+    of, whose = (f'query {numbers}', "this query's") if len(queries) == 1 else (f'queries {numbers}', "these queries'")
+    if len(queries) > MOST_NUMBERS:
+        of = f'{len(queries)} queries'
+    factor = largest / most
+    times = f'{factor:.0f}' if factor >= 10 else f'{factor:.2g}'
     lines = [
         f'{model}, {where}: {change.after.path}, {of}'.removeprefix(', '),
         'Each dot is a point that the query looks at, in all heads and levels. Middle: its area is its weight; the '
         'weights of a head sum to 1.',
-        f'Right: its area is the change of its weight, drawn {largest / most:.2g} times as large. In the mean a point '
-        f'lies {change.shifted:.1f} pixels away from where it is in the middle.',
+        f'Right: its area is the change of its weight, drawn {times} times as large. In the mean a point lies '
+        f'{change.shifted:.1f} pixels away from where it is in the middle.',
         f'{change.moved:.1%} of {whose} attention moved from blue to orange points.',
     ]
     style.legend(figure, entries, note='\n'.join(lines), columns=3)

@@ -85,7 +85,8 @@ def layer_axis(axis: Axes, xlabel: str = 'layer') -> None:
 
 def from_zero(axis: Axes) -> None:
     """Let an axis' values begin at 0, with room above the largest for its marker."""
-    axis.set_ylim(0, 1.06 * max(float(axis.dataLim.y1), 1e-12))
+    top = float(axis.dataLim.y1)
+    axis.set_ylim(0, 1.06 * top if np.isfinite(top) and top > 0 else None)
 
 
 def legend(figure: Figure, handles: Sequence[Artist] = (), *, note: str = '', columns: int = 2) -> None:

@@ -41,8 +41,8 @@ def test_a_picture_has_every_layer_of_every_kind(tmp_path: Path, monkeypatch: py
         'both, map 1: a gate of 0 leaves attention unchanged (PLuG multiplies by 1 + gate).',
         'both, maps 2 and 3: a gate of 1 leaves attention unchanged, one of 0 closes it.',
         'one, map: a gate of 0 leaves attention unchanged (PLuG multiplies by 1 + gate).',
-        'By layer, histogram: grey lines mark the value that changes nothing. Bars: standard deviation in the layer.',
-        'Maps: white is the value that changes nothing.',
+        'By layer, histogram: grey lines mark the value that changes nothing. Maps: it is white.',
+        'By layer: bars are the standard deviation in the layer.',
     ]
     names = [label.get_text() for label in rows[3].get_yticklabels()]
     assert names == [f'0.{long}', '1', f'2.{long}', '3', '4']

@@ -28,3 +28,10 @@ def test_values_from_zero_leave_room_above_the_largest() -> None:
     axis.plot([31.9, 32.0, 31.95], marker='o')
     style.from_zero(axis)
     assert axis.get_ylim()[0] == 0 and axis.get_ylim()[1] > 33
+
+
+def test_an_axis_without_values_keeps_its_limits() -> None:
+    _, axes = style.panels(1, 1, height=2.0)
+    axes[0, 0].plot([float('nan')] * 2)
+    style.from_zero(axes[0, 0])
+    assert axes[0, 0].get_ylim()[1] > 0.01

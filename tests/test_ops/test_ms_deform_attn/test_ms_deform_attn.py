@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from helpers.sampler_inputs import CASES, make_inputs
 from helpers.samplings import by_backend, compare, drawn, exactly
 from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from mmgate.errors import UnsupportedCall
 from mmgate.ops import ms_deform_attn
@@ -105,16 +107,17 @@ def test_frozen_value_gets_no_gradient(backend: str) -> None:
     assert inputs[0].grad is None and inputs[3].grad.abs().sum() > 0
 
 
-@one_graph
+@pytest.mark.parametrize('traced', [False, True], ids=['eager', 'registered'])
 @pytest.mark.parametrize('backend', ['cpu', NATIVE])
-def test_a_second_derivative_is_exact_or_refused(backend: str) -> None:
+def test_a_second_derivative_is_exact_or_refused(backend: str, traced: bool) -> None:
     """Plain PyTorch has it; in other backends it would lack the part through the inputs that are saved."""
     value, shapes, start, locations, logits = make_inputs('two_levels')
     value.requires_grad_()
     logits.requires_grad_()
 
     def penalty(name: str) -> Tensor:
-        output = ms_deform_attn(value, shapes, start, locations, logits, backend=name)
+        with FlopCounterMode(display=False) if traced else nullcontext():
+            output = ms_deform_attn(value, shapes, start, locations, logits, backend=name)
         gradients = torch.autograd.grad(output.sin().sum(), (value, logits), create_graph=True)
         return sum(x.square().sum() for x in gradients)
 
@@ -126,6 +129,7 @@ def test_a_second_derivative_is_exact_or_refused(backend: str) -> None:
         penalty(backend).backward()
 
 
+@one_graph
 def test_registered_op_passes_opcheck() -> None:
     value, shapes, start, locations, logits = make_inputs('two_levels', torch.float32)
     args = (value.requires_grad_(), shapes, start, locations.requires_grad_(), logits.softmax(-1).requires_grad_())

@@ -11,6 +11,7 @@ from helpers.plug_inputs import PER_HEAD, SHAPES, make
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from mmgate.errors import UnsupportedCall
 from mmgate.layers import GatingModulation
 from mmgate.ops import plug_attention
 from mmgate.ops.plug_attention import chunked
@@ -51,6 +52,17 @@ def test_chunks_are_the_whole(
         return found | {name: x.grad for name, x in gate.named_parameters()}
 
     assert_same(run('chunked'), run('torch'), rtol=1e-9, atol=1e-10)
+
+
+def test_a_second_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would lack the part through the queries and keys that are saved."""
+    monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
+    gate = GatingModulation(init='paper').double()
+    query, *others = (x.requires_grad_() for x in make(torch.float64).values())
+    output = plug_attention(query.sin(), *others[:4], gate, backend='chunked')
+    (gradient,) = torch.autograd.grad(output.square().sum(), query, create_graph=True)
+    with pytest.raises(UnsupportedCall, match='first derivatives alone'):
+        gradient.square().sum().backward()
 
 
 class Host(nn.Module):
