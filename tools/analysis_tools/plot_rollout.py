@@ -44,25 +44,24 @@ def main(argv: list[str]) -> None:
     sizes = 'let the sizes of signed weights (M-DGSA) count, so that heads that disagree do not cancel out'
     options.add_argument('--absolute', action='store_true', help=sizes)
     args = options.parse_args(argv)
-    shown: dict[str, list[tuple[LoadedModel, Any, Any]]] = {}
-    layers: dict[str, list[str]] = {}
+    shown: dict[str, list[tuple[LoadedModel, Any, Any, str]]] = {}
     for loaded in load_models(args, ['attention'], 'A rollout'):
         for batch in loaded.inputs(args):
             sample, computed, layer = _computed(loaded.model, batch, args)
-            image = os.path.realpath(sample.img_path)
-            shown.setdefault(image, []).append((loaded, sample, computed))
-            layers.setdefault(image, []).append(f'{loaded.name}, {layer}')
+            shown.setdefault(os.path.realpath(sample.img_path), []).append((loaded, sample, computed, layer))
     names = picture_names(shown)
     for image, drawn_by in shown.items():
         out = Path(args.out) / f'{"heads" if args.part == "heads" else "rollout"}_{names[image]}.png'
-        drawn = [(loaded.name, sample, computed) for loaded, sample, computed in drawn_by]
+        drawn = [(loaded.name, sample, computed) for loaded, sample, computed, _ in drawn_by]
         if args.part == 'queries':
             draw_queries(drawn, [class_names(loaded.cfg) for loaded, *_ in drawn_by], out)
         else:
             columns, maps = _panels(drawn)
-            label, note = 'relevance', ROLLOUT
+            label = 'relevance'
+            note = ROLLOUT
             if args.part == 'heads':
-                label, note = 'attention', f'{", ".join(layers[image])}: {HEADS}'
+                label = 'attention'
+                note = f'{", ".join(f"{loaded.name}, {layer}" for loaded, *_, layer in drawn_by)}: {HEADS}'
             draw_maps(drawn[0][1], maps, out, columns=columns, label=label, note=note)
         print(out, write_csv(out.with_suffix('.csv'), _rows(drawn)))
 

@@ -52,9 +52,7 @@ def draw_sampling(
     panel_boxes = []
     for axis, (title, points, sample) in zip(axes, drawn, strict=True):
         _draw_points(axis, image, points, largest)
-        for box in () if points.boxes is None else points.boxes:
-            style.add_box(axis, box, edgecolor='white', linewidth=OWN + 1.2)
-            style.add_box(axis, box, edgecolor=PREDICTED, linewidth=OWN)
+        _draw_own_boxes(axis, points, PREDICTED, width=OWN, rim=OWN + 1.2)
         panel_boxes.append(draw_boxes(axis, sample))
         where = 'encoder' if points.is_encoder else 'decoder'
         axis.set_title(f'{title}\n{where}: {style.short(points.path)}'.strip())
@@ -131,9 +129,7 @@ def _window(change: SamplingChange, width: int, height: int) -> tuple[float, flo
 def _draw_sizes(axis: Axes, image: np.ndarray, points: SamplingPoints, shares: np.ndarray, colours: Any) -> None:
     """Draw sampling points as circles whose size shows their share of attention, over their queries' boxes."""
     _draw_image(axis, image, dim=0.75)
-    for box in () if points.boxes is None else points.boxes:
-        style.add_box(axis, box, edgecolor='white', linewidth=2.2)
-        style.add_box(axis, box, edgecolor=BOX, linewidth=1.2)
+    _draw_own_boxes(axis, points, BOX, width=1.2, rim=2.2)
     # A level with fewer points than another is padded.
     there = points.there
     sizes = shares[:, :, there].ravel()
@@ -166,6 +162,13 @@ def _draw_image(axis: Axes, image: np.ndarray, dim: float = 0.6) -> None:
     grey = image.mean(-1, keepdims=True)
     pale = 255 - (255 - (0.6 * grey + 0.4 * image)) * dim
     axis.imshow(pale.clip(0, 255).astype(np.uint8), extent=(0, width, height, 0))
+
+
+def _draw_own_boxes(axis: Axes, points: SamplingPoints, colour: str, *, width: float, rim: float) -> None:
+    """Draw the boxes that the queries predict, if there are any, on a white line of the width ``rim``."""
+    for box in () if points.boxes is None else points.boxes:
+        style.add_box(axis, box, edgecolor='white', linewidth=rim)
+        style.add_box(axis, box, edgecolor=colour, linewidth=width)
 
 
 def _draw_references(axis: Axes, points: SamplingPoints) -> None:
