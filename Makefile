@@ -33,6 +33,9 @@ DATA ?= shapes
 report: setup
 	@$(PY) tools/analysis_tools/report.py --data $(DATA)
 
+# One thread a process, as tests/conftest.py sets it; the projects' tests do not read that.
+test test-slow test-peers test-originals test-transformers: export OMP_NUM_THREADS := 1
+
 test: setup lint
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow"
 
@@ -52,7 +55,7 @@ test-originals:
 test-transformers: SUITE = tests/test_transformers $(wildcard projects)
 test-transformers:
 	@VENV=$(VENV)-transformers tools/dev/setup_env.sh transformers
-	@$(VENV)-transformers/bin/python -m pytest -m "not slow" $(strip $(SUITE))
+	@$(VENV)-transformers/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(strip $(SUITE))
 
 # Other packages' operators as backends: torch-ms-deform-attn, compiled against this torch into a folder beside the
 # environment, which stays as it is.

@@ -21,10 +21,10 @@ os.environ['MMGATE_CALIBRATION'] = ''
 if not torch.cuda.is_available():
     os.environ['TRITON_INTERPRET'] = '1'
 
-# Processes beside each other have a core each, and so has what they start.
-if 'PYTEST_XDIST_WORKER' in os.environ:
-    torch.set_num_threads(1)
-    os.environ.setdefault('OMP_NUM_THREADS', '1')
+# A core for each process, and for what tests start: threads that have to wait for a core of another process's make a
+# test a hundred times as long.
+torch.set_num_threads(1)
+os.environ.setdefault('OMP_NUM_THREADS', '1')
 
 from mmgate._environment import available
 from mmgate.ops.ms_deform_attn.native import why_not as no_native
