@@ -26,10 +26,10 @@ from mmgate.errors import ConfigError
 from mmgate.train import cli
 
 PARTS = ('image', 'queries', 'heads')
-HEADS = 'what each place gets, from the class token or else in the mean over all queries.'
+HEADS = 'how much attention each place gets, from the class token where there is one, or in the mean over all queries.'
 ROLLOUT = (
-    'How much each place gives to the output (to the class token, or else in the mean over all places): attention '
-    'followed through all layers.'
+    'How much the output takes from each place, by attention followed through all layers. The output is the class token '
+    'where there is one, or the mean over all places.'
 )
 
 
