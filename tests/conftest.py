@@ -21,13 +21,14 @@ os.environ['MMGATE_CALIBRATION'] = ''
 if not torch.cuda.is_available():
     os.environ['TRITON_INTERPRET'] = '1'
 
-# A core for each process, and for what tests start: threads that have to wait for a core of another process's make a
-# test a hundred times as long.
-torch.set_num_threads(1)
+# Of what tests start.
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 
 from mmgate._environment import available
 from mmgate.ops.ms_deform_attn.native import why_not as no_native
+
+# A core for each process: threads that wait for a core of another process can make a test a hundred times as long.
+torch.set_num_threads(1)
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(path for path in (ROOT / 'configs').rglob('*.py') if not {'_base_', 'studies'} & set(path.parts))

@@ -26,8 +26,10 @@ def main(argv: list[str]) -> None:
             drawn = [(f'agent {i}', crop_to_image(maps[i], sample)) for i in chosen]
             name = f'{loaded.name}_{names[sample.img_path]}'.replace('/', '_')
             out = Path(args.out) / f'agents_{name}.png'
-            which = f'{len(drawn)} of {len(maps)} agents' if len(drawn) < len(maps) else f'all {len(maps)} agents'
-            note = f'{loaded.name}, {path}: what each agent gathers from, in the mean over heads; {which}.'
+            which = f'All {len(maps)} agents.'
+            if len(drawn) < len(maps):
+                which = f'{len(drawn)} of {len(maps)} agents, spread over their grid.'
+            note = f'{loaded.name}, {path}: from where each agent token gathers, in the mean over heads. {which}'
             draw_maps(sample, drawn, out, columns=min(4, len(drawn) + 1), label='attention', note=note)
             print(out, write_csv(out.with_suffix('.csv'), agent_rows(path, maps)))
 

@@ -28,8 +28,8 @@ from mmgate.train import cli
 PARTS = ('image', 'queries', 'heads')
 HEADS = 'how much attention each place gets, from the class token where there is one, or in the mean over all queries.'
 ROLLOUT = (
-    'How much the output takes from each place, by attention followed through all layers. The output is the class token '
-    'where there is one, or the mean over all places.'
+    'How much the output takes from each place, by attention followed through all layers. The output is the class '
+    'token where there is one, or the mean over all places.'
 )
 
 
@@ -96,7 +96,8 @@ def _panels(drawn: Any) -> tuple[int, Any]:
     """Return the number of columns of a picture, and titles and maps; the heads of each model begin below the image."""
     if drawn[0][2].ndim == 2:
         return len(drawn) + 1, [(name, crop_to_image(values, sample)) for name, sample, values in drawn]
-    columns = min(max(len(maps) for *_, maps in drawn), 4) + 1
+    most = max(len(maps) for *_, maps in drawn)
+    columns = min(most, 2 if most <= 4 else 4) + 1
     panels: list[Any] = []
     for name, sample, maps in drawn:
         panels += [('', None)] * (-len(panels) % columns)

@@ -22,7 +22,7 @@ TITLE = 28  # characters of a line above the first panel
 AXES = dict(pairs='of pairs', levels='of levels', heads='of heads', channels='of channels')
 # Sentences below the figure, by the value at which a gate changes nothing.
 MEANINGS: dict[float | None, str] = {
-    0: 'a gate of 0 leaves attention unchanged (PLuG multiplies by 1 + gate).',
+    0: 'a gate of 0 leaves attention unchanged (PLuG multiplies logits by 1 + gate).',
     1: 'a gate of 1 leaves attention unchanged, one of 0 closes it.',
     None: 'a gate of 0 is closed.',
 }
@@ -118,7 +118,7 @@ def _notes(models: Sequence[tuple[str, Sequence[LayerGate]]], maps: Sequence[Seq
     if values != {None}:
         where = 'By layer, histogram: grey lines mark the value that changes nothing.'
         if any(of_kind.unchanged is not None for found in maps for of_kind in found):
-            where += ' Maps: it is white.'
+            where += ' In maps that value is white.'
         lines.append(where)
     return [*lines, 'By layer: bars are the standard deviation in the layer.']
 

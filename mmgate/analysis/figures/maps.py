@@ -59,7 +59,7 @@ def draw_maps(
     of_what = f'{label} / mean of its size;\nblue inhibits' if signed else f'{label} / its mean'
     bar = style.colour_bar(figure, drawn, axes, of_what, fraction=0.03)
     # The bar's colours are as transparent as the map's, so it gets a grey ground like the image.
-    bar.ax.set_facecolor('0.5')
+    bar.ax.set_facecolor('0.67')
     if note:
         style.legend(figure, note=fill(note, NOTE))
     return style.save(figure, out)

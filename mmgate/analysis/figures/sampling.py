@@ -201,7 +201,8 @@ def _draw_points(axis: Axes, image: np.ndarray, points: SamplingPoints, largest:
         look: dict[str, Any] = dict(
             color=style.COLOURS[level % len(style.COLOURS)], edgecolors='white', linewidths=0.25, alpha=0.85
         )
-        axis.scatter(xy[:, 0], xy[:, 1], s=sizes, **look)
+        # Above the labels of boxes.
+        axis.scatter(xy[:, 0], xy[:, 1], s=sizes, zorder=4, **look)
     _draw_references(axis, points)
 
 
@@ -218,8 +219,11 @@ def _legend(
     if any(points.boxes is not None for _, points, _ in drawn):
         entries.append(_line('box that the query predicts', color=PREDICTED, linewidth=OWN))
     entries += _lines_of_boxes(boxes)
-    ends = f'{CONTOURS.min():.0%} to {CONTOURS.max():.0%}'
-    note = f'Each dot is a point that a query looks at. Thin lines: {ends} of the highest density of the weights.'
+    lines = ', '.join(f'{share * 100:.0f}' for share in CONTOURS)
+    note = (
+        'Each dot is a point that a query looks at; the weights of a head sum to 1.\n'
+        f'Thin lines: where the smoothed density of the weights is {lines} % of its highest value.'
+    )
     style.legend(figure, entries, note=note, columns=3)
 
 
@@ -246,9 +250,9 @@ def _legend_of_changes(figure: Figure, change: SamplingChange, largest: float, m
         f'{model}, {where}: {change.after.path}, {of}'.removeprefix(', '),
         'Each dot is a point that the query looks at, in all heads and levels. Middle: its area is its weight; the '
         'weights of a head sum to 1.',
-        f'Right: its area is the change of its weight, drawn {times} times as large. In the mean a point lies '
-        f'{change.shifted:.1f} pixels away from where it is in the middle.',
-        f'{change.moved:.1%} of {whose} attention moved from blue to orange points.',
+        f'Right: its area is the change of its weight, drawn {times} times as large: {change.moved:.1%} of {whose} '
+        'attention moved from blue to orange points.',
+        f'Gates of earlier layers move points as well, in the mean by {change.shifted:.1f} pixels of the image.',
     ]
     style.legend(figure, entries, note='\n'.join(lines), columns=3)
 

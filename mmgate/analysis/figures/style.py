@@ -62,7 +62,8 @@ def show_map(axis: Axes, values: np.ndarray, image: np.ndarray | None = None, **
         return axis.imshow(values, **style)
     height, width = image.shape[:2]
     extent = (0, width, height, 0)
-    axis.imshow(image.mean(-1), cmap='gray', extent=extent)
+    # A pale image, so that its dark objects do not look like low values.
+    axis.imshow(image.mean(-1), cmap='gray', extent=extent, vmin=-127, vmax=255)
     return axis.imshow(values, extent=extent, interpolation='bilinear', **style)
 
 

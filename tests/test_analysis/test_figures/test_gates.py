@@ -38,10 +38,10 @@ def test_a_picture_has_every_layer_of_every_kind(tmp_path: Path, monkeypatch: py
         (0, 'mean gate of 1 layer'),
     ]
     assert figures[0].legends[0].get_title().get_text().splitlines() == [
-        'both, map 1: a gate of 0 leaves attention unchanged (PLuG multiplies by 1 + gate).',
+        'both, map 1: a gate of 0 leaves attention unchanged (PLuG multiplies logits by 1 + gate).',
         'both, maps 2 and 3: a gate of 1 leaves attention unchanged, one of 0 closes it.',
-        'one, map: a gate of 0 leaves attention unchanged (PLuG multiplies by 1 + gate).',
-        'By layer, histogram: grey lines mark the value that changes nothing. Maps: it is white.',
+        'one, map: a gate of 0 leaves attention unchanged (PLuG multiplies logits by 1 + gate).',
+        'By layer, histogram: grey lines mark the value that changes nothing. In maps that value is white.',
         'By layer: bars are the standard deviation in the layer.',
     ]
     names = [label.get_text() for label in rows[3].get_yticklabels()]
