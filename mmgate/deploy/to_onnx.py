@@ -6,6 +6,7 @@ mm packages have another way, by their config: the graph makes boxes, and is com
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import math
@@ -106,15 +107,15 @@ def export_onnx(
         queries by scores, and rounding exchanges those that are tied.
 
     Raises:
-        ConfigError: A package is missing, torch is too old, the model returns no such output, it cannot be exported, or
-            the file differs from the model.
+        ConfigError: A package is missing, torch is too old, the model has no such argument or returns no such output,
+            it cannot be exported, or the file differs from the model.
     """
     check_format('onnx')
     path = Path(path)
     if path.suffix != '.onnx':
         raise ConfigError(f'{path}: an ONNX file ends with .onnx.')
     check_form(msda)
-    _check_names(inputs, outputs)
+    _check_names(model, inputs, outputs)
     network = Tensors(_copied(model), tuple(inputs), outputs).eval()
     tensors = tuple(tensor.detach() for tensor in inputs.values())
     batches = [tensors, tuple(tensor.flip(-1) if tensor.is_floating_point() else tensor for tensor in tensors)]
@@ -161,13 +162,19 @@ def export_onnx(
     return found
 
 
-def _check_names(inputs: object, outputs: object) -> None:
-    """Raise ConfigError unless inputs are tensors by name and outputs a list of names."""
+def _check_names(model: nn.Module, inputs: Any, outputs: object) -> None:
+    """Raise ConfigError unless inputs are tensors by names of the model's arguments, and outputs a list of names."""
     are_tensors = isinstance(inputs, Mapping) and all(isinstance(one, Tensor) for one in inputs.values())
     if not inputs or not are_tensors:
         raise ConfigError(
             "inputs must be a dict of tensors by the names of the model's arguments, such as dict(pixel_values=...)."
         )
+    arguments = inspect.signature(model.forward)
+    try:
+        arguments.bind(**inputs)
+    except TypeError as error:
+        names = ', '.join(arguments.parameters)
+        raise ConfigError(f'inputs: {error}; the arguments of {type(model).__name__} are: {names}.') from error
     if isinstance(outputs, str):
         raise ConfigError(f'outputs={outputs!r} must be a list of names, such as [{outputs!r}].')
 

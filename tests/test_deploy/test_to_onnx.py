@@ -152,6 +152,12 @@ def test_inputs_are_tensors_by_name(inputs: Any, tmp_path: Path) -> None:
     assert not (tmp_path / 'made').exists()
 
 
+def test_inputs_are_the_arguments_of_the_model(tmp_path: Path) -> None:
+    words = "inputs: got an unexpected keyword argument 'pixels'; the arguments of Counted are: images, shift"
+    with pytest.raises(ConfigError, match=words):
+        export_onnx(Counted(), dict(images=torch.zeros(2, 3, C, 6), pixels=torch.zeros(2)), tmp_path / 'a.onnx')
+
+
 def test_rows_are_compared_in_any_order() -> None:
     """If several outputs have them; one in a hundred may be another, and values that are infinite in both agree."""
     torch.manual_seed(0)
