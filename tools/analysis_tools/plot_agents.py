@@ -28,7 +28,7 @@ def main(argv: list[str]) -> None:
             out = Path(args.out) / f'agents_{name}.png'
             which = f'All {len(maps)} agents.'
             if len(drawn) < len(maps):
-                which = f'{len(drawn)} of {len(maps)} agents, spread over their grid.'
+                which = f'{len(drawn)} of {len(maps)} agents, numbered row by row.'
             note = f'{loaded.name}, {path}: from where each agent token gathers, in the mean over heads. {which}'
             draw_maps(sample, drawn, out, columns=min(4, len(drawn) + 1), label='attention', note=note)
             print(out, write_csv(out.with_suffix('.csv'), agent_rows(path, maps)))

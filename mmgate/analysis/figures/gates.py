@@ -120,7 +120,7 @@ def _notes(models: Sequence[tuple[str, Sequence[LayerGate]]], maps: Sequence[Seq
         if any(of_kind.unchanged is not None for found in maps for of_kind in found):
             where += ' In maps that value is white.'
         lines.append(where)
-    return [*lines, 'By layer: bars are the standard deviation in the layer.']
+    return [*lines, 'By layer: bars are the standard deviation over all gates of the layer.']
 
 
 def _panels_of(value: float | None, gates: Sequence[LayerGate], found: Sequence[GateMap]) -> str:
