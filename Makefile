@@ -33,9 +33,6 @@ DATA ?= shapes
 report: setup
 	@$(PY) tools/analysis_tools/report.py --data $(DATA)
 
-# One thread a process, as tests/conftest.py sets it; the projects' tests do not read that.
-test test-slow test-peers test-originals test-transformers: export OMP_NUM_THREADS := 1
-
 test: setup lint
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow"
 
@@ -53,6 +50,8 @@ test-originals:
 
 # transformers' models, and the projects beside them, in a separate environment without mm packages.
 test-transformers: SUITE = tests/test_transformers $(wildcard projects)
+# A core for each process, as tests/conftest.py says, which projects alone do not read.
+test-transformers: export OMP_NUM_THREADS ?= 1
 test-transformers:
 	@VENV=$(VENV)-transformers tools/dev/setup_env.sh transformers
 	@$(VENV)-transformers/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(strip $(SUITE))

@@ -12,8 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 INSTALL = (
     'mmgate plugs into mmengine, mmcv (with compiled operators) and mmdet or mmseg. Where there are none of '
-    'them, type\n    pip install torch==2.13.0 && CFLAGS=-g0 pip install --no-build-isolation "mmgate[mm]"\n'
-    "which compiles mmcv's operators (about 5 minutes on 2 cores). Where the OpenMMLab packages are installed, "
+    'them, type\n    pip install torch==2.13.0 && pip install --no-build-isolation "mmgate[mm]"\n'
+    "which compiles mmcv's operators (about 12 minutes on 2 cores). Where the OpenMMLab packages are installed, "
     'repair those instead: the extra "mm" installs maintained forks under the same import names.'
 )
 HOSTS = ('mmdet', 'mmseg')

@@ -21,14 +21,14 @@ os.environ['MMGATE_CALIBRATION'] = ''
 if not torch.cuda.is_available():
     os.environ['TRITON_INTERPRET'] = '1'
 
-# Of what tests start.
+# Threads of the processes that tests start. Those of this one are set below.
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 
 from mmgate._environment import available
 from mmgate.ops.ms_deform_attn.native import why_not as no_native
 
 # A core for each process: threads that wait for a core of another process can make a test a hundred times as long.
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(path for path in (ROOT / 'configs').rglob('*.py') if not {'_base_', 'studies'} & set(path.parts))

@@ -107,7 +107,7 @@ def export_onnx(
         queries by scores, and rounding exchanges those that are tied.
 
     Raises:
-        ConfigError: A package is missing, torch is too old, the model has no such argument or returns no such output,
+        ConfigError: A package is missing, torch is too old, the model refuses such arguments or returns no such output,
             it cannot be exported, or the file differs from the model.
     """
     check_format('onnx')
@@ -169,12 +169,18 @@ def _check_names(model: nn.Module, inputs: Any, outputs: object) -> None:
         raise ConfigError(
             "inputs must be a dict of tensors by the names of the model's arguments, such as dict(pixel_values=...)."
         )
-    arguments = inspect.signature(model.forward)
+    host = unwrap_model(model)
+    try:
+        arguments = inspect.signature(host.forward)
+    # A compiled module has none.
+    except ValueError:
+        return
     try:
         arguments.bind(**inputs)
     except TypeError as error:
-        names = ', '.join(arguments.parameters)
-        raise ConfigError(f'inputs: {error}; the arguments of {type(model).__name__} are: {names}.') from error
+        several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        names = ', '.join(name for name, one in arguments.parameters.items() if one.kind not in several)
+        raise ConfigError(f'inputs: {error}; the arguments of {type(host).__name__} are: {names}.') from error
     if isinstance(outputs, str):
         raise ConfigError(f'outputs={outputs!r} must be a list of names, such as [{outputs!r}].')
 

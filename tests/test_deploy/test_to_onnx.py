@@ -152,10 +152,11 @@ def test_inputs_are_tensors_by_name(inputs: Any, tmp_path: Path) -> None:
     assert not (tmp_path / 'made').exists()
 
 
-def test_inputs_are_the_arguments_of_the_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize('wrap', [lambda model: model, nn.DataParallel], ids=['model', 'wrapped'])
+def test_inputs_are_the_arguments_of_the_model(wrap: Any, tmp_path: Path) -> None:
     words = "inputs: got an unexpected keyword argument 'pixels'; the arguments of Counted are: images, shift"
     with pytest.raises(ConfigError, match=words):
-        export_onnx(Counted(), dict(images=torch.zeros(2, 3, C, 6), pixels=torch.zeros(2)), tmp_path / 'a.onnx')
+        export_onnx(wrap(Counted()), dict(images=torch.zeros(2, 3, C, 6), pixels=torch.zeros(2)), tmp_path / 'a.onnx')
 
 
 def test_rows_are_compared_in_any_order() -> None:

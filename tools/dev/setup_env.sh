@@ -105,8 +105,8 @@ build_mmcv() {
   work=$(mktemp -d) log=$wheels/build.log
   mkdir -p "$wheels"
   say "compiling the operators of $MMCV with $jobs jobs: about 5 minutes on 2 cores, once for $tag; log: $log"
-  # Without debug information, which would take more than half of the time.
-  TMPDIR=$work MMCV_WITH_OPS=1 MAX_JOBS=$jobs CFLAGS="${CFLAGS:-} -g0" "$VENV/bin/python" -m pip wheel -v \
+  # Debug information would take more than half of the time. CFLAGS would replace Python's -O3 with a new setuptools.
+  TMPDIR=$work MMCV_WITH_OPS=1 MAX_JOBS=$jobs CPPFLAGS="${CPPFLAGS:-} -g0" "$VENV/bin/python" -m pip wheel -v \
     --disable-pip-version-check --no-build-isolation --no-deps --no-cache-dir --wheel-dir "$work/out" "$MMCV" >"$log" 2>&1 &
   local builder=$! done_files
   trap 'kill "$builder" 2>/dev/null; rm -rf "$work"' EXIT INT TERM

@@ -136,7 +136,7 @@ def draw_ranks(models: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path
             marker = 'os^D'[number % 4]
             look = dict(color=colour, marker=marker, markersize=4, capsize=2, linewidth=1.2)
             axis.errorbar(range(len(rows)), means, yerr=spreads, label=name, **look)
-        axis.set(ylabel=f'{kind.replace("_", " ")} of $K^T V$\n(at most {most}, or the number of tokens)')
+        axis.set(ylabel=f'{kind.replace("_", " ")} of $K^T V$\n(at most {most} and the number of tokens)')
         style.from_zero(axis)
         style.layer_axis(axis)
     handles = axes[0].get_legend_handles_labels()[0]

@@ -221,7 +221,7 @@ def _legend(
     entries += _lines_of_boxes(boxes)
     lines = ', '.join(f'{share * 100:.0f}' for share in CONTOURS)
     note = (
-        'Each dot is a point that a query looks at; the weights of a head sum to 1.\n'
+        'Each dot is a point that a query looks at.\n'
         f'Thin lines: where the smoothed density of the weights is {lines} % of its highest value.'
     )
     style.legend(figure, entries, note=note, columns=3)
@@ -252,7 +252,7 @@ def _legend_of_changes(figure: Figure, change: SamplingChange, largest: float, m
         'weights of a head sum to 1.',
         f'Right: its area is the change of its weight, drawn {times} times as large: {change.moved:.1%} of {whose} '
         'attention moved from blue to orange points.',
-        f'Gates of earlier layers move points as well, in the mean by {change.shifted:.1f} pixels of the image.',
+        f'In the mean a point lies {change.shifted:.1f} pixels of the image away from where it is in the middle.',
     ]
     style.legend(figure, entries, note='\n'.join(lines), columns=3)
 
