@@ -11,7 +11,7 @@ runs = dict(
     paper_start='configs/studies/plug_bccd/paper-start.py',
     encoder='configs/studies/plug_bccd/encoder.py',
     decoder='configs/studies/plug_bccd/decoder.py')
-seeds = [0, 1, 2, 3, 4]
+seeds = [0, 1, 2, 3]
 metric = 'coco/bbox_mAP'
 options = {
     'train_cfg.max_epochs': 4,
