@@ -104,7 +104,7 @@ build_mmcv() {
   local jobs=${MAX_JOBS:-$(nproc)} start=$SECONDS work log
   work=$(mktemp -d) log=$wheels/build.log
   mkdir -p "$wheels"
-  say "compiling the operators of $MMCV with $jobs jobs: about 5 minutes on 2 cores, once for $tag; log: $log"
+  say "compiling the operators of $MMCV with $jobs jobs: 5 to 10 minutes on 2 cores, once for $tag; log: $log"
   # Debug information would take more than half of the time. CFLAGS would replace Python's -O3 with a new setuptools.
   TMPDIR=$work MMCV_WITH_OPS=1 MAX_JOBS=$jobs CPPFLAGS="${CPPFLAGS:-} -g0" "$VENV/bin/python" -m pip wheel -v \
     --disable-pip-version-check --no-build-isolation --no-deps --no-cache-dir --wheel-dir "$work/out" "$MMCV" >"$log" 2>&1 &
