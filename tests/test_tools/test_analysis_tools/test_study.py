@@ -157,7 +157,7 @@ def test_settings_that_changed_are_named(study: Any, tmp_path: Path, change: dic
 # Those of compare_adapters.py are read by its test.
 STUDIES = sorted(x for x in (ROOT / 'configs/studies').glob('*.py') if not x.stem.startswith('adapt_'))
 
-REAL = ('bccd', 'camvid', 'bccd_start', 'camvid_start')
+OTHER_DATA = ('digits', 'pvt_shapes_256', 'bccd', 'camvid')
 
 
 @pytest.mark.parametrize('path', STUDIES, ids=lambda path: path.stem)
@@ -173,7 +173,7 @@ def test_studies_of_the_repository(path: Path, monkeypatch: pytest.MonkeyPatch) 
                 check_key(cfg, key)
             cfg.merge_from_dict(options)
             roots = [loader.dataset.data_root for loader in (cfg.train_dataloader, cfg.val_dataloader)]
-            hard = path.stem not in ('digits', 'pvt_shapes_256') and not path.stem.endswith(REAL)
+            hard = not any(name in path.stem for name in OTHER_DATA)
             assert roots[0] == roots[1] and ('shapes_hard' in roots[0]) == hard
             last = cfg.train_cfg.get('max_epochs', cfg.train_cfg.get('max_iters'))
             assert cfg.param_scheduler[1].get('end', last) >= last, 'the schedule ends before the training'
