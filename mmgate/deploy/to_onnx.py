@@ -115,7 +115,8 @@ def export_onnx(
     if path.suffix != '.onnx':
         raise ConfigError(f'{path}: an ONNX file ends with .onnx.')
     check_form(msda)
-    _check_names(model, inputs, outputs)
+    _check_names(inputs, outputs)
+    _check_arguments(model, inputs)
     network = Tensors(_copied(model), tuple(inputs), outputs).eval()
     tensors = tuple(tensor.detach() for tensor in inputs.values())
     batches = [tensors, tuple(tensor.flip(-1) if tensor.is_floating_point() else tensor for tensor in tensors)]
@@ -162,17 +163,23 @@ def export_onnx(
     return found
 
 
-def _check_names(model: nn.Module, inputs: Any, outputs: object) -> None:
-    """Raise ConfigError unless inputs are tensors by names of the model's arguments, and outputs a list of names."""
+def _check_names(inputs: object, outputs: object) -> None:
+    """Raise ConfigError unless inputs are tensors by name and outputs a list of names."""
     are_tensors = isinstance(inputs, Mapping) and all(isinstance(one, Tensor) for one in inputs.values())
     if not inputs or not are_tensors:
         raise ConfigError(
             "inputs must be a dict of tensors by the names of the model's arguments, such as dict(pixel_values=...)."
         )
+    if isinstance(outputs, str):
+        raise ConfigError(f'outputs={outputs!r} must be a list of names, such as [{outputs!r}].')
+
+
+def _check_arguments(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError if the model's ``forward`` does not take these inputs."""
     host = unwrap_model(model)
     try:
         arguments = inspect.signature(host.forward)
-    # A compiled module has none.
+    # A traced module has none.
     except ValueError:
         return
     try:
@@ -181,8 +188,6 @@ def _check_names(model: nn.Module, inputs: Any, outputs: object) -> None:
         several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         names = ', '.join(name for name, one in arguments.parameters.items() if one.kind not in several)
         raise ConfigError(f'inputs: {error}; the arguments of {type(host).__name__} are: {names}.') from error
-    if isinstance(outputs, str):
-        raise ConfigError(f'outputs={outputs!r} must be a list of names, such as [{outputs!r}].')
 
 
 def write_program(

@@ -159,6 +159,13 @@ def test_inputs_are_the_arguments_of_the_model(wrap: Any, tmp_path: Path) -> Non
         export_onnx(wrap(Counted()), dict(images=torch.zeros(2, 3, C, 6), pixels=torch.zeros(2)), tmp_path / 'a.onnx')
 
 
+def test_outputs_of_a_model_without_a_signature_are_checked(tmp_path: Path) -> None:
+    images = torch.zeros(2, 3, C, 6)
+    traced = torch.jit.trace(nn.Conv2d(3, 1, 1), images)
+    with pytest.raises(ConfigError, match='must be a list of names'):
+        export_onnx(traced, dict(images=images), tmp_path / 'a.onnx', outputs='logits')
+
+
 def test_rows_are_compared_in_any_order() -> None:
     """If several outputs have them; one in a hundred may be another, and values that are infinite in both agree."""
     torch.manual_seed(0)

@@ -1,2 +1,0 @@
-_base_ = '../../real/camvid/dgsa-mask2former_lite0_1xb4-1k_camvid-160x128.py'
-custom_hooks = [dict(type='mmgate.GateStatisticsHook', interval=100)]
