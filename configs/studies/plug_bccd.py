@@ -2,6 +2,8 @@
 # learning rate of the gates, and which layers.
 # Data and backbone: configs/real/README.md
 # Run: python tools/analysis_tools/study.py configs/studies/plug_bccd.py
+_base_ = '_base_/bccd_detection.py'
+
 runs = dict(
     vanilla='configs/real/bccd/deformable-detr-refine_lite0_1xb4-12e_bccd.py',
     rate_1='configs/real/bccd/plug-deformable-detr-refine_lite0_1xb4-12e_bccd.py',
@@ -12,8 +14,3 @@ runs = dict(
     encoder='configs/studies/plug_bccd/encoder.py',
     decoder='configs/studies/plug_bccd/decoder.py')
 seeds = [0, 1, 2, 3]
-metric = 'coco/bbox_mAP'
-options = {
-    'train_cfg.max_epochs': 4,
-    'train_cfg.val_interval': 4,
-    'param_scheduler.1.milestones': [3]}

@@ -1,0 +1,6 @@
+# Settings that the studies of detectors on micrographs of blood share.
+metric = 'coco/bbox_mAP'
+options = {
+    'train_cfg.max_epochs': 4,
+    'train_cfg.val_interval': 4,
+    'param_scheduler.1.milestones': [3]}
