@@ -2,7 +2,7 @@
 # learning rate of the gates, and which layers.
 # Data and backbone: configs/real/README.md
 # Run: python tools/analysis_tools/study.py configs/studies/plug_bccd.py
-_base_ = '_base_/bccd_detection.py'
+_base_ = '_base_/real_detection.py'
 
 runs = dict(
     vanilla='configs/real/bccd/deformable-detr-refine_lite0_1xb4-12e_bccd.py',

@@ -1,7 +1,7 @@
 # The one comparison of plug_bccd.py that came out in favour of a gate, with other seeds and a control.
 # Data and backbone: configs/real/README.md
 # Run: python tools/analysis_tools/study.py configs/studies/plug_bccd_again.py
-_base_ = '_base_/bccd_detection.py'
+_base_ = '_base_/real_detection.py'
 
 runs = dict(
     vanilla='configs/real/bccd/deformable-detr-refine_lite0_1xb4-12e_bccd.py',

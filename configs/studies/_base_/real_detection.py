@@ -1,4 +1,4 @@
-# Settings that the studies of detectors on micrographs of blood share.
+# Settings that the studies of detectors on real images share.
 metric = 'coco/bbox_mAP'
 options = {
     'train_cfg.max_epochs': 4,
