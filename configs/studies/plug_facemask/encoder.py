@@ -1,2 +1,0 @@
-_base_ = '../../real/facemask/plug-deformable-detr-refine_lite0_1xb4-12e_facemask.py'
-model = dict(attention=dict(path='encoder.layers.*.self_attn'))
