@@ -89,8 +89,10 @@ def before(device: torch.device, timed: bool) -> str:
     """Return the first part of the doctor's page: versions, and the reasons why backends cannot run."""
     lines = [_packages(), choice.machine(device), '', 'Backends']
     for op, backends in choice.OPERATORS.items():
-        for backend in backends:
-            why_not = backend.why_not(torch.empty(1, 1, 1, 1, device=device))
+        heads = torch.empty(1, 1, 1, 1, device=device)
+        order = choice.ordered(backends, heads)
+        for backend in [*order, *(x for x in backends if x not in order)]:
+            why_not = backend.why_not(heads)
             lines.append(f'  {op:16} {backend.name:20} {why_not or "can run"}')
     lines += ['', 'Beside the float64 reference, output and every gradient' + timed * '; ms forward, forward+backward']
     return '\n'.join(lines)

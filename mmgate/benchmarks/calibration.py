@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mmgate.layers.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
-from mmgate.ops.backend import OPERATORS, SIZES, write
+from mmgate.ops.backend import OPERATORS, SIZES, ordered, write
 from mmgate.ops.ms_deform_attn import offset_locations
 
 from .measure import MODES, environment, measure
@@ -252,7 +252,8 @@ def keep(rows: Sequence[Row], device: torch.device) -> None:
     kept: dict[str, dict[str, str]] = {}
     for (op, dtype, size), times in right.items():
         best = min(times, key=lambda name: (name == 'torch', times[name]))
-        first = next((b.name for b in OPERATORS[op] if b.in_order and b.name in times), best)
+        order = ordered(OPERATORS[op], torch.empty(1, 1, 1, 1, device=device))
+        first = next((backend.name for backend in order if backend.name in times), best)
         name = first if times[best] > MARGIN * times[first] else best
         kept.setdefault(op, {})[f'{DTYPES[dtype]} {size}'] = name
     for op, names in kept.items():

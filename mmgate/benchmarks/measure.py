@@ -85,9 +85,10 @@ def interleaved(
         clock: Returns the seconds on a CPU.
 
     Raises:
-        RuntimeError: None of them runs.
+        RuntimeError: None of them runs; the message has the reason of each.
     """
     runs = dict(providers)
+    reasons: list[str] = []
     times: dict[str, list[float]] = {name: [] for name in providers}
     memory: dict[str, list[float]] = {name: [] for name in providers}
     for repetition in range(repetitions + 1):
@@ -100,13 +101,14 @@ def interleaved(
                     raise
                 reason = f'{type(error).__name__}: {error}'.split('\n')[0][:200]
                 warnings.warn(f'{name} is left out, {mode}: {reason}', stacklevel=2)
+                reasons.append(f'{name}: {reason}')
                 del runs[name]
                 continue
             if repetition:  # the first repetition warms up and compiles
                 times[name].append(seconds * 1e3)
                 memory[name].append(peak / 2**20)
     if not runs:
-        raise RuntimeError(f'{op}: none of {", ".join(providers)} runs here on {x}, {mode}.')
+        raise RuntimeError(f'{op}: nothing runs here on {x}, {mode}. {"; ".join(reasons)}')
     peer = next(iter(runs))
     for metric, unit, values in (('time', 'ms', times), ('peak memory', 'MiB', memory)):
         for name in runs:

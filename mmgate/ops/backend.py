@@ -44,6 +44,16 @@ def every_tensor(tensor: Tensor) -> str | None:
     return None
 
 
+def on_every_tensor(tensor: Tensor) -> bool:
+    """Return True, as a backend's ``in_order`` does if ``auto`` may take it everywhere."""
+    return True
+
+
+def on_no_tensor(tensor: Tensor) -> bool:
+    """Return False, as a backend's ``first`` does if it keeps its place in the order."""
+    return False
+
+
 def no_advice(tensor: Tensor) -> str | None:
     """Return None, as a backend's ``advice`` does if nothing has to be installed or built for it."""
     return None
@@ -58,7 +68,8 @@ class Backend:
         run: The implementation. It takes the operator's arguments by name and raises
             :class:`~mmgate.errors.UnsupportedCall` for a call that it does not have.
         why_not: Takes the operator's first tensor and returns why this backend cannot run on it, or None if it can.
-        in_order: True if ``auto`` may take it without a calibration.
+        in_order: Takes the operator's first tensor and returns True if ``auto`` may take it without a calibration.
+        first: Takes the operator's first tensor and returns True where it was found the fastest: there it comes first.
         traceable: True if torch.compile takes it whole, that is, it asks for no tensor's numbers.
         exportable: True if an exported model may hold it: it is traceable, and made of torch's own operators alone.
         description: A few words for the log.
@@ -69,7 +80,8 @@ class Backend:
     name: str
     run: Callable[..., Tensor]
     why_not: Callable[[Tensor], str | None] = every_tensor
-    in_order: bool = True
+    in_order: Callable[[Tensor], bool] = on_every_tensor
+    first: Callable[[Tensor], bool] = on_no_tensor
     traceable: bool = True
     exportable: bool = False
     description: str = 'its backend'
@@ -155,7 +167,13 @@ def candidates(
     winner = _winner(op, tensor.device.type, tensor.device.index, tensor.dtype, size_class(*work))
     fastest = [b for b in usable if b.name == winner]
     why = 'the fastest here, by calibration' if fastest else 'the first of the order that can run here'
-    return fastest + [b for b in usable if b.in_order and b.name != winner], why
+    return fastest + [b for b in ordered(usable, tensor) if b.name != winner], why
+
+
+def ordered(backends: Sequence[Backend], tensor: Tensor) -> list[Backend]:
+    """Return the backends that ``auto`` may take for a tensor without a calibration, the preferred first."""
+    allowed = [backend for backend in backends if backend.in_order(tensor)]
+    return sorted(allowed, key=lambda backend: not backend.first(tensor))
 
 
 def find(op: str, backends: Sequence[Backend], name: Any, source: str = 'backend') -> Backend:

@@ -13,6 +13,8 @@ from torch import Tensor
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OLDEST = (3, 2)  # version of Triton
 MAX_DIM = 128  # the most channels of a head
+COMPILED_FROM = 80  # the oldest sm_ architecture for which the kernels are compiled in our checks
+MEASURED = (90,)  # architectures on which we have run the kernels beside other packages'
 
 
 @functools.cache
@@ -61,6 +63,28 @@ def why_not(heads: Tensor) -> str | None:
     if heads.shape[-1] > MAX_DIM:
         return f'it is for heads of {MAX_DIM} channels or fewer, not of {heads.shape[-1]}'
     return _missing()
+
+
+@torch.compiler.assume_constant_result
+def _architecture(index: int | None) -> int:
+    """Return the number of an NVIDIA GPU's architecture, such as 90 for sm_90; 0 if there is no such GPU.
+
+    torch.compile calls this once, while it traces. Fake tensors may be on a GPU that is not there.
+    """
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return 0
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
+
+
+def in_order(heads: Tensor) -> bool:
+    """Return True on GPUs for which the kernels are known to compile, where ``auto`` may take them."""
+    return heads.device.type == 'cuda' and _architecture(heads.device.index) >= COMPILED_FROM
+
+
+def first(heads: Tensor) -> bool:
+    """Return True on GPUs on which the kernels were found faster than other packages' operators."""
+    return heads.device.type == 'cuda' and _architecture(heads.device.index) in MEASURED
 
 
 def padded(width: int) -> int:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mmgate.errors import UnsupportedCall
 from mmgate.ops import backend as choice
-from mmgate.ops import ms_deform_attn
-from mmgate.ops.backend import Backend, candidates, run, size_class
+from mmgate.ops import ms_deform_attn, triton_backend
+from mmgate.ops.backend import Backend, candidates, ordered, run, size_class
 
 CPU = torch.device('cpu')
 SMALL, MEDIUM, LARGE = ((number, 10, 20) for number in (1, 15, 21))
@@ -39,7 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
     'fails': dict(run=fails),
     'first': dict(description='the plain way'),
     'torch': dict(exportable=True),
-    'unproven': dict(in_order=False),
+    'unproven': dict(in_order=lambda x: False),
 }
 ORDER = [name for name in KINDS if name not in ('refuses', 'fails')]
 
@@ -59,7 +59,7 @@ def _calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest
     monkeypatch.setenv('MMGATE_CALIBRATION', str(tmp_path / 'cache/calibration.json'))
     monkeypatch.setattr(choice, '_logged', set())
     monkeypatch.setitem(choice.OPERATORS, 'square', backends())
-    monkeypatch.delitem(choice.sys.modules, 'mmengine.logging')
+    monkeypatch.delitem(choice.sys.modules, 'mmengine.logging', raising=False)
     caplog.set_level(logging.INFO, 'mmgate')
     choice.winners.cache_clear()
 
@@ -68,6 +68,34 @@ def test_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(None) == ['numbers', 'first', 'torch'] and names('unproven') == ['unproven']
     monkeypatch.setattr(choice, 'hides_numbers', lambda tensor: True)
     assert names('auto') == ['first', 'torch']
+
+
+@pytest.mark.parametrize(
+    'architecture, first, before',
+    [(90, ['triton', 'mmcv'], 'mmcv'), (80, ['mmcv', 'native'], 'grid_sample'), (120, ['mmcv', 'native'], 'cpu')],
+)
+def test_kernels_come_first_on_the_gpus_that_they_were_timed_on(
+    architecture: int, first: list[str], before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come before the slow ways on others, and nowhere if they were not compiled for a GPU."""
+    on_gpu: Any = SimpleNamespace(device=torch.device('cuda:0'))
+    monkeypatch.setattr(triton_backend, '_architecture', lambda index: architecture)
+    order = [backend.name for backend in ordered(choice.OPERATORS['ms_deform_attn'], on_gpu)]
+    assert order[:2] == first and order.index('triton') < order.index(before)
+    assert [x.name for x in ordered(choice.OPERATORS['plug_attention'], on_gpu)] == ['triton', 'chunked', 'torch']
+    monkeypatch.setattr(triton_backend, '_architecture', lambda index: 75)
+    for op in ('ms_deform_attn', 'plug_attention'):
+        for tensor in (on_gpu, torch.empty(1, device='meta'), torch.empty(1)):
+            assert 'triton' not in [x.name for x in ordered(choice.OPERATORS[op], tensor)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+def test_this_gpu_runs_the_kernels(caplog: pytest.LogCaptureFixture) -> None:
+    inputs = [x.cuda() for x in sampler()]
+    torch.testing.assert_close(ms_deform_attn(*inputs), ms_deform_attn(*inputs, backend='torch'), rtol=1e-4, atol=1e-5)
+    expected = triton_backend.first(inputs[0])
+    assert ("ms_deform_attn runs on one Triton kernel ('triton')" in caplog.text) is expected
 
 
 @pytest.mark.parametrize(
@@ -118,7 +146,7 @@ def test_a_calibration_holds_for_what_it_was_made_with(
 
 def test_the_key_says_what_it_holds_for(monkeypatch: pytest.MonkeyPatch) -> None:
     key = choice.key('plug_attention', CPU)
-    assert key.startswith('plug_attention: chunked torch') and '; sources ' in key
+    assert ' chunked torch; sources ' in key
     assert f'torch {torch.__version__}, triton ' in key and ', mmcv ' in key
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'a GPU')
     assert choice.machine(torch.device('cuda', 0)).startswith('a GPU, driver ')
@@ -200,7 +228,7 @@ def test_traced_models_take_the_calibrated_backend(monkeypatch: pytest.MonkeyPat
     """By one graph, as the answer is a constant there."""
     package = choice.sys.modules['mmgate.ops.ms_deform_attn']
     torchs = choice.find('', package.BACKENDS, 'torch')
-    tripled = Backend('tripled', lambda **x: 3 * torchs.run(**x), in_order=False)
+    tripled = Backend('tripled', lambda **x: 3 * torchs.run(**x), in_order=lambda x: False)
     monkeypatch.setattr(package, 'BACKENDS', (*package.BACKENDS, tripled))
     monkeypatch.setitem(choice.OPERATORS, 'ms_deform_attn', package.BACKENDS)
     choice.write('ms_deform_attn', CPU, {'torch.float32 small': 'tripled'})

@@ -8,7 +8,7 @@ import torch
 from mmengine.logging import MMLogger
 
 from mmgate.benchmarks.measure import told, write_csv
-from mmgate.benchmarks.training import SPEEDUPS, benchmark_training
+from mmgate.benchmarks.training import LOSS_SCALES, SPEEDUPS, benchmark_training
 from mmgate.finetune import TRAINS
 from mmgate.train import cli
 from mmgate.train.config_file import read_config
@@ -43,7 +43,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         '--processor-time', action='store_true', help='of all threads: for a CPU that does other things beside'
     )
-    parser.add_argument('--amp', action='store_true', help='mixed precision in bfloat16')
+    parser.add_argument(
+        '--amp', nargs='?', choices=list(LOSS_SCALES), const='float16', help='mixed precision (float16 if not named)'
+    )
     parser.add_argument('--out', type=Path, default=Path('work_dirs/benchmark_training.csv'), help='CSV to write')
     args = parser.parse_args(argv)
     if args.device.startswith('cuda'):

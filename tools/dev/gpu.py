@@ -42,24 +42,28 @@ from mmgate.ops.plug_attention import chunked
 ROOT = Path(__file__).resolve().parents[2]
 OPS = ('ms_deform_attn', 'plug_attention')
 SMALL_TESTS = 'equals_the_reference and (default or shared)'
-CONFIGS = (  # a vanilla config, and ours beside it
+CONFIGS = (  # a vanilla config, ours beside it, and the images' size
     (
         'configs/vanilla/deformable_detr/deformable-detr-refine_r50_8xb4-50e_coco.py',
         'configs/plug/deformable_detr/plug-deformable-detr-refine_r50_8xb4-50e_coco.py',
+        (800, 1333),
     ),
     (
         'mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco.py',
         'configs/plug/mask2former/plug-mask2former_r50_8xb2-lsj-50e_coco.py',
+        (1024, 1024),  # to which it pads images, so that larger ones fail
     ),
     (
         'configs/vanilla/mask_rcnn/mask-rcnn_pvt-demo_1xb8-8e_shapes.py',
         'configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py',
+        (800, 1333),
     ),
 )
 TINY: dict[str, Any] = dict(levels=[(2, 2)], batch=1, heads=1, points=1)
 TRIAL = 6  # factor of the limits in a trial, on a machine that does other things beside
 CHUNKS = (1 << 21, 1 << 24, 1 << 26)  # elements of PLuG's map that exist at a time
-# compute-sanitizer watches our kernels alone, as torch's many would take most of the time.
+# compute-sanitizer watches our kernels alone, as torch's many would take most of the time. initcheck has to watch all:
+# it takes for uninitialized what a kernel has written that it does not watch.
 KERNELS = ('order_kernel', 'forward_kernel', 'backward_kernel')
 INTERPRETER = "triton's interpreter does not run beside this numpy; the GPU's tests do not need it"
 
@@ -167,7 +171,8 @@ def _sanitizer(tool: str, args: argparse.Namespace, csv_file: Path) -> list[str]
     filters = [part for name in KERNELS for part in ('--kernel-name', f'kernel_substring={name}')]
     paths = [f'tests/test_ops/test_{op}/test_triton.py' for op in OPS]
     tests = [sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', '-m', 'gpu', '-k', SMALL_TESTS]
-    return [program, '--tool', tool, '--error-exitcode', '9', *filters, *tests, *paths]
+    watched = [] if tool == 'initcheck' else filters
+    return [program, '--tool', tool, '--error-exitcode', '9', *watched, *tests, *paths]
 
 
 def _calibrate(args: argparse.Namespace, _: Path) -> list[str]:
@@ -182,11 +187,12 @@ def _measure(command: list[str], args: argparse.Namespace, csv_file: Path) -> li
     return [sys.executable, *command, *options]
 
 
-def _train(peer: str, ours: str, args: argparse.Namespace, csv_file: Path) -> list[str] | str:
+def _train(peer: str, ours: str, size: tuple[int, int], args: argparse.Namespace, csv_file: Path) -> list[str] | str:
     missing = why_not('mmengine') or why_not('mmdet')
-    small = ['--size', '64', '96', '--batch', '1', '--repetitions', '1'] if args.tiny else ['--repetitions', '5']
+    full = ['--size', *map(str, size), '--repetitions', '10']
+    sizes = ['--size', '64', '96', '--batch', '1', '--repetitions', '1'] if args.tiny else full
     out = csv_file.with_suffix(f'.{Path(ours).stem}.csv').resolve()
-    options = ['--peer', peer, '--ours', ours, '--device', args.device, '--out', str(out), *small]
+    options = ['--peer', peer, '--ours', ours, '--device', args.device, '--out', str(out), *sizes]
     return missing or [sys.executable, 'tools/analysis_tools/benchmark_training.py', *options]
 
 
@@ -267,12 +273,12 @@ STEPS: dict[str, tuple[int, Any]] = {  # seconds, and function that returns the 
     **{tool: (55, partial(_sanitizer, tool)) for tool in SANITIZERS},
     'sampler': (330, partial(_measure, [*OURS, 'sampler'])),
     'sampler-switches': (120, partial(_measure, [*SWITCHES, OPS[0]])),
-    'plug-chunks': (40, partial(_measure, [*OURS, 'plug-chunks'])),
+    'plug-chunks': (30, partial(_measure, [*OURS, 'plug-chunks'])),
     'plug': (90, partial(_measure, [*OURS, 'plug'])),
-    'calibration': (150, _calibrate),
-    'step': (30, partial(_measure, [*OURS, 'step'])),
-    'plug-switches': (75, partial(_measure, [*SWITCHES, OPS[1]])),
-    **{f'training-{i}': (28, partial(_train, *configs)) for i, configs in enumerate(CONFIGS, 1)},
+    'calibration': (110, _calibrate),
+    'step': (20, partial(_measure, [*OURS, 'step'])),
+    'plug-switches': (40, partial(_measure, [*SWITCHES, OPS[1]])),
+    **{f'training-{i}': (60, partial(_train, *configs)) for i, configs in enumerate(CONFIGS, 1)},
 }
 PARTS: dict[str, list[str]] = {  # 480 seconds at most, each
     'correctness': ['sampler-tests', 'plug-tests', *SANITIZERS],

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import triton_backend
 from ..backend import OPERATORS, Backend, find, run
 from ..custom_op import outside_graphs
 from ..layout import check_layout
@@ -181,6 +182,14 @@ BACKENDS = OPERATORS['ms_deform_attn'] = (
         description="torch-ms-deform-attn's operator",
     ),
     Backend('deformops', deformops.attend, deformops.why_not, description="deformops' kernels"),
+    Backend(
+        'triton',
+        triton.attend,
+        triton.why_not,
+        in_order=triton_backend.in_order,
+        first=triton_backend.first,
+        description='one Triton kernel',
+    ),
     Backend('cpu', attend_by(cpu.sample), cpu.why_not, description='weighted sums of rows on the CPU'),
     Backend(
         'grid_sample',
@@ -190,6 +199,4 @@ BACKENDS = OPERATORS['ms_deform_attn'] = (
         description="torch's grid_sample",
     ),
     Backend('torch', attend_by(reference.sample), exportable=True, description='the reference, slowly'),
-    # No GPU has run it yet: 'auto' takes it only after a calibration.
-    Backend('triton', triton.attend, triton.why_not, in_order=False, description='one Triton kernel'),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .. import triton_backend
 from ..backend import OPERATORS, Backend, find, run
 from ..custom_op import outside_graphs
 from ..layout import check_layout
@@ -129,8 +130,13 @@ def check_backend(name: str, modulation: Modulation, gate_width: int, residual: 
 
 
 BACKENDS = OPERATORS['plug_attention'] = (
+    Backend(
+        'triton',
+        triton.attend,
+        triton.why_not,
+        in_order=triton_backend.in_order,
+        description='Triton kernels without a map',
+    ),
     Backend('chunked', chunked.attend, description='rows in chunks'),
     Backend('torch', reference.attend, exportable=True, description='the reference, with whole maps'),
-    # No GPU has run it yet: 'auto' takes it only after a calibration.
-    Backend('triton', triton.attend, triton.why_not, in_order=False, description='Triton kernels without a map'),
 )

@@ -78,6 +78,8 @@ def test_memcheck_sees_single_tensors(tmp_path: Path, monkeypatch: pytest.Monkey
     command = gpu._sanitizer('memcheck', args, tmp_path / 'x.csv')
     assert command[:3] == ['/bin/compute-sanitizer', '--tool', 'memcheck']
     assert 'kernel_substring=backward_kernel' in command
+    others = gpu._sanitizer('initcheck', args, tmp_path / 'x.csv')
+    assert not [part for part in others if 'kernel' in part], 'what other kernels wrote would count as not written'
     shows = [sys.executable, '-c', "import os; print(os.environ.get('PYTORCH_NO_CUDA_MEMORY_CACHING'))"]
     log = tmp_path / 'x.log'
     for step, shown in (('memcheck', '1'), ('sampler', 'None')):
@@ -98,7 +100,7 @@ def test_each_part_ends_in_eight_minutes(tmp_path: Path) -> None:
     assert sorted(step for part in gpu.PARTS.values() for step in part) == sorted(gpu.STEPS)
     for steps in gpu.PARTS.values():
         assert sum(gpu.STEPS[step][0] for step in steps) <= 480
-    assert all((gpu.ROOT / path).is_file() for pair in gpu.CONFIGS for path in pair if '::' not in path)
+    assert all((gpu.ROOT / path).is_file() for *pair, _ in gpu.CONFIGS for path in pair if '::' not in path)
     args = SimpleNamespace(device='cpu', tiny=True)
     commands = {step: command(args, tmp_path / 'x.csv') for step, (_, command) in gpu.STEPS.items()}
     assert [step for step, words in commands.items() if isinstance(words, str)] == list(gpu.SANITIZERS)

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from mmgate.benchmarks.measure import MODES, Row, Within, interleaved, write_csv
+from mmgate.benchmarks.measure import MODES, Row, Within, errors, interleaved, write_csv
 from mmgate.benchmarks.ops import LEVELS, sampler_inputs
 from mmgate.layers.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
@@ -27,7 +27,8 @@ from mmgate.ops.ms_deform_attn.blocks import Cut
 from mmgate.ops.plug_attention import triton as plug
 
 USUAL = 'as usual'
-PAIRS = 'no pairs'
+EXACT = dict(ms_deform_attn='grid_sample', plug_attention='chunked')  # backends, in float64
+NOISY = ('no pairs', '1 warp', '2 warps')  # switches whose worth depends on where the points lie
 NOISES = (2, 0, 0.5)  # of the encoder's points, in pixels
 
 
@@ -55,7 +56,8 @@ SWITCHES: dict[str, dict[str, Within]] = {
             '2 pieces, 4 channels a lane': of_pieces(2, 4),
             '4 pieces, 1 channel a lane': of_pieces(4, 1),
             '4 pieces, 4 channels a lane': of_pieces(4, 4),
-            PAIRS: lambda cut: cut._replace(paired=False),
+            'no pairs': lambda cut: cut._replace(paired=False),
+            '1 warp': lambda cut: cut._replace(warps=1),
             '2 warps': lambda cut: cut._replace(warps=2),
             '8 warps': lambda cut: cut._replace(warps=8),
             'twice the queries': lambda cut: cut._replace(times=2),
@@ -79,37 +81,52 @@ SWITCHES: dict[str, dict[str, Within]] = {
 def problem(op: str, device: str, tiny: bool, noise: float = 2) -> tuple[Callable[..., Tensor], list[Tensor]]:
     """Return a call of the operator and its inputs: an encoder's tokens, or 4096 tokens and 8 heads with one gate.
 
-    The encoder's points lie as Deformable DETR starts, but for ``noise`` in pixels.
+    The call takes ``backend``, the kernels by default. The encoder's points lie as Deformable DETR starts, but for
+    ``noise`` in pixels.
     """
     if op == 'ms_deform_attn':
         sizes: dict[str, Any] = dict(heads=1, points=1) if tiny else {}
         levels = [(2, 2)] if tiny else LEVELS
         batch = 1 if tiny else 2
         inputs, reference = sampler_inputs(levels, batch, None, 2, device, distribution='grid', noise=noise, **sizes)
-        return partial(ms_deform_attn, reference_points=reference, backend='triton'), inputs
+
+        def sampled(*tensors: Tensor, backend: str = 'triton') -> Tensor:
+            points = reference.to(torch.promote_types(tensors[0].dtype, reference.dtype))
+            return ms_deform_attn(*tensors, reference_points=points, backend=backend)
+
+        return sampled, inputs
     tokens, heads, dtype = (16, 2, torch.float32) if tiny else (4096, 8, torch.bfloat16)
     gml = GatingModulation('product', activation='tanh', init='paper').to(device)
     inputs = [torch.randn(2, h, tokens, 32, device=device, dtype=dtype) for h in (heads, heads, heads, 1, 1)]
-    return lambda *x: plug_attention(*x, gml, backend='triton'), inputs
+
+    def attended(*tensors: Tensor, backend: str = 'triton') -> Tensor:
+        modulation = gml.double() if tensors[0].dtype is torch.float64 else gml.float()
+        return plug_attention(*tensors, modulation, backend=backend)
+
+    return attended, inputs
 
 
 def rows(op: str, device: str, tiny: bool) -> Iterator[Row]:
     """Yield rows of the usual launch and each switch in turn, so that one that fails does not stop the others.
 
-    Pairs of queries pay where neighbours sample the same rows, so that they are measured at several noises.
+    Errors beside float64 come before times, because a launch that is fast may be wrong. Pairs of queries pay where
+    neighbours sample the same rows, so that they are measured at several noises.
     """
     size = 'tiny' if tiny else 'full'
     repetitions = 1 if tiny else 10
     first = next(iter(SWITCHES[op]))
     for name, within in SWITCHES[op].items():
-        for noise in NOISES if name == PAIRS else NOISES[:1]:
+        for noise in NOISES if name in NOISY else NOISES[:1]:
             run, inputs = problem(op, device, tiny, noise)
             x = size if noise == NOISES[0] else f'{size}, noise {noise}'
+            with within():
+                yield from errors(op, {name: run}, x, inputs, partial(run, backend=EXACT[op]))
             for mode in MODES:
                 pair = {USUAL: run, name: run}
                 found = interleaved(op, pair, x, inputs, mode, repetitions, {name: within})
                 # The usual launch's rows come once for each input.
-                yield from (row for row in found if row.provider == name or name == first or noise != NOISES[0])
+                usual_too = name == (first if noise == NOISES[0] else NOISY[0])
+                yield from (row for row in found if row.provider == name or usual_too)
 
 
 def main() -> None:
