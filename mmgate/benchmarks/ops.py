@@ -1,6 +1,6 @@
 """Benchmark mmgate's operators and gated layers beside other packages' implementations (peers).
 
-We have not run them on a GPU yet; tests run them on the CPU in Triton's interpreter.
+Tests run them on the CPU in Triton's interpreter.
 """
 
 from __future__ import annotations
