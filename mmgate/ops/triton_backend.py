@@ -54,6 +54,28 @@ def target_of(device: torch.device) -> Any:
         return driver.active.get_current_target()
 
 
+@torch.compiler.assume_constant_result
+def _cannot_start(device_type: str, index: int | None) -> str | None:
+    """Return the reason why Triton cannot start on a GPU, or None; torch.compile calls this once, while it traces."""
+    if interpreted() or not torch.cuda.is_available():  # fake tensors may be on a GPU that is not there
+        return None
+    return start_error(device_type, index)
+
+
+@functools.cache
+def start_error(device_type: str, index: int | None) -> str | None:
+    """Look for a GPU by Triton and return the error of that, or None.
+
+    Triton then compiles a C module, once for each machine. So a compiler or Python's headers may be missing.
+    """
+    try:
+        target_of(torch.device(device_type) if index is None else torch.device(device_type, index))
+    except Exception as error:  # a compiler's exit status, a missing driver, a missing file
+        reason = f'{type(error).__name__}: {error}'.strip().split('\n')[0][:200]
+        return f"Triton cannot start, which needs a C compiler and Python's headers ({reason})"
+    return None
+
+
 def why_not(heads: Tensor) -> str | None:
     """Return the reason why Triton kernels cannot run on a tensor ``(..., d)`` of heads, or None if they can."""
     if heads.device.type != 'cuda' and not interpreted():
@@ -62,7 +84,7 @@ def why_not(heads: Tensor) -> str | None:
         return f'it is for float32, float16 and bfloat16, not for {heads.dtype}'
     if heads.shape[-1] > MAX_DIM:
         return f'it is for heads of {MAX_DIM} channels or fewer, not of {heads.shape[-1]}'
-    return _missing()
+    return _missing() or _cannot_start(heads.device.type, heads.device.index)
 
 
 @torch.compiler.assume_constant_result

@@ -89,6 +89,26 @@ def test_kernels_come_first_on_the_gpus_that_they_were_timed_on(
             assert 'triton' not in [x.name for x in ordered(choice.OPERATORS[op], tensor)]
 
 
+def test_kernels_are_left_out_where_triton_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without a C compiler: 'auto' takes another backend, where a launch would end the training."""
+    pytest.importorskip('triton', minversion='3.2')
+
+    def no_compiler(device: torch.device) -> Any:
+        raise RuntimeError('Failed to find C compiler.')
+
+    on_gpu: Any = SimpleNamespace(device=torch.device('cuda:0'), dtype=torch.float32, shape=(1, 1, 1, 16))
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(triton_backend, 'interpreted', lambda: False)
+    monkeypatch.setattr(triton_backend, 'target_of', no_compiler)
+    triton_backend.start_error.cache_clear()
+    try:
+        reason = triton_backend.why_not(on_gpu)
+        assert reason is not None
+        assert reason.endswith("needs a C compiler and Python's headers (RuntimeError: Failed to find C compiler.)")
+    finally:
+        triton_backend.start_error.cache_clear()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 def test_this_gpu_runs_the_kernels(caplog: pytest.LogCaptureFixture) -> None:

@@ -28,7 +28,7 @@ from mmgate.ops.plug_attention import triton as plug
 
 USUAL = 'as usual'
 EXACT = dict(ms_deform_attn='grid_sample', plug_attention='chunked')  # backends, in float64
-NOISY = ('no pairs', '1 warp', '2 warps')  # switches whose worth depends on where the points lie
+NOISY = ('queries in line', 'no pairs', '1 warp', '2 warps')  # their worth depends on where the points lie
 NOISES = (2, 0, 0.5)  # of the encoder's points, in pixels
 
 
