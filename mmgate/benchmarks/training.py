@@ -107,7 +107,7 @@ def benchmark_training(
         changes = list(SPEEDUPS) if speedup == 'all' else [speedup]
         runs[name] = _step(configs[1], size, batch, device, amp, changes, train)
     within = {name: partial(environment, **values) for name, values in variables.items()}
-    x = f'{size[0]}x{size[1]}_b{batch}'
+    x = f'{size[0]}x{size[1]}_b{batch}' + (f' {amp}' if amp else '')
     start = [torch.zeros((), device=device)]
     clock = time.process_time if processor_time else time.perf_counter
     for row in interleaved('training', runs, x, start, 'step', repetitions, within, clock):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmgate.errors import UnsupportedCall
 
-from .tracing import is_traced
+from .tracing import is_compiling, is_traced
 
 CAN_REGISTER = hasattr(torch.library, 'custom_op')
 
@@ -90,7 +90,17 @@ class Operator:
             self._registered.register_fake(fake)
 
     def __call__(self, *inputs: Any) -> Any:
-        """Call the operator; all arguments are by position, as autograd functions take them."""
+        """Call the operator; all arguments are by position, as autograd functions take them.
+
+        Raises:
+            UnsupportedCall: In a transform of ``torch.func``, such as ``grad`` or ``vmap``, which torch's custom
+                operators do not support.
+        """
+        if not is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UnsupportedCall(
+                'this backend of mmgate does not run under transforms of torch.func. '
+                'Take the one in plain PyTorch, backend="torch".'
+            )
         return self._registered(*inputs) if self._registered and is_traced() else self._eager(*inputs)
 
     def differentiate(self, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:

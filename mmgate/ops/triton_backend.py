@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import os
 from contextlib import AbstractContextManager, nullcontext
+from subprocess import CalledProcessError
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmgate.errors import UnsupportedCall
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OLDEST = (3, 2)  # version of Triton
 MAX_DIM = 128  # the most channels of a head
-COMPILED_FROM = 80  # the oldest sm_ architecture for which the kernels are compiled in our checks
+COMPILED = (80, 86, 89, 90, 100, 120)  # architectures for which our checks compile the kernels
 MEASURED = (90,)  # architectures on which we have run the kernels beside other packages'
 
 
@@ -39,10 +42,21 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def launch(kernel: Any, grid: Any, tensor: Tensor, *arguments: Any, **constants: Any) -> None:
-    """Launch a Triton kernel on the device of its first tensor."""
+    """Launch a Triton kernel on the device of its first tensor.
+
+    Raises:
+        UnsupportedCall: The kernel does not compile here, so that ``auto`` goes on with another backend.
+    """
+    from triton.errors import TritonError
+
+    failures = () if interpreted() else (TritonError, CalledProcessError)
     with _on(tensor.device):
-        # Triton 3.10 turned fused multiply-add off by default.
-        kernel[grid](tensor, *arguments, enable_fp_fusion=True, **constants)
+        try:
+            # Triton 3.10 turned fused multiply-add off by default.
+            kernel[grid](tensor, *arguments, enable_fp_fusion=True, **constants)
+        except failures as error:  # of the kernel, or of the C module that launches it
+            reason = f'{type(error).__name__}: {error}'.strip()[:500]
+            raise UnsupportedCall(f'a Triton kernel does not compile on {tensor.device}: {reason}') from error
 
 
 @functools.cache
@@ -66,7 +80,7 @@ def _cannot_start(device_type: str, index: int | None) -> str | None:
 def start_error(device_type: str, index: int | None) -> str | None:
     """Look for a GPU by Triton and return the error of that, or None.
 
-    Triton then compiles a C module, once for each machine. So a compiler or Python's headers may be missing.
+    Triton then compiles a C module, if it has none in its cache. So a compiler or Python's headers may be missing.
     """
     try:
         target_of(torch.device(device_type) if index is None else torch.device(device_type, index))
@@ -101,12 +115,12 @@ def _architecture(index: int | None) -> int:
 
 def in_order(heads: Tensor) -> bool:
     """Return True on GPUs for which the kernels are known to compile, where ``auto`` may take them."""
-    return heads.device.type == 'cuda' and _architecture(heads.device.index) >= COMPILED_FROM
+    return heads.device.type == 'cuda' and not interpreted() and _architecture(heads.device.index) in COMPILED
 
 
 def first(heads: Tensor) -> bool:
-    """Return True on GPUs on which the kernels were found faster than other packages' operators."""
-    return heads.device.type == 'cuda' and _architecture(heads.device.index) in MEASURED
+    """Return True on GPUs like the one on which we found the kernels faster than mmcv's operator and deformops."""
+    return in_order(heads) and _architecture(heads.device.index) in MEASURED
 
 
 def padded(width: int) -> int:

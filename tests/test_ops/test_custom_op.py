@@ -10,7 +10,7 @@ from conftest import one_graph
 from torch import Tensor
 
 from mmgate.errors import UnsupportedCall
-from mmgate.ops import custom_op
+from mmgate.ops import custom_op, ms_deform_attn
 
 
 def _fake(x: Tensor, y: Tensor | None, factor: float) -> tuple[Tensor, Tensor]:
@@ -69,6 +69,21 @@ def test_gradients_with_a_graph_may_be_changed_in_place(scaled_sum: custom_op.Op
 
 
 @one_graph
+def test_transforms_of_torch_func_get_another_backend(scaled_sum: custom_op.Operator) -> None:
+    x = torch.randn(3)
+    with pytest.raises(UnsupportedCall, match='does not run under transforms of torch.func'):
+        torch.func.grad(lambda y: scaled_sum(y, None, 2.0)[0].sum())(x)
+    value, locations, logits = torch.randn(1, 4, 1, 8), torch.rand(1, 2, 1, 1, 2, 2), torch.randn(1, 2, 1, 1, 2)
+    shapes, starts = torch.tensor([(2, 2)]), torch.tensor([0])
+
+    def by(backend: str) -> Tensor:
+        return torch.func.grad(lambda y: ms_deform_attn(y, shapes, starts, locations, logits, backend=backend).sum())(
+            value
+        )
+
+    torch.testing.assert_close(by('auto'), by('torch'))
+
+
 def test_registered_where_something_traces(scaled_sum: custom_op.Operator) -> None:
     registered = torch.ops.mmgate.test_scaled_sum.default
     x, y = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)

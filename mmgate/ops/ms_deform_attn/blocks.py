@@ -1,4 +1,4 @@
-"""Choose the block sizes of the deformable attention's Triton kernels, by compiler listings and times on an H100."""
+"""Choose the block sizes of the deformable attention's Triton kernels, by compiler listings (times: KERNELS.md)."""
 
 from __future__ import annotations
 

@@ -130,13 +130,14 @@ def check_backend(name: str, modulation: Modulation, gate_width: int, residual: 
 
 
 BACKENDS = OPERATORS['plug_attention'] = (
+    Backend('chunked', chunked.attend, description='rows in chunks'),
+    Backend('torch', reference.attend, exportable=True, description='the reference, with whole maps'),
     Backend(
         'triton',
         triton.attend,
         triton.why_not,
-        in_order=triton_backend.in_order,
+        in_order=triton_backend.first,
+        first=triton_backend.first,
         description='Triton kernels without a map',
     ),
-    Backend('chunked', chunked.attend, description='rows in chunks'),
-    Backend('torch', reference.attend, exportable=True, description='the reference, with whole maps'),
 )
