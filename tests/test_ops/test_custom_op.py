@@ -68,7 +68,6 @@ def test_gradients_with_a_graph_may_be_changed_in_place(scaled_sum: custom_op.Op
     torch.testing.assert_close(x.grad.detach(), torch.ones(3, 4))
 
 
-@one_graph
 def test_transforms_of_torch_func_get_another_backend(scaled_sum: custom_op.Operator) -> None:
     x = torch.randn(3)
     with pytest.raises(UnsupportedCall, match='does not run under transforms of torch.func'):
@@ -84,6 +83,7 @@ def test_transforms_of_torch_func_get_another_backend(scaled_sum: custom_op.Oper
     torch.testing.assert_close(by('auto'), by('torch'))
 
 
+@one_graph
 def test_registered_where_something_traces(scaled_sum: custom_op.Operator) -> None:
     registered = torch.ops.mmgate.test_scaled_sum.default
     x, y = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
