@@ -1,6 +1,11 @@
 """Exceptions for mistakes that a user can mend: command lines print the message without a traceback."""
 
 
+def first_line(error: Exception) -> str:
+    """Return an exception's class and the first line of its message, as a reason why something was left out."""
+    return f'{type(error).__name__}: {error}'.split('\n')[0]
+
+
 class ConfigError(ValueError):
     """Error: the user's input is wrong; the message names the fault, the expected input and the remedy."""
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mmgate.errors import first_line
 from mmgate.layers.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
 from mmgate.ops.backend import OPERATORS, SIZES, ordered, write
@@ -178,7 +179,7 @@ def work(told: Any, rows: Sequence[Row], scale: str, device: torch.device, folde
             else:
                 judge(row, scale, device, torch.load(stored))
         except Exception as error:  # an error of the device returns in all later rows
-            row.out = f'{type(error).__name__}: {error}'.split('\n')[0][:200]
+            row.out = first_line(error)[:200]
         told.send(row)
 
 
@@ -250,10 +251,10 @@ def keep(rows: Sequence[Row], device: torch.device) -> None:
         if not row.out:
             right.setdefault((row.op, row.dtype, row.size), {})[row.backend] = row.ms[MODES[1]]
     kept: dict[str, dict[str, str]] = {}
+    heads = torch.empty(1, 1, 1, 1, device=device)
     for (op, dtype, size), times in right.items():
         best = min(times, key=lambda name: (name == 'torch', times[name]))
-        order = ordered(OPERATORS[op], torch.empty(1, 1, 1, 1, device=device))
-        first = next((backend.name for backend in order if backend.name in times), best)
+        first = next((x.name for x in ordered(OPERATORS[op], heads) if x.name in times), best)
         name = first if times[best] > MARGIN * times[first] else best
         kept.setdefault(op, {})[f'{DTYPES[dtype]} {size}'] = name
     for op, names in kept.items():

@@ -18,7 +18,7 @@ from mmengine.runner import Runner
 from torch import Tensor, nn
 
 from mmgate.analysis.complexity import count_config
-from mmgate.errors import ConfigError
+from mmgate.errors import ConfigError, first_line
 from mmgate.train.load_report import load_weights
 
 from .measure import interleaved, measure
@@ -211,7 +211,7 @@ def _outputs(model: Any, batch: Any) -> list[Tensor]:
         try:
             return list(_tensors(model(**data, mode='tensor')))
         except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-            reason = f'{type(error).__name__}: {error}'.split('\n')[0]
+            reason = first_line(error)
             words = f'{type(model).__name__} shows no output to compare with the vanilla one ({reason}).'
             print_log(words, logger='current', level=logging.WARNING)
             return []

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmgate.errors import first_line
+
 MODES = ('forward', 'forward+backward')
 Providers = Mapping[str, Callable[..., Tensor]]
 Within = Callable[[], AbstractContextManager[Any]]
@@ -99,7 +101,7 @@ def interleaved(
             except Exception as error:  # a kernel does not compile, memory runs out, a package is missing
                 if repetition:
                     raise
-                reason = f'{type(error).__name__}: {error}'.split('\n')[0][:200]
+                reason = first_line(error)[:200]
                 warnings.warn(f'{name} is left out, {mode}: {reason}', stacklevel=2)
                 reasons.append(f'{name}: {reason}')
                 del runs[name]
@@ -135,7 +137,7 @@ def errors(op: str, providers: Providers, x: str, inputs: list[Tensor], exact: C
         try:
             given = [_error(*pair) for pair in zip(_results(run, inputs), expected, strict=True)]
         except Exception as error:  # a kernel does not compile, memory runs out, a package is missing
-            reason = f'{type(error).__name__}: {error}'.split('\n')[0][:200]
+            reason = first_line(error)[:200]
             warnings.warn(f'{name} is left out, error: {reason}', stacklevel=2)
             continue
         found[name] = [given[0], max(given[1:])]

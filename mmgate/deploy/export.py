@@ -13,7 +13,7 @@ from typing import Any
 from mmengine.logging import print_log
 from torch import nn
 
-from mmgate.errors import ConfigError
+from mmgate.errors import ConfigError, first_line
 
 from .build import build_network
 from .compare import Differences, check_finds_something, compare
@@ -87,7 +87,7 @@ def export(
             # Exporters and runtimes raise many kinds of errors.
             except Exception as error:
                 problem = error
-                reason = f'{type(error).__name__}: {error}'.split('\n')[0]
+                reason = first_line(error)
                 if isinstance(error, TimeoutError):
                     reason += '; --time-limit gives it more'
                 print_log(f'not to be written for images of {sides}: {reason}', logger='current')

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from mmgate._environment import log
-from mmgate.errors import ConfigError
+from mmgate.errors import ConfigError, first_line
 from mmgate.layers.base.deformable import MultiScaleDeformableAttention
 from mmgate.layers.base.gated import gated_modules, is_on, remove_gate
 from mmgate.swap import list_attention, swap_attention
@@ -136,7 +136,7 @@ def export_onnx(
         name = type(network.model).__name__
         if dynamic_batch and 'Constraints violated (batch)' in str(error):
             raise ConfigError(f'the code of {name} fixes the number of images; leave dynamic_batch out.') from error
-        reason = f'{type(error).__name__}: {error}'.split('\n')[0]
+        reason = first_line(error)
         raise ConfigError(f'{name} cannot be exported: {reason}') from error
     size = list(tensors[0].shape[-2:])
     takes = f'{network.inputs[0]} of {" x ".join(map(str, size))}'

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmgate.errors import UnsupportedCall
+from mmgate.errors import UnsupportedCall, first_line
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OLDEST = (3, 2)  # version of Triton
@@ -69,24 +69,23 @@ def target_of(device: torch.device) -> Any:
 
 
 @torch.compiler.assume_constant_result
-def _cannot_start(device_type: str, index: int | None) -> str | None:
+def _cannot_start(index: int) -> str | None:
     """Return the reason why Triton cannot start on a GPU, or None; torch.compile calls this once, while it traces."""
-    if interpreted() or not torch.cuda.is_available():  # fake tensors may be on a GPU that is not there
-        return None
-    return start_error(device_type, index)
+    return start_error(index)
 
 
 @functools.cache
-def start_error(device_type: str, index: int | None) -> str | None:
-    """Look for a GPU by Triton and return the error of that, or None.
+def start_error(index: int) -> str | None:
+    """Look for a GPU by Triton and return the error of that, or None, as for fake tensors where there is no GPU.
 
     Triton then compiles a C module, if it has none in its cache. So a compiler or Python's headers may be missing.
     """
+    if not torch.cuda.is_available():
+        return None
     try:
-        target_of(torch.device(device_type) if index is None else torch.device(device_type, index))
+        target_of(torch.device('cuda', index))
     except Exception as error:  # a compiler's exit status, a missing driver, a missing file
-        reason = f'{type(error).__name__}: {error}'.strip().split('\n')[0][:200]
-        return f"Triton cannot start, which needs a C compiler and Python's headers ({reason})"
+        return f"Triton cannot start, which needs a C compiler and Python's headers ({first_line(error)[:200]})"
     return None
 
 
@@ -98,14 +97,20 @@ def why_not(heads: Tensor) -> str | None:
         return f'it is for float32, float16 and bfloat16, not for {heads.dtype}'
     if heads.shape[-1] > MAX_DIM:
         return f'it is for heads of {MAX_DIM} channels or fewer, not of {heads.shape[-1]}'
-    return _missing() or _cannot_start(heads.device.type, heads.device.index)
+    return _missing() or (None if interpreted() else _cannot_start(heads.device.index))
 
 
 @torch.compiler.assume_constant_result
-def _architecture(index: int | None) -> int:
+def _architecture(index: int) -> int:
+    """Return :func:`architecture`; torch.compile calls this once, while it traces."""
+    return architecture(index)
+
+
+@functools.cache
+def architecture(index: int) -> int:
     """Return the number of an NVIDIA GPU's architecture, such as 90 for sm_90; 0 if there is no such GPU.
 
-    torch.compile calls this once, while it traces. Fake tensors may be on a GPU that is not there.
+    Fake tensors may be on a GPU that is not there.
     """
     if torch.version.hip is not None or not torch.cuda.is_available():
         return 0

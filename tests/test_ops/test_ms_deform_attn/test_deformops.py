@@ -1,6 +1,6 @@
 """deformops as a backend, on a stand-in of its signature that samples by the reference.
 
-The package needs Python 3.12, torch 2.11 and CUDA; with the package it ran once, on an H100.
+The package needs Python 3.12, torch 2.11 and CUDA. The backend ran with it once, on an H100.
 """
 
 from __future__ import annotations
