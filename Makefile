@@ -9,19 +9,23 @@ DEMO := configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_sh
 DEMO_BACKBONES := configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py \
 	configs/saga/mask_rcnn/saga-mask-rcnn_swin-demo_1xb8-8e_shapes.py
 
-.PHONY: setup sanitize test-peers demo demo-seg demo-backbones demo-pretrain report test test-slow test-originals test-transformers mutants lint docs bench gpu dist audit
+.PHONY: setup setup-demo sanitize test-peers demo demo-seg demo-backbones demo-pretrain report test test-slow test-originals test-transformers test-torch mutants lint docs bench gpu dist audit
 export PYTHON VENV
 
 setup:
 	@tools/dev/setup_env.sh
 
-demo: setup
+# What the demos need, without a compiler: mmcv's operators are torch's then.
+setup-demo:
+	@tools/dev/setup_env.sh demo
+
+demo: setup-demo
 	@$(PY) tools/dev/demo.py $(DEMO)
 
-demo-seg: setup
+demo-seg: setup-demo
 	@$(PY) tools/dev/demo.py $(DEMO_SEG)
 
-demo-backbones: setup
+demo-backbones: setup-demo
 	@$(PY) tools/dev/demo.py $(DEMO_BACKBONES)
 
 demo-pretrain: setup
@@ -55,6 +59,14 @@ test-transformers: export OMP_NUM_THREADS ?= 1
 test-transformers:
 	@VENV=$(VENV)-transformers tools/dev/setup_env.sh transformers
 	@$(VENV)-transformers/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(strip $(SUITE))
+
+# Operators, layers and gates beside torch alone, of any version: make test-torch TORCH=2.11.0
+test-torch: SUITE = tests/test_ops tests/test_layers tests/test_swap.py tests/test_starts.py tests/test_fake_tensors.py
+test-torch: export TORCH ?= 2.11.0
+test-torch: VENV := .venv-torch-$(TORCH)
+test-torch:
+	@tools/dev/setup_env.sh torch
+	@$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(strip $(SUITE))
 
 # Other packages' operators as backends: torch-ms-deform-attn, compiled against this torch into a folder beside the
 # environment, which stays as it is.
