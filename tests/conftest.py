@@ -6,7 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +24,7 @@ if not torch.cuda.is_available():
 # Threads of the processes that tests start. Those of this one are set below.
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 
-from mmgate._environment import available
+from mmgate._environment import MM, available, torch_alone
 from mmgate.ops.ms_deform_attn.native import why_not as no_native
 
 # A core for each process: threads that wait for a core of another process can make a test a hundred times as long.
@@ -168,6 +168,18 @@ def within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GridExecutor, '__call__', launch)
     for name, mask_at in (('create_masked_load', 1), ('create_masked_store', 2), ('create_atomic_rmw', 3)):
         monkeypatch.setattr(InterpreterBuilder, name, checked(getattr(InterpreterBuilder, name), mask_at))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, None]:
+    """Skip the test files that import an mm package if there is none, as in ``make test-torch``."""
+    report = (yield).get_result()
+    cause = report.call.excinfo.value.__cause__ if report.failed else None
+    if isinstance(cause, ModuleNotFoundError) and torch_alone():
+        package = str(cause.name).partition('.')[0]
+        if package in MM:
+            report.outcome = 'skipped'
+            report.longrepr = (str(collector.path), None, f'Skipped: needs {package}')
 
 
 @pytest.fixture(autouse=True)

@@ -175,6 +175,7 @@ def run_part(model: Any, data: dict[str, Any], part: str) -> None:
 @pytest.mark.parametrize('name', MODELS)
 def test_a_demos_model_stays_on_its_device(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the parts in which a host reads numbers. No line of mmgate copies, or is met with two devices."""
+    pytest.importorskip('mmdet')
     from mmdet.models.layers import DeformableDetrTransformerEncoder as Encoder
 
     # mmdet reads the sizes of the levels, one by one, of a tensor on the device.

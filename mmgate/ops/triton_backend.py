@@ -20,8 +20,15 @@ COMPILED = (80, 86, 89, 90, 100, 120)  # architectures for which our checks comp
 MEASURED = (90,)  # architectures on which we have run the kernels beside other packages'
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def _missing() -> str | None:
+    """Return :func:`missing`; torch.compile calls this once, as it traces no import that fails."""
+    return missing()
+
+
+@functools.cache
+def missing() -> str | None:
+    """Return the reason why there is no Triton for our kernels, or None."""
     try:
         import triton
     except ImportError:

@@ -51,7 +51,7 @@ case $SET in
     ;;
   torch)
     VENV=${VENV:-.venv-torch-$TORCH}
-    PACKAGES=('.' "pytest>=8" "pytest-xdist>=3.6" "hypothesis>=6.100" psutil)
+    PACKAGES=('.' safetensors "pytest>=8" "pytest-xdist>=3.6" "hypothesis>=6.100" psutil)
     ;;
   *) echo "usage: $0 [demo|forks|originals|transformers|torch]" >&2; exit 2 ;;
 esac

@@ -11,12 +11,11 @@ import torch
 from conftest import assert_same, needs_native, one_graph, values_and_gradients
 from helpers.sampler_inputs import CASES, make_inputs
 from helpers.samplings import by_backend, compare, drawn, exactly
-from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmgate.errors import UnsupportedCall
-from mmgate.ops import ms_deform_attn
+from mmgate.ops import ms_deform_attn, triton_backend
 from mmgate.ops import native as library
 from mmgate.ops.backend import OPERATORS, candidates
 from mmgate.ops.ms_deform_attn import cpu, deformops, mmcv
@@ -30,6 +29,7 @@ BACKENDS = ['torch', 'cpu', 'grid_sample', NATIVE]
 @pytest.mark.parametrize('case', CASES)
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_every_backend_agrees_with_mmcv(case: str, backend: str) -> None:
+    peer = pytest.importorskip('mmcv.ops.multi_scale_deform_attn').multi_scale_deformable_attn_pytorch
     inputs = make_inputs(case)
     if case == 'empty_batch':
         actual = values_and_gradients(lambda *x: ms_deform_attn(*x, backend=backend), inputs, (0, 3, 4))
@@ -37,9 +37,7 @@ def test_every_backend_agrees_with_mmcv(case: str, backend: str) -> None:
         return
 
     def theirs(value: Tensor, shapes: Tensor, start: Tensor, locations: Tensor, logits: Tensor) -> Tensor:
-        return multi_scale_deformable_attn_pytorch(
-            value, shapes, locations, logits.flatten(-2).softmax(-1).view_as(logits)
-        )
+        return peer(value, shapes, locations, logits.flatten(-2).softmax(-1).view_as(logits))
 
     expected = values_and_gradients(theirs, inputs, (0, 3, 4))
     actual = values_and_gradients(lambda *x: ms_deform_attn(*x, backend=backend), inputs, (0, 3, 4))
@@ -143,6 +141,23 @@ def test_compiles_without_graph_break(backend: str) -> None:
     compiled = torch.compile(lambda *x: ms_deform_attn(*x, backend=backend), fullgraph=True, backend='aot_eager')
     expected = values_and_gradients(lambda *x: ms_deform_attn(*x, backend=backend), inputs, (0, 3, 4, 5))
     assert_same(values_and_gradients(compiled, inputs, (0, 3, 4, 5)), expected, rtol=1e-4, atol=1e-5)
+
+
+@one_graph
+def test_compiles_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tracer follows no import that fails, as Triton's beside a CPU build of torch."""
+
+    def missing() -> str | None:
+        try:
+            import no_such_package  # noqa: F401
+        except ImportError:
+            return 'not installed'
+        return None
+
+    monkeypatch.setattr(triton_backend, 'missing', missing)
+    inputs = make_inputs('two_levels', torch.float32)
+    compiled = torch.compile(ms_deform_attn, fullgraph=True, backend='eager')
+    torch.testing.assert_close(compiled(*inputs), ms_deform_attn(*inputs))
 
 
 @pytest.mark.parametrize('backend', BACKENDS)
