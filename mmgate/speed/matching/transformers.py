@@ -130,7 +130,8 @@ class MatchedOnceCriterion(nn.Module):
             targets: For each image ``class_labels`` ``(G,)`` and ``boxes`` ``(G, 4)``.
 
         Raises:
-            ValueError: A predicted box or that of an object has a negative width or height, or is NaN; or a cost is NaN.
+            ValueError: A predicted box or that of an object has a negative width or height, or is NaN.
+            ConfigError: A cost is NaN.
         """
         layers = [*outputs.get('auxiliary_outputs', ()), outputs]
         if 'enc_outputs' in outputs:
@@ -207,9 +208,7 @@ class _UntilTheyAreCopied(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _pairs(
-    cost: Tensor, sizes: Sequence[int], groups: int, device: torch.device | str, place: str
-) -> list[Pairs]:
+def _pairs(cost: Tensor, sizes: Sequence[int], groups: int, device: torch.device | str, place: str) -> list[Pairs]:
     """Match each image's predictions and objects on the CPU, and move all pairs to a device in one copy.
 
     Args:

@@ -53,7 +53,8 @@ def test_costs_that_are_no_numbers_are_named(part: str, value: float, rows: int,
     generator = torch.Generator().manual_seed(0)
     given = predictions(generator, 4), objects(generator, 2)
     given[0][part][:rows] = value
-    for meta, name in ((META, '0'), (dict(META, img_path='a.jpg'), 'a.jpg'), (dict(img_shape=(64, 96)), 'without a name')):
+    unnamed = dict(img_shape=META['img_shape'])
+    for meta, name in ((META, '0'), (dict(META, img_path='a.jpg'), 'a.jpg'), (unnamed, 'without a name')):
         with pytest.raises(ConfigError, match=f'^The predictions of image {name} cannot be matched.*: {said}'):
             HungarianAssigner(deepcopy(COSTS['focal'])).assign(*given, meta)
 

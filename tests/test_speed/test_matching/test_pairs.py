@@ -85,5 +85,5 @@ def test_the_remedy_depends_on_mixed_precision(
 ) -> None:
     monkeypatch.setattr(pairs, 'autocast_dtype', lambda kind: dtype if kind == 'cuda' else None)
     for value in (torch.nan, -torch.inf, torch.inf):
-        with pytest.raises(ConfigError, match=f'of layer 2 cannot be .*: the cost is NaN or infinite in 6 of 6 .*{said}'):
+        with pytest.raises(ConfigError, match=f'of layer 2 cannot be .*: the cost is NaN or infinite in 6.*{said}'):
             pairs.match_pairs(torch.full((3, 2), value), 'layer 2')
