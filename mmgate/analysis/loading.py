@@ -31,6 +31,7 @@ from mmgate.train.config_file import (
     check_checkpoint,
     check_data,
     config_parser,
+    host_package,
     merge_options,
     read_config,
     type_name,
@@ -60,7 +61,7 @@ class LoadedModel:
         Raises:
             ConfigError: An image or the data set is missing.
         """
-        init_default_scope(self.cfg.get('default_scope') or 'mmdet')
+        init_default_scope(host_package(self.cfg) or 'mmdet')
         for sample in track_iter_progress(self._samples(args)):
             yield pseudo_collate([sample()])
 
@@ -181,7 +182,7 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', *, whole: bool
     Raises:
         ConfigError: The checkpoint cannot be read, is not the model's, or does not fill all of it (``whole``).
     """
-    init_default_scope(cfg.get('default_scope') or 'mmdet')
+    init_default_scope(host_package(cfg) or 'mmdet')
     if checkpoint != UNTRAINED:
         check_checkpoint(checkpoint, sharded=False)
     torch.manual_seed(0)

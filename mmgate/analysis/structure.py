@@ -17,6 +17,7 @@ from mmgate.hosts.table import gate_of_type
 from mmgate.registry import MODELS as MMGATE_MODELS
 from mmgate.rules import write_rule
 from mmgate.swap import Attention, list_attention, path_regex, type_named
+from mmgate.train.config_file import host_package
 
 __all__ = ['Attention', 'NoLanguageModel', 'build_structure', 'list_attention', 'rules_to_paste']
 
@@ -29,7 +30,7 @@ def build_structure(cfg: Config) -> nn.Module:
     """
     if 'model' not in cfg:
         raise ConfigError(f'config {cfg.filename} has no model.')
-    init_default_scope(cfg.get('default_scope') or 'mmdet')
+    init_default_scope(host_package(cfg) or 'mmdet')
     model = {**cfg.model, **_apart(cfg.model)}
     try:
         try:

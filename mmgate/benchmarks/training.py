@@ -22,7 +22,7 @@ from torch import Tensor
 
 import mmgate
 from mmgate.analysis.complexity import empty_sample
-from mmgate.train.config_file import mappings, read_config
+from mmgate.train.config_file import host_package, mappings, read_config, type_name
 
 from .measure import Row, environment, interleaved, throughput
 
@@ -40,7 +40,8 @@ def _group(cfg: Config) -> None:
 
 def _match(cfg: Config) -> None:
     kind = cfg.model.bbox_head.type
-    cfg.model.bbox_head.update(type='mmgate.MatchedOnce', host=kind if '.' in kind else f'mmdet.{kind}')
+    host = f'mmdet.{kind}' if isinstance(kind, str) and '.' not in kind else kind
+    cfg.model.bbox_head.update(type='mmgate.MatchedOnce', host=host)
 
 
 def _hook(name: str) -> Callable[[Config], None]:
@@ -93,7 +94,8 @@ def benchmark_training(
     """
     configs = [read_config(given) if isinstance(given, str) else given for given in (peer, ours)]
     names = [Path(cfg.filename).stem for cfg in configs]
-    if names[0] == names[1] and configs[0].model != configs[1].model:
+    # Two readings of a config in pure Python differ, their texts do not.
+    if names[0] == names[1] and configs[0].model.to_dict() != configs[1].model.to_dict():
         names[1] += ', gated'
     runs: dict[str, Step] = {names[0]: _step(configs[0], size, batch, device, amp)}
     step = _step(configs[1], size, batch, device, amp, train=train)
@@ -128,7 +130,7 @@ def _step(
     cfg = deepcopy(given)
     for speedup in speedups:
         SPEEDUPS[speedup](cfg)
-    init_default_scope(cfg.get('default_scope', 'mmdet'))
+    init_default_scope(host_package(cfg) or 'mmdet')
     torch.manual_seed(0)
     _drop_pretrained(cfg.model)
     model = MODELS.build(deepcopy(cfg.model)).to(device)
@@ -143,7 +145,7 @@ def _step(
     data = random_batch(cfg, size, batch)
     run = SimpleNamespace(model=model, logger=MMLogger.get_current_instance(), optim_wrapper=optimizer)
     for hook in cfg.get('custom_hooks', []):
-        if hook['type'].rpartition('.')[2] in ('ChannelsLastHook', 'CompileHook', 'Float32Hook'):
+        if type_name(hook) in ('ChannelsLastHook', 'CompileHook', 'Float32Hook'):
             built = HOOKS.build(hook)
             built.before_run(run)
             built.before_train(run)
@@ -164,7 +166,7 @@ def random_batch(cfg: Config, size: tuple[int, int], batch: int) -> dict[str, An
     """
     keys = ('num_classes', 'num_things_classes')  # Mask2Former of mmdet has the latter
     classes = min(entry[key] for _, entry in mappings(cfg.model) for key in keys if entry.get(key) is not None)
-    if cfg.get('default_scope') == 'mmseg':
+    if host_package(cfg) == 'mmseg':
         return _labelled_maps(size, batch, classes)
     return _labelled_boxes(size, batch, classes)
 

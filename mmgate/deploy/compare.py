@@ -13,7 +13,7 @@ from mmengine.model import BaseModel
 from mmengine.structures import BaseDataElement, InstanceData
 from torch import Tensor
 
-from mmgate.errors import ConfigError
+from mmgate.errors import ConfigError, first_line
 
 from .network import Network, Run
 
@@ -66,11 +66,22 @@ def check_finds_something(model: BaseModel, batches: Iterable[dict[str, Any]], t
     """Raise ConfigError if PyTorch finds nothing in the images, because every file would agree with it there.
 
     Raises:
-        ConfigError: There is no detection, and no map of more than one class.
+        ConfigError: There is no detection, and no map of more than one class; or the model cannot predict.
     """
     with torch.no_grad():
         for batch in batches:
-            for result in model.test_step(deepcopy(batch)):
+            try:
+                results = model.test_step(deepcopy(batch))
+            # Hosts raise many kinds of errors.
+            except Exception as error:
+                slides = (getattr(model, 'test_cfg', None) or {}).get('mode') == 'slide'
+                whole = (
+                    " mmseg's Mask2Former takes no windows: --cfg-options model.test_cfg.mode=whole." if slides else ''
+                )
+                raise ConfigError(
+                    f'PyTorch fails on these images, as tools/test.py would: {first_line(error)}.{whole}'
+                ) from error
+            for result in results:
                 found = 'pred_instances' in result and bool((result.pred_instances.scores > threshold).any())
                 if found or any(len(classes.unique()) > 1 for classes in _maps(result)):
                     return

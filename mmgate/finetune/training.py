@@ -88,12 +88,17 @@ def frozen_parts_without_weights(model: nn.Module) -> list[str]:
     """
     model = unwrap_model(model)
     filled = tuple(f'{name}.' if name else '' for name, module in model.named_modules() if _is_pretrained(module))
-    frozen = [
+    frozen = frozen_parameters(model)
+    return list(dict.fromkeys(name.partition('.')[0] for name in frozen if not name.startswith(filled)))
+
+
+def frozen_parameters(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that :func:`train_only_gates` has frozen in a model or in a part of it."""
+    return [
         f'{prefix}.{name}'.lstrip('.')
         for prefix, module in model.named_modules()
         for name in vars(module).get('frozen_by_gates', ())
     ]
-    return list(dict.fromkeys(name.partition('.')[0] for name in frozen if not name.startswith(filled)))
 
 
 def untrained_parts(model: nn.Module) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mmgate.errors import ConfigError
 from mmgate.train import cli
-from mmgate.train.config_file import read_config
+from mmgate.train.config_file import host_package, read_config
 
 PACKAGES = ('mmdet', 'mmseg', 'mmgate')
 
@@ -84,7 +84,7 @@ def find(name: str, arguments: Sequence[str] = ()) -> Path:
     hosts = [each for each in PACKAGES[:2] if each in found]
     if len(hosts) == 2:
         config = next((a for a in arguments if a.endswith('.py') and (_is_external(a) or osp.isfile(a))), None)
-        scope = read_config(config).get('default_scope') if config else None
+        scope = host_package(read_config(config)) if config else None
         if scope not in hosts:
             raise ConfigError(f'{name} is a tool of both packages: write mmdet:{wanted} or mmseg:{wanted}.')
         return found[scope]

@@ -28,7 +28,7 @@ from mmgate.layers.base.gate import Gate
 from mmgate.ops.backend import OPERATORS, candidates
 
 from .accumulation import enable_auto_accumulate, enable_auto_scale_lr
-from .config_file import add_trust_option, check_files, config_parser, load_config, mappings, type_name
+from .config_file import add_trust_option, check_files, config_parser, host_package, load_config, mappings, type_name
 from .data_check_hook import DataCheckHook, refuse_foreign_classes
 from .gate_options import add_gate_options, put_gates
 from .load_report import LoadReportHook
@@ -135,8 +135,8 @@ def test(argv: list[str]) -> None:
     )
     args = _parse(parser, argv)
     cfg = load_config(args)
-    scope = cfg.get('default_scope')
-    pickled = args.out if scope != 'mmseg' else None
+    host = host_package(cfg)
+    pickled = args.out if host != 'mmseg' else None
     if pickled and not pickled.endswith(('.pkl', '.pickle')):
         raise ConfigError(f'--out {pickled}: predictions are dumped into a .pkl or .pickle file.')
     cfg.load_from = args.checkpoint
@@ -154,7 +154,7 @@ def test(argv: list[str]) -> None:
         runner.logger.warning(note)
     runner.register_hook(LoadReportHook(args.checkpoint, allow_mismatch=args.allow_mismatch, gates=args.gates))
     if pickled:
-        if scope == 'mmpretrain':
+        if host == 'mmpretrain':
             from mmengine.evaluator import DumpResults as Dump
         else:
             from mmdet.evaluation import DumpDetResults as Dump
@@ -253,30 +253,31 @@ def enable_visualization(cfg: Config, *, show: bool, show_dir: str | None, wait_
         ConfigError: The config has no visualization hook.
     """
     hook = cfg.get('default_hooks', {}).get('visualization')
-    scope = cfg.get('default_scope')
+    host = host_package(cfg)
     if hook is None:
         raise ConfigError('--show and --show-dir need default_hooks.visualization in the config.')
-    hook['enable' if scope == 'mmpretrain' else 'draw'] = True
+    hook['enable' if host == 'mmpretrain' else 'draw'] = True
     if show:
         hook.show = True
         hook.wait_time = wait_time
-    if show_dir and scope == 'mmseg':
+    if show_dir and host == 'mmseg':
         cfg.visualizer.save_dir = show_dir
     elif show_dir:
-        hook['out_dir' if scope == 'mmpretrain' else 'test_out_dir'] = show_dir
+        hook['out_dir' if host == 'mmpretrain' else 'test_out_dir'] = show_dir
 
 
 def enable_tta(cfg: Config) -> None:
     """Change a config to test-time augmentation (``--tta``): its own, or a horizontal flip if it has none."""
     tta_cfg = dict(nms=dict(type='nms', iou_threshold=0.5), max_per_img=100)
+    host = host_package(cfg) or 'mmdet'
     keys = ['img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor', 'flip', 'flip_direction']
-    model: dict = dict(type='DetTTAModel', tta_cfg=tta_cfg)
-    pack: dict = dict(type='PackDetInputs', meta_keys=keys)
-    if cfg.get('default_scope') == 'mmseg':
-        model = dict(type='SegTTAModel')
-        pack = dict(type='PackSegInputs')
-    elif cfg.get('default_scope') == 'mmpretrain':
-        model = dict(type='AverageClsScoreTTA')
+    model: dict = dict(type='mmdet.DetTTAModel', tta_cfg=tta_cfg)
+    pack: dict = dict(type='mmdet.PackDetInputs', meta_keys=keys)
+    if host == 'mmseg':
+        model = dict(type='mmseg.SegTTAModel')
+        pack = dict(type='mmseg.PackSegInputs')
+    elif host == 'mmpretrain':
+        model = dict(type='mmpretrain.AverageClsScoreTTA')
         pack = {}
     dataset = cfg.test_dataloader.dataset
     while 'dataset' in dataset:
@@ -284,7 +285,7 @@ def enable_tta(cfg: Config) -> None:
     if 'tta_pipeline' not in cfg:
         *steps, last = deepcopy(dataset.pipeline)
         # Annotations stay outside, because they must not be flipped.
-        flips = [dict(type='RandomFlip', prob=prob) for prob in (0.0, 1.0)]
+        flips = [dict(type=f'{host}.RandomFlip', prob=prob) for prob in (0.0, 1.0)]
         cfg.tta_pipeline = [*steps, dict(type='TestTimeAug', transforms=[flips, [pack or last]])]
     cfg.model = ConfigDict(**cfg.get('tta_model', model), module=cfg.model)
     dataset.pipeline = cfg.tta_pipeline

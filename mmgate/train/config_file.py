@@ -18,7 +18,7 @@ from mmengine.config import Config, DictAction
 from mmengine.registry import DATASETS, METRICS
 from mmengine.utils import import_modules_from_strings
 
-from mmgate._environment import MM, why_not
+from mmgate._environment import EXTRAS, HOSTS, MM, why_not
 from mmgate.checkpoints.loading import TRUST
 from mmgate.errors import ConfigError
 
@@ -151,6 +151,26 @@ def type_name(entry: Mapping[str, Any]) -> str:
     """Return the name of the class that a config entry's ``type`` is or names, without a scope."""
     kind = entry.get('type')
     return getattr(kind, '__name__', str(kind)).rpartition('.')[2]
+
+
+def host_package(cfg: Config) -> str | None:
+    """Return the package that a config's model is of: ``'mmdet'``, ``'mmseg'`` or ``'mmpretrain'``; None if unknown.
+
+    It is the ``default_scope``, any package's, or in a config without one, as those in pure Python are, the package of
+    the class or the scope of the name that ``model`` or its data preprocessor has.
+    """
+    if cfg.get('default_scope'):
+        return str(cfg.default_scope)
+    model = cfg.get('model') or {}
+    preprocessor = model.get('data_preprocessor') or cfg.get('data_preprocessor') or {}
+    for kind in (model.get('host'), model.get('type'), preprocessor.get('type')):
+        # A class of the user's own is derived from one of a package.
+        names = [base.__module__ for base in kind.__mro__] if isinstance(kind, type) else [str(kind)]
+        packages = [name.partition('.')[0] for name in names if '.' in name]
+        found = next((package for package in packages if package in (*HOSTS, *EXTRAS)), None)
+        if found:
+            return found
+    return None
 
 
 def add_trust_option(parser: argparse.ArgumentParser) -> None:

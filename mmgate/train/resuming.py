@@ -12,6 +12,7 @@ from mmgate._environment import log
 from mmgate.checkpoints.plain_config import literal_setting
 from mmgate.errors import ConfigError
 from mmgate.finetune import gate_parameters
+from mmgate.finetune.training import frozen_parameters
 from mmgate.layers.base.gate import is_gate_key
 from mmgate.layers.base.gated import current_key
 from mmgate.wrappers import unwrap_model
@@ -24,7 +25,8 @@ MOST = 3  # settings in one message
 def refuse_other_run(runner: Runner, checkpoint: Mapping[str, Any], source: str) -> None:
     """Raise ConfigError if a checkpoint to resume from has other gates or optimizer groups than this run.
 
-    Rules that have changed and still fit are warned of.
+    Rules that have changed and still fit are warned of, and so is another ``train``. The optimizer's state of what it
+    freezes is taken out of the checkpoint.
 
     The optimizer's state would belong to other tensors; torch's error, at times only at the first step, names none.
 
@@ -45,6 +47,14 @@ def refuse_other_run(runner: Runner, checkpoint: Mapping[str, Any], source: str)
         raise ConfigError(
             f'{source} cannot be resumed: {problem}.{since} Give the config that the run began with, or start a new '
             f'run from its weights: --cfg-options load_from={source}, without --resume.'
+        )
+    dropped = _drop_state_of_frozen(runner, checkpoint)
+    trains = [one for one in changed if _is_of_train(one)]
+    if trains:
+        log(
+            f'{source} is of a run in which other parameters trained, {"; ".join(trains)}. Parameters that train anew '
+            f'start without a state of the optimizer, and that of the {dropped} now frozen is dropped.',
+            logging.WARNING,
         )
     rules = [one for one in changed if _is_of_rules(one)]
     if rules:
@@ -112,6 +122,28 @@ def _changed(runner: Runner, checkpoint: Mapping[str, Any]) -> list[str]:
         if there is not None and here is not None:
             found += differences(there, here, name)
     return [one for one in found if not one.partition(':')[0].endswith('.backend')]  # of the machine, not of the run
+
+
+def _drop_state_of_frozen(runner: Runner, checkpoint: Mapping[str, Any]) -> int:
+    """Remove the optimizer's state of parameters that ``train`` has frozen from a checkpoint; return their number."""
+    saved = checkpoint.get('optimizer')
+    groups = getattr(getattr(getattr(runner, 'optim_wrapper', None), 'optimizer', None), 'param_groups', None)
+    if not groups or not isinstance(saved, Mapping) or not saved.get('state'):
+        return 0
+    model = unwrap_model(runner.model)
+    frozen = {id(model.get_parameter(name)) for name in frozen_parameters(model)}
+    dropped = 0
+    # As in torch, the numbers of the state count through the groups' parameters.
+    for before, now in zip(saved['param_groups'], groups, strict=True):
+        for number, parameter in zip(before['params'], now['params'], strict=True):
+            dropped += id(parameter) in frozen and saved['state'].pop(number, None) is not None
+    return dropped
+
+
+def _is_of_train(setting: str) -> bool:
+    """Return True if a changed setting is what trains; ``train='all'`` is the default."""
+    name, _, values = setting.partition(': ')
+    return name.endswith('.train') and set(values.split(' -> ')) != {'not set', "'all'"}
 
 
 def _is_of_rules(setting: str) -> bool:

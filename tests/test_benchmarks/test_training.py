@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from helpers.pure_python import write_in_pure_python
+from helpers.small_demo import CONFIG
 from mmengine.hub import get_config
 
 from mmgate.benchmarks.training import benchmark_training, random_batch
+from mmgate.train.config_file import read_config
 
 
 @pytest.mark.parametrize(
@@ -34,6 +38,14 @@ def test_the_benchmark_times_training_steps_of_a_config(
     images = {row.provider: row.y_50 for row in rows if row.metric == 'throughput'}
     assert images == pytest.approx({name: 1e3 / ms for name, ms in times.items()}, rel=1e-3, abs=1e-3)
     assert os.environ['MMGATE_MS_DEFORM_ATTN'] == 'torch' and 'MMGATE_PLUG_ATTENTION' not in os.environ
+
+
+def test_the_peer_is_a_config_in_pure_python(tmp_path: Path) -> None:
+    (tmp_path / 'text.py').write_text(CONFIG.replace('EPOCHS', '1'))
+    peer = write_in_pure_python(read_config(str(tmp_path / 'text.py')), tmp_path / 'pure.py')
+    options = dict(size=(64, 96), batch=1, repetitions=1, device='cpu', speedups=('groups', 'matcher'))
+    rows = list(benchmark_training(peer, peer, **options))
+    assert {row.provider for row in rows} == {'pure', *(f'pure, {name}' for name in ('auto', 'groups', 'matcher'))}
 
 
 def test_mask2formers_classes_have_another_name() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers.exported import build
+from helpers.exported import batches, build
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 from torch import Tensor
 
@@ -36,6 +37,17 @@ def differences(expected: Any, actual: Any) -> Differences:
     """Compare the results of two models that return these."""
     net: Any = SimpleNamespace(serve=lambda run: None, host=model(actual))
     return compare(model(expected), net, None, [{}])
+
+
+def test_a_model_that_cannot_predict_is_refused_in_one_line(tmp_path: Path) -> None:
+    """mmseg's Mask2Former makes a map of the whole image from each window."""
+    segmentor = build('plug-mask2former')
+    segmentor.test_cfg.update(mode='slide', crop_size=(64, 64), stride=(32, 32))
+    said = r'PyTorch fails on these images, .*: RuntimeError: .* takes no windows: .*model\.test_cfg\.mode=whole\.$'
+    with pytest.raises(ConfigError, match=said):
+        check_finds_something(segmentor, batches('plug-mask2former', tmp_path), 0.05)
+    with pytest.raises(ConfigError, match=r"would: TypeError: 'NoneType' object is not callable\.$"):
+        check_finds_something(SimpleNamespace(test_step=None), [{}], 0.05)
 
 
 @pytest.mark.parametrize(

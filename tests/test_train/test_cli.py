@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
 import torch
 from conftest import needs_mmpretrain
+from helpers.pure_python import write_in_pure_python
+from helpers.small_demo import CONFIG, SEGMENTOR
 from mmengine.config import Config
+from mmengine.registry import MODELS, TRANSFORMS, init_default_scope
 from torch import nn
 
 import mmgate
 from mmgate.errors import ConfigError
 from mmgate.train import cli
+from mmgate.train.config_file import read_config
 from mmgate.train.gate_options import put_gates
 
 SMALL = """
@@ -91,9 +98,11 @@ def test_resume_takes_a_file_or_looks_for_one(folder: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     'scope, draws, where, model, packs',
     [
-        ('mmdet', 'draw', 'test_out_dir', 'DetTTAModel', 'PackDetInputs'),
-        ('mmseg', 'draw', None, 'SegTTAModel', 'PackSegInputs'),
-        pytest.param('mmpretrain', 'enable', 'out_dir', 'AverageClsScoreTTA', 'Pack', marks=needs_mmpretrain),
+        ('mmdet', 'draw', 'test_out_dir', 'mmdet.DetTTAModel', 'mmdet.PackDetInputs'),
+        ('mmseg', 'draw', None, 'mmseg.SegTTAModel', 'mmseg.PackSegInputs'),
+        pytest.param(
+            'mmpretrain', 'enable', 'out_dir', 'mmpretrain.AverageClsScoreTTA', 'Pack', marks=needs_mmpretrain
+        ),
     ],
 )
 def test_flags_of_painting_and_augmentation_change_the_config(
@@ -110,6 +119,24 @@ def test_flags_of_painting_and_augmentation_change_the_config(
     del cfg.default_hooks.visualization
     with pytest.raises(ConfigError, match=r'need default_hooks\.visualization'):
         cli.enable_visualization(cfg, show=True, show_dir=None, wait_time=0)
+
+
+@pytest.mark.parametrize('config', [CONFIG, SEGMENTOR], ids=['detector', 'segmentor'])
+def test_augmentation_of_a_config_in_pure_python(config: str, tmp_path: Path) -> None:
+    """It has no scope in which names without one would be found."""
+    text = tmp_path / 'text.py'
+    text.write_text(config.replace('EPOCHS', '1'))
+    cfg = read_config(write_in_pure_python(read_config(str(text)), tmp_path / 'pure.py'))
+    put_gates(cfg, [], train='gates')
+    host = type(MODELS.build(deepcopy(cfg.model)))
+    cli.enable_tta(cfg)
+    init_default_scope('mmengine')
+    assert type(MODELS.build(cfg.model).module) is host
+    cv2.imwrite(str(tmp_path / 'image.png'), np.zeros((64, 64, 3), np.uint8))
+    load, *_, augment = (TRANSFORMS.build(step) for step in cfg.tta_pipeline)
+    assert type(augment).__name__ == 'TestTimeAug'
+    seen = augment(load(dict(img_path=str(tmp_path / 'image.png'), img_id=0, seg_fields=[])))
+    assert [sample.flip for sample in seen['data_samples']] == [False, True]
 
 
 @pytest.mark.parametrize('tta', [[], ['--tta']], ids=['plain', 'augmented'])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from mmdet.datasets import CocoDataset
+from mmdet.models import DETR
 from mmengine.config import Config
 from mmengine.runner import Runner
 
@@ -27,6 +28,30 @@ from mmgate.train.config_file import check_checkpoint, check_data, check_pretrai
 def test_types_as_names_and_as_classes(kind: Any, name: str) -> None:
     """Configs in Python's style have classes."""
     assert config_file.type_name(dict(type=kind)) == name
+
+
+class OwnDetector(DETR):
+    """Of a user."""
+
+
+@pytest.mark.parametrize(
+    ('content', 'package'),
+    [
+        (dict(default_scope='mmseg', model=dict(type='mmdet.DETR')), 'mmseg'),
+        (dict(default_scope='mmrotate', model=dict(type='R')), 'mmrotate'),
+        (dict(model=dict(type='mmseg.EncoderDecoder')), 'mmseg'),
+        (dict(default_scope=None, model=dict(type=OwnDetector, backbone=dict(type='mmseg.MiT'))), 'mmdet'),
+        (dict(model=dict(type='mmgate.Gated', host='mmseg.EncoderDecoder')), 'mmseg'),
+        (dict(model=dict(type='mmgate.Gated', host='mmdet.models.detectors.detr.DETR')), 'mmdet'),
+        (dict(model=dict(type='Gated', host=DETR)), 'mmdet'),
+        (dict(model=dict(type='Mine', data_preprocessor=dict(type='mmseg.SegDataPreProcessor'))), 'mmseg'),
+        (dict(model=dict(type='Mine'), data_preprocessor=dict(type='mmpretrain.ClsDataPreprocessor')), 'mmpretrain'),
+        (dict(model=dict(type='Mine')), None),
+        (dict(), None),
+    ],
+)
+def test_the_package_of_a_config(content: dict[str, Any], package: str | None) -> None:
+    assert config_file.host_package(Config(content)) == package
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,32 @@ def test_rules_that_still_fit_are_warned_of(checkpoint: Path, tmp_path: Path) ->
     assert 'WARNING' in line and line.endswith("model.attention.0.gml: not set -> 'sum'.")
 
 
+@pytest.mark.parametrize(
+    ('before', 'now', 'said'),
+    [
+        ('all', 'gates', r"model.train: .* -> 'gates'. .* that of the 10 now frozen is dropped"),
+        ('gates', 'attention', r"model.train: 'gates' -> 'attention'. .* that of the 0 now frozen"),
+        ('all', 'all', ''),
+    ],
+)
+def test_another_train_is_warned_of_and_the_frozen_keep_no_state(
+    checkpoint: Path, tmp_path: Path, before: str, now: str, said: str
+) -> None:
+    """The run of the fixture does not name what trains, which is all."""
+    if before != 'all':
+        (tmp_path / before).mkdir()
+        train(tmp_path / before, f"model = dict(train='{before}')")
+        checkpoint = tmp_path / before / 'work/iter_1.pth'
+    status, log = train(tmp_path, f"model = dict(train='{now}')", '--resume', str(checkpoint))
+    warned = [line for line in log.splitlines() if 'in which other parameters trained' in line]
+    assert status == 0 and len(warned) == bool(said) and all(re.search(said, line) for line in warned), warned
+    state = torch.load(tmp_path / 'work/iter_2.pth', weights_only=False)['optimizer']
+    model = StartedNet()
+    mmgate.swap_attention(model, dict(path='*.attn', type='PLuGMultiheadAttention'))
+    trained = mmgate.train_only_gates(model, now)
+    assert len(state['state']) == len(trained)
+
+
 @pytest.mark.parametrize('train_mode', ['gates', 'all'])
 @pytest.mark.parametrize('start', ['random', 'checkpoint', 'resumed'])
 def test_gates_on_random_weights(checkpoint: Path, tmp_path: Path, start: str, train_mode: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,14 +36,20 @@ class HungarianAssigner(MMDetHungarianAssigner):
         img_meta: dict[str, Any] | None = None,
         **kwargs: object,
     ) -> AssignResult:
-        """Match Q predictions to the G objects of an image; arguments, result and errors are those of mmdet."""
+        """Match Q predictions to the G objects of an image; arguments and result are those of mmdet.
+
+        Raises:
+            ConfigError: A cost is NaN or infinite; the message names the image and the cost.
+        """
         queries = len(pred_instances)
         labels = gt_instances.labels
         if not len(gt_instances) or not queries:
             return as_result(labels.new_empty((2, 0), dtype=torch.long), queries, labels)
         with AsynchronousConstants():
             cost = cost_of(self, pred_instances, gt_instances, img_meta)
-        matched = to_device(torch.from_numpy(match_pairs(cost.cpu())), labels.device)
+        parts = partial(named_costs, self, pred_instances, gt_instances, img_meta)
+        pairs = match_pairs(cost.cpu(), image_name(img_meta), parts)
+        matched = to_device(torch.from_numpy(pairs), labels.device)
         return as_result(matched, queries, labels)
 
 
@@ -51,11 +58,24 @@ def cost_of(
     assigner: MMDetHungarianAssigner, predictions: InstanceData, objects: InstanceData, meta: dict[str, Any] | None
 ) -> Tensor:
     """Compute the matching cost of each pair of prediction and object, ``(Q, G)``, on the predictions' device."""
-    with BroadcastDistances():
-        costs = [cost(pred_instances=predictions, gt_instances=objects, img_meta=meta) for cost in assigner.match_costs]
-    total = torch.stack(costs).sum(dim=0)
+    total = torch.stack([cost for _, cost in named_costs(assigner, predictions, objects, meta)]).sum(dim=0)
     # numpy has no bfloat16.
     return total.float() if total.dtype == torch.bfloat16 else total
+
+
+def named_costs(
+    assigner: MMDetHungarianAssigner, predictions: InstanceData, objects: InstanceData, meta: dict[str, Any] | None
+) -> list[tuple[str, Tensor]]:
+    """Compute each cost ``(Q, G)`` that an assigner adds up, with the name of its class."""
+    given = dict(pred_instances=predictions, gt_instances=objects, img_meta=meta)
+    with BroadcastDistances():
+        return [(type(cost).__name__, cost(**given)) for cost in assigner.match_costs]
+
+
+def image_name(meta: dict[str, Any] | None) -> str:
+    """Return a name of an image for messages: its file or, if its meta information has none, its number."""
+    meta = meta or {}
+    return f'image {meta.get("img_path", meta.get("img_id", "without a name"))}'
 
 
 def as_result(matched: Tensor, queries: int, labels: Tensor) -> AssignResult:

@@ -18,7 +18,7 @@ from mmdet.utils import reduce_mean
 from mmengine.structures import InstanceData
 from torch import Tensor
 
-from .assigner import AsynchronousConstants, HungarianAssigner, as_result, cost_of
+from .assigner import AsynchronousConstants, HungarianAssigner, as_result, cost_of, image_name, named_costs
 from .pairs import match_pairs, to_device
 
 
@@ -178,7 +178,7 @@ def match(assigner: MMDetHungarianAssigner, layers: Sequence[Layer]) -> list[lis
         For each layer and image the matched predictions, ascending, and their objects, ``(2, N)``.
 
     Raises:
-        ValueError: A cost is NaN or minus infinity.
+        ConfigError: A cost is NaN or infinite; the message names the layer, the image and the cost.
     """
     # The layer and the image of each matrix of costs.
     places: list[tuple[int, int]] = []
@@ -189,11 +189,7 @@ def match(assigner: MMDetHungarianAssigner, layers: Sequence[Layer]) -> list[lis
             queries = [layers[index].boxes.shape[1] for index in group]
             if not len(objects) or not sum(queries):
                 continue
-            scores = torch.cat([layers[index].scores[image] for index in group]).detach()
-            boxes = torch.cat([layers[index].boxes[image] for index in group]).detach()
-            height, width = meta['img_shape']
-            boxes = bbox_cxcywh_to_xyxy(boxes) * boxes.new_tensor([[width, height, width, height]])
-            cost = cost_of(assigner, InstanceData(scores=scores, bboxes=boxes), objects, meta)
+            cost = cost_of(assigner, _predictions([layers[index] for index in group], image), objects, meta)
             costs += cost.split(queries)
             places += [(index, image) for index in group]
     matched = [[np.empty((2, 0), np.int64)] * len(layer.objects) for layer in layers]
@@ -201,8 +197,25 @@ def match(assigner: MMDetHungarianAssigner, layers: Sequence[Layer]) -> list[lis
         on_host = torch.cat([cost.flatten() for cost in costs]).cpu()
         pieces = on_host.split([cost.numel() for cost in costs])
         for (index, image), cost, piece in zip(places, costs, pieces, strict=True):
-            matched[index][image] = match_pairs(piece.view(cost.shape))
+            layer = layers[index]
+            place = f'layer {index + 1} of {len(layers)}, {image_name(layer.metas[image])}'
+            parts = functools.partial(_parts, assigner, layer, image)
+            matched[index][image] = match_pairs(piece.view(cost.shape), place, parts)
     return matched
+
+
+def _predictions(layers: Sequence[Layer], image: int) -> InstanceData:
+    """Join the predictions of layers for one image, with boxes as costs take them: corners in pixels."""
+    scores = torch.cat([layer.scores[image] for layer in layers]).detach()
+    boxes = torch.cat([layer.boxes[image] for layer in layers]).detach()
+    height, width = layers[0].metas[image]['img_shape']
+    boxes = bbox_cxcywh_to_xyxy(boxes) * boxes.new_tensor([[width, height, width, height]])
+    return InstanceData(scores=scores, bboxes=boxes)
+
+
+def _parts(assigner: MMDetHungarianAssigner, layer: Layer, image: int) -> list[tuple[str, Tensor]]:
+    """Compute each cost of a layer's predictions for one image, with its name."""
+    return named_costs(assigner, _predictions([layer], image), layer.objects[image], layer.metas[image])
 
 
 def _moved(matched: Sequence[Sequence[np.ndarray]], device: torch.device) -> list[list[Tensor]]:

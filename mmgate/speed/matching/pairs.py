@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,23 +11,51 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from mmgate.errors import ConfigError
+from mmgate.ops.autocast import autocast_dtype
+
 # The width of a box, for which the order of the sum is known.
 SIDES = 4
 NARROW = (torch.float16, torch.bfloat16)
 
 
-def match_pairs(cost: Tensor) -> np.ndarray:
+def match_pairs(
+    cost: Tensor, place: str = 'an image', parts: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
+) -> np.ndarray:
     """Solve the assignment problem: return pairs of prediction and object with the least total cost, ``(2, N)``.
 
     Predictions are in ascending order.
 
     Args:
         cost: Costs ``(Q, G)`` of predictions and objects, on the CPU.
+        place: Name of the predictions in the error, such as ``'layer 2 of 6, image 1 of the batch'``.
+        parts: Function that computes anew the costs ``(Q, G)`` that ``cost`` adds up, by name, for the error.
 
     Raises:
-        ValueError: A cost is NaN or minus infinity.
+        ConfigError: A cost is NaN or minus infinity, or no pairs of finite cost match all; the message names the costs.
     """
-    return np.stack(linear_sum_assignment(cost.numpy()))
+    try:
+        return np.stack(linear_sum_assignment(cost.numpy()))
+    except ValueError as error:
+        costs = [('the cost', cost)] if parts is None else parts()
+        counts = [(name, int((~one.isfinite()).sum())) for name, one in costs]
+        faults = [f'{name} is NaN or infinite in {n} of {cost.numel()} pairs' for name, n in counts if n]
+        dtype = next(filter(None, map(autocast_dtype, ('cuda', 'cpu'))), None)
+        if dtype == torch.float16:
+            remedy = (
+                'This is mixed precision in float16, where numbers above 65504 are infinite: train in bfloat16 '
+                "(optim_wrapper.dtype='bfloat16') or without --amp."
+            )
+        else:
+            remedy = (
+                f'Mixed precision is {f"on, in {dtype}" if dtype else "off"}, so that the training has diverged or '
+                'a box of an object is no number: lower the learning rate, clip gradients (optim_wrapper.clip_grad), '
+                'and look at the annotations.'
+            )
+        raise ConfigError(
+            f'The predictions of {place} cannot be matched to objects: {", ".join(faults)}. {remedy} Weights that are '
+            'NaN stay so: go on from a checkpoint before that.'
+        ) from error
 
 
 def to_device(numbers: Tensor, device: torch.device | str) -> Tensor:

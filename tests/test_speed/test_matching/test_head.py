@@ -14,6 +14,7 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import Tensor
 
 import mmgate  # noqa: F401
+from mmgate.errors import ConfigError
 from mmgate.speed.matching import assigner as assigners
 from mmgate.speed.matching import head as heads
 
@@ -99,6 +100,17 @@ def test_losses_are_mmdets_beside_other_processes(name: str, case: str, monkeypa
     for module in (detr_head, heads):
         monkeypatch.setattr(module, 'reduce_mean', lambda own: 3 * own + 0.5)
     test_losses_are_mmdets(name, case)
+
+
+def test_a_cost_that_is_no_number_is_named_with_layer_and_image() -> None:
+    head = build('DETR', type='mmgate.MatchedOnce', host='')
+    layers, (gts, metas) = loss_inputs('DETR', (3, 0, 5))
+    metas = [dict(meta, img_path=f'{number}.jpg') for number, meta in enumerate(metas)]
+    scores, boxes = (given.detach() for given in layers)
+    scores[1, 2, 4] = torch.nan
+    said = f'layer 2 of {LAYERS}, image 2.jpg cannot be .*: ClassificationCost is NaN or infinite in 5 of'
+    with pytest.raises(ConfigError, match=said):
+        head.loss_by_feat(scores, boxes, gts, metas)
 
 
 def test_grounding_dino_keeps_its_own_losses() -> None:

@@ -11,6 +11,7 @@ from mmdet.models.task_modules.assigners import HungarianAssigner
 from mmengine.registry import init_default_scope
 from torch import Tensor
 
+from mmgate.errors import ConfigError
 from mmgate.speed.matching import pairs
 from mmgate.speed.matching.assigner import cost_of
 from mmgate.speed.matching.pairs import BroadcastDistances, l1_distances
@@ -68,3 +69,21 @@ def test_costs_are_mmdets_bit_for_bit_without_cdist(name: str) -> None:
         costs = [cost(*given, img_meta=META) for cost in assigner.match_costs]
         with patch.object(torch._VF, 'cdist', side_effect=AssertionError('torch.cdist was called')):
             assert torch.equal(cost_of(assigner, *given, META), torch.stack(costs).sum(0))
+
+
+@pytest.mark.parametrize(
+    ('dtype', 'said'),
+    [
+        (torch.float16, "float16, where .*: train in bfloat16 .optim_wrapper.dtype='bfloat16'. or without --amp"),
+        (torch.bfloat16, 'Mixed precision is on, in torch.bfloat16, so .*: lower the learning rate'),
+        (None, 'Mixed precision is off, so .*: lower the learning rate'),
+    ],
+    ids=str,
+)
+def test_the_remedy_depends_on_mixed_precision(
+    dtype: torch.dtype | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairs, 'autocast_dtype', lambda kind: dtype if kind == 'cuda' else None)
+    for value in (torch.nan, -torch.inf, torch.inf):
+        with pytest.raises(ConfigError, match=f'of layer 2 cannot be .*: the cost is NaN or infinite in 6.*{said}'):
+            pairs.match_pairs(torch.full((3, 2), value), 'layer 2')
