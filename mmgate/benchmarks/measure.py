@@ -72,6 +72,7 @@ def interleaved(
     repetitions: int,
     within: Mapping[str, Within] | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Iterator[Row]:
     """Measure several implementations by turns, so that noise hits all alike; yield time and peak memory of each.
 
@@ -85,6 +86,8 @@ def interleaved(
         repetitions: Measurements of each provider; one more comes first, to warm up.
         within: Functions that make the context in which a provider runs, forward and backward.
         clock: Returns the seconds on a CPU.
+        dtypes: By provider, the dtype of its floating-point inputs, which get it before the clock starts; others take
+            them as they are.
 
     Raises:
         RuntimeError: None of them runs; the message has the reason of each.
@@ -97,7 +100,7 @@ def interleaved(
         for name, run in list(runs.items()):
             try:
                 with (within or {}).get(name, nullcontext)():
-                    seconds, peak = measure(run, inputs, mode, clock)
+                    seconds, peak = measure(run, cast(inputs, (dtypes or {}).get(name)), mode, clock)
             except Exception as error:  # a kernel does not compile, memory runs out, a package is missing
                 if repetition:
                     raise
@@ -117,7 +120,19 @@ def interleaved(
             yield row_of((op, name, mode, metric, unit, x), values[name], values[peer], inputs[0].device)
 
 
-def errors(op: str, providers: Providers, x: str, inputs: list[Tensor], exact: Callable[..., Tensor]) -> Iterator[Row]:
+def cast(inputs: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+    """Return the inputs with floating-point ones in a dtype; None leaves all as they are."""
+    return [x.to(dtype) if dtype and x.is_floating_point() else x for x in inputs]
+
+
+def errors(
+    op: str,
+    providers: Providers,
+    x: str,
+    inputs: list[Tensor],
+    exact: Callable[..., Tensor],
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> Iterator[Row]:
     """Yield each implementation's relative error: of the output (``'forward'``) and of the gradients.
 
     An error is the root of the mean square of the differences, over that of the right numbers, in millionths; of the
@@ -130,12 +145,14 @@ def errors(op: str, providers: Providers, x: str, inputs: list[Tensor], exact: C
         x: Name of the inputs in the rows.
         inputs: Arguments of the functions.
         exact: Function that is right on float64 inputs.
+        dtypes: By provider, the dtype of its floating-point inputs. Rounding them is part of the error.
     """
-    expected = _results(exact, [t.double() if t.is_floating_point() else t for t in inputs])
+    expected = _results(exact, cast(inputs, torch.float64))
     found: dict[str, list[float]] = {}
     for name, run in providers.items():
         try:
-            given = [_error(*pair) for pair in zip(_results(run, inputs), expected, strict=True)]
+            results = _results(run, cast(inputs, (dtypes or {}).get(name)))
+            given = [_error(*pair) for pair in zip(results, expected, strict=True)]
         except Exception as error:  # a kernel does not compile, memory runs out, a package is missing
             reason = first_line(error)[:200]
             warnings.warn(f'{name} is left out, error: {reason}', stacklevel=2)

@@ -6,7 +6,7 @@ Tests run them on the CPU in Triton's interpreter.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from mmgate.layers.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
 from mmgate.ops.ms_deform_attn import attention_weights, grid_sample, offset_locations
 
-from .measure import MODES, Providers, Row, errors, interleaved, row_of, saved_bytes
+from .measure import MODES, Providers, Row, cast, errors, interleaved, row_of, saved_bytes
 
 LEVELS_800 = [(100, 134), (50, 67), (25, 34), (13, 17)]
 LEVELS_480 = [(60, 80), (30, 40), (15, 20), (8, 10)]
@@ -197,11 +197,6 @@ def _mmcv(*inputs: Tensor, reference: Tensor) -> Tensor:
     return MultiScaleDeformableAttnFunction.apply(*_glue(inputs, reference), 64)
 
 
-def _mmcv_half(value: Tensor, *inputs: Tensor, reference: Tensor) -> Tensor:
-    # mmcv casts locations and weights to half, too.
-    return _mmcv(value.half(), *inputs, reference=reference).float()
-
-
 def _grid_sample(*inputs: Tensor, reference: Tensor) -> Tensor:
     value, shapes, start, locations, weights = _glue(inputs, reference)
     return grid_sample.sample(value, shapes, start, locations, weights)
@@ -225,19 +220,6 @@ def _ungated(*inputs: Tensor, reference: Tensor) -> Tensor:
     return _attend(*inputs[:-1], reference=reference)
 
 
-def _rounded(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function that rounds its inputs to bfloat16, as linear layers under autocast do, and calls ``run``."""
-
-    def in_bfloat16(*inputs: Tensor, reference: Tensor) -> Tensor:
-        rounded = [x.bfloat16() if x.is_floating_point() else x for x in inputs]
-        return run(*rounded, reference=reference).float()
-
-    return in_bfloat16
-
-
-_in_bfloat16 = _rounded(_attend)
-
-
 def benchmark_ms_deform_attn(
     repetitions: int = 20,
     *,
@@ -256,15 +238,17 @@ def benchmark_ms_deform_attn(
     """
     providers: dict[str, Callable[..., Tensor]] = {
         'mmcv': _mmcv,
-        'mmcv, half': _mmcv_half,
+        'mmcv, half': _mmcv,  # which casts locations and weights, too
         'torch_ms_deform_attn': _by('torch_ms_deform_attn'),
         'deformops': _by('deformops'),
-        'deformops, bfloat16': _rounded(_by('deformops')),
+        'deformops, bfloat16': _by('deformops'),
         'grid_sample': _by('grid_sample'),
         'triton': _attend,
         'triton, ungated': _ungated,
-        'triton, bfloat16': _in_bfloat16,
+        'triton, bfloat16': _attend,
     }
+    # As the linear layers before it give them under autocast.
+    dtypes = {'mmcv, half': torch.float16, 'deformops, bfloat16': torch.bfloat16, 'triton, bfloat16': torch.bfloat16}
     for name, (count, columns) in queries.items():
         for distribution in distributions if count is None else distributions[:1]:
             x = name if distribution == 'near' else f'{name} {distribution}'
@@ -275,8 +259,8 @@ def benchmark_ms_deform_attn(
             runs = {provider: partial(run, reference=reference) for provider, run in providers.items()}
             # Without the gate another function is computed, which has no error beside this one.
             gated = {provider: run for provider, run in runs.items() if 'ungated' not in provider}
-            yield from errors('ms_deform_attn', gated, x, inputs, exact)
-            yield from _measured('ms_deform_attn', runs, x, inputs, repetitions)
+            yield from errors('ms_deform_attn', gated, x, inputs, exact, dtypes)
+            yield from _measured('ms_deform_attn', runs, x, inputs, repetitions, dtypes)
 
 
 def _flex(gml: GatingModulation) -> Callable[..., Tensor]:
@@ -329,12 +313,21 @@ def benchmark_plug_attention(
         yield from _measured('plug_attention', providers, f'N{count} {str(dtype)[6:]}', inputs, repetitions)
 
 
-def _measured(op: str, providers: Providers, x: str, inputs: list[Tensor], repetitions: int) -> Iterator[Row]:
+def _measured(
+    op: str,
+    providers: Providers,
+    x: str,
+    inputs: list[Tensor],
+    repetitions: int,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> Iterator[Row]:
     """Measure several implementations forward and backward; yield time, peak memory and bytes kept in between."""
+    dtypes = dtypes or {}
     for mode in MODES:
-        rows = list(interleaved(op, providers, x, inputs, mode, repetitions))
+        rows = list(interleaved(op, providers, x, inputs, mode, repetitions, dtypes=dtypes))
         yield from rows
-    kept = {row.provider: saved_bytes(providers[row.provider], inputs) / 2**20 for row in rows if row.metric == 'time'}
+    names = [row.provider for row in rows if row.metric == 'time']
+    kept = {name: saved_bytes(providers[name], cast(inputs, dtypes.get(name))) / 2**20 for name in names}
     for name, megabytes in kept.items():
         key = (op, name, MODES[1], 'saved', 'MiB', x)
         yield row_of(key, [megabytes], [next(iter(kept.values()))], inputs[0].device)

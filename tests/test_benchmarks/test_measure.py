@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -55,3 +57,24 @@ def test_what_does_not_run_is_left_out_and_said() -> None:
         RuntimeError, match='op: nothing runs here on x, forward.backward. missing: RuntimeError: no such kernel'
     ):
         list(measure.interleaved('op', dict(missing=missing), *inputs))
+
+
+def test_inputs_have_the_providers_dtype_before_the_clock_starts() -> None:
+    """So that rounding is not timed; whole numbers stay."""
+    seen: dict[str, list[torch.dtype]] = {}
+
+    def provider(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+        def run(x: Tensor, index: Tensor) -> Tensor:
+            seen[name] = [x.dtype, index.dtype]
+            return x.float()
+
+        return run
+
+    inputs, dtypes = [torch.randn(3), torch.arange(3)], dict(rounded=torch.bfloat16)
+    providers = dict(peer=provider('peer'), rounded=provider('rounded'))
+    list(measure.interleaved('op', providers, 'x', inputs, 'forward', 1, dtypes=dtypes))
+    assert seen == dict(peer=[torch.float32, torch.int64], rounded=[torch.bfloat16, torch.int64])
+    seen.clear()
+    rows = list(measure.errors('op', providers, 'x', inputs, lambda x, _: x, dtypes))
+    assert seen['rounded'] == [torch.bfloat16, torch.int64]
+    assert next(row.y_50 for row in rows if row.provider == 'rounded') > 500  # the rounding is part of the error

@@ -103,6 +103,8 @@ def test_bytes_kept_beside_mmcv(case: str, fp32: float, autocast: float, monkeyp
     queries, columns = ops.QUERIES[case]
     levels = [(25, 42), (13, 21), (7, 11), (4, 6)] if queries is None else ops.LEVELS
     inputs, reference = ops.sampler_inputs(levels, 2, queries, columns, 'cpu')
-    runs = (ops._mmcv, ops._attend, ops._in_bfloat16)
-    peer, ours, ours_16_bit = (measure.saved_bytes(partial(run, reference=reference), inputs) for run in runs)
+    runs = ((ops._mmcv, None), (ops._attend, None), (ops._attend, torch.bfloat16))
+    peer, ours, ours_16_bit = (
+        measure.saved_bytes(partial(run, reference=reference), measure.cast(inputs, dtype)) for run, dtype in runs
+    )
     assert ours < fp32 * peer and ours_16_bit < autocast * peer
