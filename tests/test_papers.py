@@ -34,6 +34,11 @@ def test_the_page_is_what_the_metafiles_say() -> None:
         ({'not': ' '}, 'not is empty'),
         ({'run': 'python tools/analysis_tools/plot_nothing.py'}, 'plot_nothing.py is no file'),
         ({'run': 'python -m projects.dgt.nothing run'}, 'projects/dgt/nothing.py is no file'),
+        ({'run': 'python -m projects.gated_lm.study run --variants none wide-ffn'}, 'wide-ffn plans no work'),
+        ({'run': 'python -m projects.dgt.study run'}, 'run plans no work'),
+        ({'run': 'python -m projects.dgt.study run --data imdb --width 2'}, 'unrecognized arguments: --width 2'),
+        ({'run': 'python tools/analysis_tools/plot_cka.py CONFIG --out DIR'}, 'arguments are required: checkpoint'),
+        ({'run': 'python -m pytest projects/dgt/tests -k table_99'}, 'table_99 plans no work'),
         ({'see': 'Table 99'}, 'is no table of the paper'),
         ({'option': 'as it is'}, "no figure: give what Table 4 prints, '-' for nothing"),
         ('saga-swin-t_8xb128-300e_in1k', 'no figure: give what Table 4 prints'),  # its own is of Table 1
@@ -98,7 +103,7 @@ def test_a_projects_readme_is_linked() -> None:
     'name, recipe',
     [
         ('vanilla/classification/deit-b_8xb128-300e_in1k', "DeiT's recipe"),
-        ('plug/classification/plug-pvt-t_8xb128-300e_in1k', "PVT's recipe"),
+        ('plug/classification/plug-pvt-t_8xb128-300e_in1k', "Agent attention's recipe for PVT"),
         ('agent/classification/agent-deit-b_8xb128-300e_in1k', "Agent attention's recipe"),
         ('vanilla/classification/cswin-b_8xb32-30e_in1k-384px', 'fine-tuned for 30 epochs'),
         ('agent/mask_rcnn/agent-mask-rcnn_pvt-t_1x_coco', ''),
@@ -109,16 +114,30 @@ def test_recipes_are_those_that_configs_inherit(name: str, recipe: str) -> None:
 
 
 ANSWERS = [a for paper in ROWS.values() for t in paper['tables'].values() for a in t['rows'].values()]
-COMMANDS = sorted({a['run'] for a in ANSWERS if isinstance(a, dict) and 'run' in a})
+COMMANDS = {answer['run'] for answer in ANSWERS if isinstance(answer, dict) and 'run' in answer}
+for readme in ROOT.glob('projects/*/README.md'):
+    named = re.findall(r'^(?:\w+=\w+ )?(python -m projects\.[^#\n\\]*?) *(?:#.*)?$', readme.read_text(), re.M)
+    COMMANDS |= {command for command in named if 'report --' not in command}  # that of a run of the reader's
 
 
-@pytest.mark.parametrize('command', [c for c in COMMANDS if 'tools/' in c])
-def test_tools_have_the_options_that_rows_name(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    path = papers.script(command)
-    with pytest.raises(SystemExit):
-        tool(path.stem, path.parent.name).main(['--help'])
-    known = capsys.readouterr().out
-    assert [option for option in re.findall(r'--[a-z-]+', command) if option not in known] == []
+@pytest.mark.parametrize('command', sorted(COMMANDS))
+def test_a_command_has_work_to_do_in_a_fresh_checkout(command: str) -> None:
+    """Scripts take the options that the page and the projects' READMEs name, and not all is done already."""
+    try:
+        assert papers.plan(command)
+    except ModuleNotFoundError as error:
+        pytest.skip(str(error))
+
+
+def test_a_plan_does_not_depend_on_earlier_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = tmp_path / 'work_dirs/results.csv'
+    results.parent.mkdir()
+    results.write_text((ROOT / 'projects/gated_lm/results.csv').read_text())
+    monkeypatch.chdir(tmp_path)
+    run = 'python -m projects.gated_lm.study run --variants none --out'
+    assert len(papers.plan(f'{run} work_dirs/results.csv')) == 1
+    assert papers.plan(f'{run} {results}') == []
+    assert Path.cwd() == tmp_path
 
 
 def test_mmdets_benchmark_is_found() -> None:

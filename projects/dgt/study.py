@@ -6,6 +6,7 @@ import argparse
 import csv
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -16,7 +17,7 @@ from scipy.stats import t
 from torch import Tensor, nn
 
 from projects.dgt.data import SOURCES, Examples, corrupt, docstrings, encode, published, split, vocabulary_of
-from projects.dgt.model import TABLE_2, TextClassifier, compared
+from projects.dgt.model import ATTENTIONS, TABLE_2, TextClassifier, compared
 
 # Table 4; Rotten Tomatoes by the text of A.3.2, 20 Newsgroups' layers by Table 6
 PAPER = dict(epochs=10, batch=32, lr=3e-4, warmup=1000, length=256, dim=256, layers=6, heads=8, dropout=0.1)
@@ -70,24 +71,37 @@ def parts(data: str, seed: int) -> tuple[Examples, Examples]:
     return split(training, seed)[0], test  # A.2 keeps a fifth for validation, which nothing here needs
 
 
+def planned(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return what a command works on: runs that the CSV file lacks, or for ``report`` the rows that it has."""
+    done = read(arguments.csv)
+    if arguments.command == 'report':
+        return list(done)
+    paper = arguments.data in SOURCES
+    noises = arguments.train_noise or ((0.0,) if paper else NOISE)
+    names = TABLE_2 if paper else tuple(ATTENTIONS)
+    found = product([arguments.data], [arguments.expansion], noises, names, arguments.seeds)
+    keys = (dict(zip(FIELDS, values, strict=False)) for values in found)
+    return [key for key in keys if not any(all(row[k] == str(v) for k, v in key.items()) for row in done)]
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Train what the CSV file does not hold yet, and add a row for each noise of the test."""
     setting = SETTINGS[arguments.data]
-    paper = arguments.data in SOURCES
     sizes = {name: setting[name] for name in ('dim', 'layers', 'heads', 'length', 'dropout')}
-    sizes.update(expansion=arguments.expansion, of_table_2=paper)
-    for seed in arguments.seeds:
+    sizes.update(expansion=arguments.expansion, of_table_2=arguments.data in SOURCES)
+    keys = planned(arguments)
+    if not keys:
+        print(f'{arguments.csv} has all of these runs. Give another --csv to train them again.')
+    for seed in dict.fromkeys(key['seed'] for key in keys):
         training, test = parts(arguments.data, seed)
         vocabulary = vocabulary_of(training)
         words, labels = encode(training, vocabulary, setting['length'])
         test_words, test_labels = encode(test, vocabulary, setting['length'])
-        for noise in arguments.train_noise or ((0.0,) if paper else NOISE):
+        lacking = [key for key in keys if key['seed'] == seed]
+        for noise in dict.fromkeys(key['train_noise'] for key in lacking):
             models = compared(len(vocabulary) + 2, int(labels.max()) + 1, seed, **sizes)
-            for name, model in models.items():
-                values = (arguments.data, arguments.expansion, noise, name, seed)
-                key: dict[str, Any] = dict(zip(FIELDS, values, strict=False))
-                if any(all(row[k] == str(v) for k, v in key.items()) for row in read(arguments.csv)):
-                    continue
+            for key in (key for key in lacking if key['train_noise'] == noise):
+                model = models[key['attention']]
                 start, count = time.process_time(), sum(p.numel() for p in model.parameters())
                 train(model.to(arguments.device), words, labels, setting, noise, seed)
                 key |= dict(parameters=count, seconds=round(time.process_time() - start, 1))
@@ -102,6 +116,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     """Add rows to the CSV file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open('a', newline='') as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator='\n')
         if file.tell() == 0:

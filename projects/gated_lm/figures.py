@@ -1,6 +1,7 @@
 """Draw TABLE.png from TABLE.csv, results.csv by default: means and ranges over seeds, by layer and while training."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -15,12 +16,14 @@ PANELS = {  # by the table's column: label of x, label of y, x of a value
     'curve': ('thousand tokens', 'training loss', POINT * BATCH * WINDOW / 1000),
 }
 
-if __name__ == '__main__':
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse arguments and draw."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         'table', nargs='?', type=Path, default=Path(__file__).with_name('results.csv'), help='of study.py'
     )
-    table = parser.parse_args().table
+    table = parser.parse_args(argv).table
     if not table.is_file():
         parser.error(f'{table}: there is no such table; python -m projects.gated_lm.study run writes one.')
     same = dict(rate=str(RATE), steps=str(STEPS), rotated='0.25').items()
@@ -36,3 +39,7 @@ if __name__ == '__main__':
         axis.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
     axes[0].legend(frameon=False)
     figure.savefig(table.with_suffix('.png'), dpi=90)
+
+
+if __name__ == '__main__':
+    main()

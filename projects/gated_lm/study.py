@@ -1,6 +1,6 @@
 """Train rows of the paper's Table 1 at a small size and tabulate them; results.csv grows, what is in it is not rerun.
 
-python -m projects.gated_lm.study run --variants none g1-elementwise --seeds 0 1 2
+python -m projects.gated_lm.study run --variants none g1-elementwise --seeds 0 1 2 --out work_dirs/gated_lm.csv
 python -m projects.gated_lm.study report
 """
 
@@ -14,6 +14,7 @@ import time
 from itertools import groupby, product
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -89,20 +90,31 @@ def cell(values: list[float]) -> str:
     return ' '.join(f'{value:.4g}' for value in values)
 
 
+def planned(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return what a command works on: combinations that the table lacks, or for ``report`` the rows that it has."""
+    done = read(args.out)
+    if args.what == 'report':
+        return list(done)
+    same = dict(steps=args.steps, rotated=args.rotated)
+    found = (dict(variant=v, seed=s, rate=r, **same) for s, r, v in product(args.seeds, args.rates, args.variants))
+    return [row for row in found if not any({k: str(v) for k, v in row.items()}.items() <= d.items() for d in done)]
+
+
 def run(args: argparse.Namespace) -> None:
     """Train and measure every combination that the table lacks, and add a row for each."""
-    for seed, rate, variant in product(args.seeds, args.rates, args.variants):
-        row = dict(variant=variant, seed=str(seed), rate=str(rate), steps=str(args.steps), rotated=str(args.rotated))
-        if any(row.items() <= done.items() for done in read(args.out)):
-            continue
+    rows = planned(args)
+    if not rows:
+        print(f'{args.out} has all of these runs. Give another --out to train them again.')
+    for row in rows:
         learn, test = corpus(args.text)
-        torch.manual_seed(seed)
-        model, start = Decoder(variant, args.rotated), time.time()
-        losses = train(model, learn, seed, rate, args.steps)
+        torch.manual_seed(row['seed'])
+        model, start = Decoder(row['variant'], args.rotated), time.time()
+        losses = train(model, learn, row['seed'], row['rate'], args.steps)
         jumps = [i for i in range(2 * WARM_UP, args.steps) if losses[i] > mean(losses[i - POINT : i]) + 0.5]
         row |= measure(model, test) | dict(spikes=len(jumps), parameters=sum(p.numel() for p in model.parameters()))
         row |= dict(curve=cell([mean(losses[i : i + POINT]) for i in range(0, args.steps, POINT)]))
         row |= dict(seconds=round(time.time() - start), bytes=len(learn) + len(test), torch=torch.__version__)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
         with args.out.open('a', newline='') as file:
             csv.writer(file).writerows([row.values()] if file.tell() else [row, row.values()])
 

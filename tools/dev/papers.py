@@ -7,11 +7,21 @@ python tools/dev/papers.py --check   reports wrong answers and a stale page
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
+import importlib
+import importlib.util
+import io
+import os
 import re
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import yaml
 
@@ -32,9 +42,9 @@ RECIPES = {  # by the first file that a classifier is or inherits
     'lvvit-t_8xb128-300e_in1k': "LV-ViT's recipe",
     'vitae-t_4xb128-300e_in1k': "ViTAE's recipe",
     'imagenet_deit_8xb128-300e': "DeiT's recipe",
-    'imagenet_pvt_8xb128-300e': "PVT's recipe",
-    'imagenet_swin_8xb128-300e': "Swin's recipe",
-    'imagenet_cswin_8xb128-300e': "CSwin's recipe",
+    'imagenet_pvt_8xb128-300e': "Agent attention's recipe for PVT",
+    'imagenet_swin_8xb128-300e': "Agent attention's recipe for Swin",
+    'imagenet_cswin_8xb128-300e': "Agent attention's recipe for CSwin",
     'imagenet_384px_8xb32-30e': 'fine-tuned for 30 epochs',
     'deit-t_8xb128-300e': "Agent attention's recipe",
     'imagenet_8xb128-300e': "Agent attention's recipe",
@@ -126,17 +136,96 @@ def _fault(given: Any, paper: Mapping[str, Any], models: Mapping[str, Any]) -> s
         return '' if package in HOSTS and path.endswith('.py') else f'{text} is no config of a host'
     if kind == 'config':
         return '' if text in models else f'{text} is in no metafile'
-    if kind == 'run' and not script(text).exists():
-        return f'{script(text).relative_to(ROOT)} is no file'
+    if kind == 'run':
+        return _idle(text) if script(text).exists() else f'{script(text).relative_to(ROOT)} is no file'
     return f'{text} is no table of the paper' if kind == 'see' and text not in paper['tables'] else ''
 
 
 def script(command: str) -> Path:
-    """Return the script that a command runs with ``python``, or the file of the module after ``python -m``."""
-    words = command.removeprefix('python ').split()
+    """Return the script that a command runs, or the file of the module after ``-m``."""
+    words = _words(command)
     if words[0] == '-m':
         return ROOT / words[2] if words[1] == 'pytest' else ROOT / f'{words[1].replace(".", "/")}.py'
     return ROOT / words[0]
+
+
+def plan(command: str) -> list[Any]:
+    """Return what a command would work on in a fresh checkout, without doing it.
+
+    The script's own parser reads the arguments. A script that leaves out what is done has a function ``planned``, which
+    lists the rest; the work of any other is the call itself, and that of pytest the tests that it collects.
+
+    Raises:
+        SystemExit: The parser refuses the arguments.
+        ModuleNotFoundError: The script needs a package that is not installed.
+    """
+    words = _words(command)
+    if words[:2] == ['-m', 'pytest']:
+        call = [sys.executable, *words[:2], '-o', 'addopts=', '--collect-only', '-q', *words[2:]]
+        collected = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=False)
+        return [line for line in collected.stdout.splitlines() if '::' in line]
+    module = _load(script(command))
+    parsed = _parse(module.main, words[2 if words[0] == '-m' else 1 :])
+    if not hasattr(module, 'planned'):
+        return [parsed]
+    own = Path.cwd()
+    with tempfile.TemporaryDirectory() as empty:  # nothing of an earlier run is there
+        os.chdir(empty)
+        try:
+            return list(module.planned(parsed))
+        finally:
+            os.chdir(own)
+
+
+class _Parsed(BaseException):
+    """Carries the arguments out of a script that has just parsed them, past its own handlers."""
+
+
+def _words(command: str) -> list[str]:
+    """Return a command's words after the program that starts it."""
+    return re.sub('^(python|accelerate launch) ', '', command).split()
+
+
+def _load(path: Path) -> ModuleType:
+    """Return a tool, or a module of a project, which other modules of it import by name."""
+    relative = path.relative_to(ROOT)
+    if relative.parts[0] == 'projects':
+        if str(ROOT) not in sys.path:
+            sys.path.insert(0, str(ROOT))
+        return importlib.import_module('.'.join(relative.with_suffix('').parts))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _parse(main: Callable[[list[str]], Any], words: list[str]) -> argparse.Namespace:
+    """Return the arguments as a script parses them, and stop it there."""
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def stop(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
+        raise _Parsed(parse_args(parser, *args, **kwargs))
+
+    with mock.patch.object(argparse.ArgumentParser, 'parse_args', stop):
+        try:
+            main(words)
+        except _Parsed as parsed:
+            return parsed.args[0]
+    raise AssertionError(f'{main.__module__}.main parses no arguments')
+
+
+@functools.cache
+def _idle(command: str) -> str:
+    """Return the reason why a command does no work; empty if it works, or if a package to tell is not installed."""
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            return '' if plan(command) else f'{command} plans no work'
+    except SystemExit:
+        return errors.getvalue().strip().splitlines()[-1]
+    except ModuleNotFoundError:
+        return ''
 
 
 def _wrong_figure(given: Any, paper: str, table: str, content: Mapping[str, Any], models: Mapping[str, Any]) -> str:

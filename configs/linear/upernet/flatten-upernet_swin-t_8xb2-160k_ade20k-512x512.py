@@ -4,7 +4,7 @@ _base_ = [
 ]
 custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 
-# From Swin's own ImageNet weights, which fill what is shared.
+# From Swin's own ImageNet weights, which fill what is shared; the papers trained their own.
 model = dict(backbone=dict(type='mmgate.LinearSwin', attention=dict(type='FocusedLinearAttention')))
 optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')
 auto_scale_lr = dict(enable=False, base_batch_size=16)

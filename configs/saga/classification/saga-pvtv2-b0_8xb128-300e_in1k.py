@@ -1,3 +1,4 @@
+# Our copy of the paper lacks its settings, and Agent attention, whose recipe this is, has no PVTv2.
 _base_ = '../../_base_/classification/imagenet_8xb128-300e.py'
 
 model = dict(

@@ -1,7 +1,7 @@
 _base_ = '../../_base_/classification/imagenet_384px_8xb32-30e.py'
 
-# Table 1 has as many parameters as at 224 x 224: the position encodings keep their shapes and are resized in every pass. The
-# paper gives no recipe for it; this one is Agent-Swin-B's.
+# Table 1 has as many parameters as at 224 x 224: the position encodings keep their shapes and are resized in every pass. Our
+# copy of the paper lacks its settings; the recipe is Agent-Swin-B's.
 model = dict(
     backbone=dict(
         type='mmgate.SAGASwin',

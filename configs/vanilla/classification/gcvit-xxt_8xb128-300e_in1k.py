@@ -1,3 +1,4 @@
+# By DeiT's recipe. PLuG's paper trains GCViT with timm's set-up, which it does not print.
 _base_ = '../../_base_/classification/imagenet_deit_8xb128-300e.py'
 
 model = dict(

@@ -203,17 +203,17 @@ def test_training_learns(attention):
     assert study.accuracy(model, words[120:], labels[120:], 0.9, 0) < 75
 
 
-def test_study_resumes_and_repeats(tmp_path, monkeypatch):
+def test_study_resumes_and_repeats(tmp_path, monkeypatch, capsys):
     few = [(f'{name} {text} {name}', label) for label, name in enumerate('abc') for text in range(12)]
     monkeypatch.setattr(study, 'docstrings', lambda: (few, list('abc')))
     monkeypatch.setitem(study.SETTINGS, 'docstrings', dict(SMALL, epochs=1, batch=8, lr=1e-3, warmup=2))
-    path = tmp_path / 'runs.csv'
+    path = tmp_path / 'work_dirs/runs.csv'
     call = ['run', '--csv', str(path), '--seeds', '0', '--train-noise', '0', '0.3']
     study.main(call)
     whole = path.read_text().splitlines(keepends=True)
     assert len(whole) == 1 + 2 * 3 * 2
     study.main(call)
-    assert path.read_text() == ''.join(whole)
+    assert path.read_text() == ''.join(whole) and 'Give another --csv' in capsys.readouterr().out
     path.write_text(''.join(whole[:7]))  # the runs with noise are missing
     study.main(call)
 

@@ -1,6 +1,6 @@
 """The attention against its formula and against transformers, the converter, and the study on a toy text."""
 
-import runpy
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -192,12 +192,14 @@ def test_layouts_differ_where_groups_have_several_heads() -> None:
     assert gate.tolist() == [16, 17, 34, 35]
 
 
-def test_study_runs_resumes_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_study_runs_resumes_and_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(study, 'BATCH', 2)
     monkeypatch.setattr(study, 'TESTS', 2)
     text = tmp_path / 'text.txt'
     text.write_text('\n\n'.join(f'line {i}: the cat sat on the mat and the dog on the log' for i in range(200)))
-    out = tmp_path / 'results.csv'
+    out = tmp_path / 'work_dirs/results.csv'
 
     def run(seeds: str) -> None:
         options = f'--variants none g1-headwise --steps 3 --seeds {seeds}'.split()
@@ -206,7 +208,10 @@ def test_study_runs_resumes_and_reports(tmp_path: Path, monkeypatch: pytest.Monk
     run('0')
     first = out.read_text()
     run('0 1')
-    assert out.read_text().startswith(first)
+    whole = out.read_text()
+    assert whole.startswith(first) and not capsys.readouterr().out
+    run('1')
+    assert out.read_text() == whole and 'Give another --out' in capsys.readouterr().out
     rows = study.read(out)
     assert [(row['variant'], row['seed']) for row in rows] == [
         ('none', '0'), ('g1-headwise', '0'), ('none', '1'), ('g1-headwise', '1'),
@@ -217,15 +222,14 @@ def test_study_runs_resumes_and_reports(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(table) == 4 and '| 0 1 |' in table[2] and table[2].split(' | ')[10] == '-'
 
 
-def test_figure_is_drawn_of_what_the_table_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figure_is_drawn_of_what_the_table_has(tmp_path: Path) -> None:
     pyplot = pytest.importorskip('matplotlib.pyplot', reason='needs matplotlib: pip install matplotlib')
     keys = dict(variant='none', rate=str(study.RATE), steps=str(study.STEPS), rotated='0.25')
     row = keys | dict(first_by_layer='0.1 0.2', peak_by_layer='3 4', curve='5.5 4.5 3.5')
     table = tmp_path / 'table.csv'
     lines = [row, row | dict(first_by_layer='0.3 0.4'), row | dict(rate='1.0', first_by_layer='9 9')]
     table.write_text('\n'.join([','.join(row), *(','.join(line.values()) for line in lines)]))
-    monkeypatch.setattr('sys.argv', ['figures', str(table)])
-    runpy.run_module('projects.gated_lm.figures', run_name='__main__')
+    importlib.import_module('projects.gated_lm.figures').main([str(table)])
     assert (tmp_path / 'table.png').stat().st_size > 5000
     first, _, curve = pyplot.gcf().axes
     assert first.lines[0].get_ydata() == pytest.approx([0.2, 0.3])
