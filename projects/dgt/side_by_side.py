@@ -60,7 +60,9 @@ class Training:
             for module in compiled:
                 module.compile(dynamic=False)
             try:
-                self._warm_up()
+                # a number that differs from layer to layer, such as the differential transformer's, has its own code
+                with torch._dynamo.config.patch(recompile_limit=64):
+                    self._warm_up()
             except Exception as error:  # whatever a compiler raises
                 warnings.warn(f'{type(error).__name__}: {str(error)[:300]}; goes on without compilation', stacklevel=2)
                 for module in compiled:
@@ -127,8 +129,13 @@ class Training:
         if before is not None:
             before.synchronize()
         if self.done == self.steps:
-            self.stream.synchronize()
+            self.wait()
         return self.done == self.steps
+
+    def wait(self) -> None:
+        """Wait until all queued steps are done."""
+        if self.on_gpu:
+            self.stream.synchronize()
 
 
 def train_side_by_side(trainings: Sequence[Training], until: float | None = None) -> Iterator[Training]:

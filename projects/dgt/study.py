@@ -72,7 +72,7 @@ def prepared(job: Job, device: str) -> Training:
     """Return the same training without noise for :func:`.train_side_by_side`, on a device."""
     setting = job.setting
     model = job.model.to(device).train()
-    words, labels = job.words.to(device), job.labels.to(device)
+    words, labels = trimmed(job.words).to(device), job.labels.to(device)
     batches = batches_of(len(words), setting['batch'], setting['epochs'], job.seed)
     return Training(
         model,
@@ -155,17 +155,22 @@ def missing(arguments: argparse.Namespace) -> Iterator[Job]:
 def run(arguments: argparse.Namespace) -> None:
     """Train what the CSV file does not hold yet, and add the rows of each model when it is trained."""
     if arguments.device.startswith('cuda') and not any(arguments.train_noise or ()):
-        torch.set_float32_matmul_precision('high')
-        jobs = {prepared(job, arguments.device): job for job in missing(arguments)}
-        start = time.time()
-        for training in train_side_by_side(list(jobs), arguments.until):
-            with uncompiled():
-                write(arguments.csv, jobs[training].rows(time.time() - start))
+        run_side_by_side(arguments)
         return
     for job in missing(arguments):
-        seconds = time.process_time()
+        start = time.process_time()
         train(job.model.to(arguments.device), job.words, job.labels, job.setting, job.key['train_noise'], job.seed)
-        write(arguments.csv, job.rows(time.process_time() - seconds))
+        write(arguments.csv, job.rows(time.process_time() - start))
+
+
+def run_side_by_side(arguments: argparse.Namespace) -> None:
+    """Do the same with all models at once, as :class:`.Training` does it; seconds are from the start of all."""
+    torch.set_float32_matmul_precision('high')
+    jobs = {prepared(job, arguments.device): job for job in missing(arguments)}
+    start = time.time()
+    for training in train_side_by_side(list(jobs), arguments.until):
+        with uncompiled():
+            write(arguments.csv, jobs[training].rows(time.time() - start))
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -231,9 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument('--expansion', type=float, nargs='+', default=[4.0], help='of 2, 4 and 5.3333')
     parser.add_argument('--pooling', choices=('mean', 'class'), default='mean', help='rows of each in a CSV of its own')
     parser.add_argument('--device', default='cpu', help='cpu or cuda: there in bfloat16, all models side by side')
-    parser.add_argument(
-        '--until', type=float, help='on cuda: give up the rest at this time, in seconds since 1970'
-    )
+    parser.add_argument('--until', type=float, help='on cuda: give up the rest at this time, in seconds since 1970')
     arguments = parser.parse_args(argv)
     arguments.csv = arguments.csv or Path(__file__).parent / f'{Path(arguments.data).name}.csv'
     (run if arguments.command == 'run' else report)(arguments)

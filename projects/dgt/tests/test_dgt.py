@@ -1,6 +1,8 @@
 """The paper's parameter counts, the task made from docstrings, training, and DiffLlama as a second witness."""
 
 import csv
+import gzip
+import json
 import math
 
 import pytest
@@ -66,14 +68,16 @@ def test_table_5_comes_from_the_same_blocks(expansion, classes, printed):
     assert round((blocks + patches + tokens + head) / 1e6, 2) == printed
 
 
+@pytest.mark.parametrize('pooling', ['mean', 'class'])
 @pytest.mark.parametrize('attention', TABLE_2)
-def test_padding_changes_nothing(attention):
+def test_padding_changes_nothing(attention, pooling):
     torch.manual_seed(0)
-    model = TextClassifier(30, 3, attention=attention, **SMALL).eval()
+    model = TextClassifier(30, 3, attention=attention, pooling=pooling, **SMALL).eval()
     short = torch.randint(2, 30, (1, 5))
     batch = torch.zeros(2, 9, dtype=torch.long)
     batch[0, :5], batch[1] = short, torch.randint(2, 30, (9,))
     torch.testing.assert_close(model(batch)[:1], model(short), atol=1e-6, rtol=0)
+    torch.testing.assert_close(model(data.trimmed(batch[:1])), model(short), atol=0, rtol=0)
     assert (model(batch)[0] - model(short.flip(1))[0]).abs().max() > 1e-4  # and the order of words counts
 
 
@@ -113,6 +117,24 @@ def test_the_papers_data_train_the_models_of_table_2(tmp_path, monkeypatch):
     rows = study.read(tmp_path / 'runs.csv')
     assert [row['attention'] for row in rows[::2]] == ['transformer', 'vanilla', 'differential', 'm_dgsa']
     assert {row['train_noise'] for row in rows} == {'0.0'} and len(rows) == 8
+
+
+def test_files_of_a_folder_train_the_rows_that_are_asked_for(tmp_path, monkeypatch):
+    for part in ('train', 'test'):
+        lines = [
+            json.dumps(dict(text=f'{name} {n} {name}', label=i)) for i, name in enumerate('abc') for n in range(12)
+        ]
+        (tmp_path / f'imdb_{part}.jsonl.gz').write_bytes(gzip.compress('\n'.join(lines).encode()))
+    assert [len(part) for part in data.published(str(tmp_path / 'imdb'))] == [36, 36]
+    monkeypatch.setitem(study.SETTINGS, 'imdb', dict(SMALL, epochs=1, batch=8, lr=1e-3, warmup=2))
+    call = ['run', '--csv', str(tmp_path / 'runs.csv'), '--data', str(tmp_path / 'imdb'), '--seeds', '0']
+    study.main([*call, '--attention', 'transformer', 'm_dgsa', '--expansion', '2', '4'])
+    rows = study.read(tmp_path / 'runs.csv')[::2]
+    # the Transformer's network does not depend on the expansion: one row
+    found = [(row['data'], row['attention'], row['expansion']) for row in rows]
+    assert found == [('imdb', 'transformer', '4.0'), ('imdb', 'm_dgsa', '2.0'), ('imdb', 'm_dgsa', '4.0')]
+    with pytest.raises(ValueError, match="no setting is known for 'reviews'; the name is one of rotten_tomatoes"):
+        study.main(['run', '--data', str(tmp_path / 'reviews')])
 
 
 def test_rollout_of_a_text_is_that_of_its_signed_maps():
