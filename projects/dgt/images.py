@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from mmgate import swap_attention
 from mmgate.errors import ConfigError
-from projects.dgt.side_by_side import CHUNK, Training, batches_of, train_side_by_side, uncompiled
+from projects.dgt.side_by_side import CHUNK, Training, batches_of, train_side_by_side
 
 # Table 3
 SIZES = dict(img_size=32, patch_size=4, embed_dim=256, depth=8, num_heads=8, num_classes=10)
@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     start = time.time()
     for training in train_side_by_side(list(trainings), arguments.until):
         name, model = trainings[training], training.model
-        with uncompiled():
+        with torch.compiler.set_stance('force_eager'):  # to compile for a test does not pay
             share = accuracy(model, test, classes, arguments.device)
         size = sum(p.numel() for p in model.parameters())
         device = torch.cuda.get_device_name() if training.on_gpu else 'cpu'

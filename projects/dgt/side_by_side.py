@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -146,16 +145,6 @@ def train_side_by_side(trainings: Sequence[Training], until: float | None = None
             if training.advance():
                 active.remove(training)
                 yield training
-
-
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """Run compiled modules as they are for a while, such as for a test, for which compiling would not pay."""
-    torch.compiler.set_stance('force_eager')
-    try:
-        yield
-    finally:
-        torch.compiler.set_stance('default')
 
 
 def batches_of(count: int, batch: int, epochs: int, seed: int) -> Tensor:
