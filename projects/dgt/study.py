@@ -47,15 +47,32 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def train(
-    model: TextClassifier, words: Tensor, labels: Tensor, setting: dict[str, Any], noise: float, seed: int
+    model: TextClassifier,
+    words: Tensor,
+    labels: Tensor,
+    setting: dict[str, Any],
+    noise: float,
+    seed: int,
+    kept: Path | None = None,
 ) -> None:
-    """Train by Table 4: AdamW, warm-up and linear decay, gradients clipped; batches are the same for every model."""
+    """Train by Table 4: AdamW, warm-up and linear decay, gradients clipped; batches are the same for every model.
+
+    The file ``kept`` gets the state after each epoch but the last, and training goes on from it if it is there.
+    """
     draw, device, batch = torch.Generator().manual_seed(seed), next(model.parameters()).device, setting['batch']
     optimizer = torch.optim.AdamW(groups_of(model), lr=setting['lr'], betas=(0.9, 0.98), eps=1e-8)
-    rates = iter(rates_of(setting, setting['epochs'] * -(-len(words) // batch)))
+    steps, first = -(-len(words) // batch), 0
     torch.manual_seed(seed)  # dropout
+    if kept is not None and kept.exists():
+        state = torch.load(kept, map_location=device)
+        model.load_state_dict(state['model'])
+        optimizer.load_state_dict(state['optimizer'])
+        draw.set_state(state['draw'].cpu())
+        torch.set_rng_state(state['dropout'].cpu())
+        first = state['epochs']
+    rates = iter(rates_of(setting, setting['epochs'] * steps)[first * steps :])
     model.train()
-    for _ in range(setting['epochs']):
+    for epoch in range(first, setting['epochs']):
         for chosen in torch.randperm(len(words), generator=draw).split(batch):
             x = trimmed(corrupt(words[chosen], noise, model.words.num_embeddings, draw)).to(device)
             loss = F.cross_entropy(model(x), labels[chosen].to(device))
@@ -66,6 +83,11 @@ def train(
             for group in optimizer.param_groups:
                 group['lr'] = rate
             optimizer.step()
+        if kept is not None and epoch + 1 < setting['epochs']:
+            state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), epochs=epoch + 1)
+            state |= dict(draw=draw.get_state(), dropout=torch.get_rng_state())
+            torch.save(state, part := kept.with_suffix('.part'))
+            part.replace(kept)
 
 
 def prepared(job: Job, device: str) -> Training:
@@ -158,9 +180,11 @@ def run(arguments: argparse.Namespace) -> None:
         run_side_by_side(arguments)
         return
     for job in missing(arguments):
-        start = time.process_time()
-        train(job.model.to(arguments.device), job.words, job.labels, job.setting, job.key['train_noise'], job.seed)
+        start, noise = time.process_time(), job.key['train_noise']
+        kept = arguments.csv.with_name('-'.join(map(str, job.key.values())) + '.pt')
+        train(job.model.to(arguments.device), job.words, job.labels, job.setting, noise, job.seed, kept)
         write(arguments.csv, job.rows(time.process_time() - start))
+        kept.unlink(missing_ok=True)
 
 
 def run_side_by_side(arguments: argparse.Namespace) -> None:
@@ -190,21 +214,30 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def report(arguments: argparse.Namespace) -> None:
     """Print the table: means and deviations, and the differences within a seed with their 95 % intervals."""
-    print('| data | e | trained with | tested with | attention | parameters | accuracy | minus vanilla | seeds |')
-    print('|---' * 9 + '|')
     groups: dict[tuple[str, ...], dict[str, dict[int, tuple[float, int]]]] = {}
+    partners: dict[tuple[str, ...], dict[int, tuple[float, int]]] = {}  # the Transformer, which has one expansion
     for row in read(arguments.csv):
+        found = {int(row['seed']): (float(row['accuracy']), int(row['parameters']))}
         group = groups.setdefault(tuple(row[k] for k in ('data', 'expansion', 'train_noise', 'test_noise')), {})
-        group.setdefault(row['attention'], {})[int(row['seed'])] = float(row['accuracy']), int(row['parameters'])
+        group.setdefault(row['attention'], {}).update(found)
+        if row['attention'] == 'transformer':
+            partners.setdefault((row['data'], row['train_noise'], row['test_noise']), {}).update(found)
+    names = ['data', 'e', 'trained with', 'tested with', 'attention', 'parameters', 'accuracy', 'minus vanilla']
+    names += ['minus transformer'] * bool(partners) + ['seeds']
+    print('| ' + ' | '.join(names) + ' |\n' + '|---' * len(names) + '|')
     for (data, expansion, *noise), group in sorted(groups.items()):
-        vanilla = group.get('vanilla', {})
+        against = [('vanilla', group.get('vanilla', {}))]
+        if partners:
+            against.append(('transformer', partners.get((data, *noise), {})))
         for name in filter(group.__contains__, TABLE_2):
             shares = [share for share, _ in group[name].values()]
-            gains = [share - vanilla[seed][0] for seed, (share, _) in group[name].items() if seed in vanilla]
             spread = f' ± {stdev(shares):.2f}' if len(shares) > 1 else ''
             count = f'{mean(size for _, size in group[name].values()):,.0f}'
             cells = [data, f'{float(expansion):.2f}', *noise, name, count, f'{mean(shares):.2f}{spread}']
-            cells += ['' if name == 'vanilla' else interval(gains), ' '.join(map(str, sorted(group[name])))]
+            for partner, by_seed in against:
+                gains = [share - by_seed[seed][0] for seed, (share, _) in group[name].items() if seed in by_seed]
+                cells.append('' if name == partner else interval(gains))
+            cells.append(' '.join(map(str, sorted(group[name]))))
             print('| ' + ' | '.join(cells) + ' |')
 
 

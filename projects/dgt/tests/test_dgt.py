@@ -245,6 +245,32 @@ def test_study_resumes_and_repeats(tmp_path, monkeypatch):
     assert results(path.read_text().splitlines()) == results(whole)
 
 
+def test_a_run_goes_on_after_its_last_epoch(tmp_path, monkeypatch):
+    """A run that is ended in its third epoch goes on from the second, and ends as if it had not been."""
+    few = [(f'{name} {text} {name}', label) for label, name in enumerate('abc') for text in range(12)]
+    monkeypatch.setattr(study, 'docstrings', lambda: (few, list('abc')))
+    setting = dict(SMALL, dropout=0.2, epochs=4, batch=8, lr=1e-3, warmup=2)
+    monkeypatch.setitem(study.SETTINGS, 'docstrings', setting)
+    call = ['run', '--seeds', '0', '--train-noise', '0.3', '--attention', 'm_dgsa', '--csv']
+    study.main([*call, str(tmp_path / 'whole.csv')])
+    corrupt, calls = study.corrupt, []
+
+    def ended(*args):
+        calls.append(args)
+        if len(calls) == 10:  # 4 steps an epoch
+            raise KeyboardInterrupt
+        return corrupt(*args)
+
+    monkeypatch.setattr(study, 'corrupt', ended)
+    with pytest.raises(KeyboardInterrupt):
+        study.main([*call, str(tmp_path / 'parts.csv')])
+    assert len(list(tmp_path.glob('*.pt'))) == 1
+    study.main([*call, str(tmp_path / 'parts.csv')])
+    whole, parts = (study.read(tmp_path / f'{name}.csv') for name in ('whole', 'parts'))
+    assert [row['accuracy'] for row in parts] == [row['accuracy'] for row in whole] and len(whole) == 2
+    assert len(calls) == 10 + 2 * 4 + 2 and not list(tmp_path.glob('*.p*t'))
+
+
 def test_report_pairs_the_seeds(tmp_path, capsys):
     path = tmp_path / 'runs.csv'
     rows = [
@@ -266,6 +292,27 @@ def test_report_pairs_the_seeds(tmp_path, capsys):
     assert 'too few seeds' in lines[1]
     # 2 ± 4.303 / sqrt(3), by Student's t of 2 degrees of freedom
     assert '62.00 ± 11.00 | +2.00 [-0.48, +4.48] | 0 1 2 |' in lines[2]
+
+
+def test_report_has_the_transformer_beside_each_expansion(tmp_path, capsys):
+    path = tmp_path / 'runs.csv'
+    shares = (('transformer', 4.0, 50), ('vanilla', 4.0, 52), ('vanilla', 2.0, 51), ('m_dgsa', 2.0, 54))
+    rows = [
+        dict(zip(study.FIELDS, ('imdb', e, 0.0, name, seed, 1000, 0.0, share + seed, 1.0), strict=True))
+        for name, e, share in shares
+        for seed in range(3)
+    ]
+    study.write(path, rows)
+    study.main(['report', '--csv', str(path)])
+    lines = [line.split(' | ') for line in capsys.readouterr().out.splitlines()]
+    assert lines[0][7:9] == ['minus vanilla', 'minus transformer']
+    found = [(line[1], line[4], line[7][:5], line[8][:5]) for line in lines[2:]]
+    assert found == [
+        ('2.00', 'vanilla', '', '+1.00'),
+        ('2.00', 'm_dgsa', '+3.00', '+4.00'),
+        ('4.00', 'transformer', '-2.00', ''),
+        ('4.00', 'vanilla', '', '+2.00'),
+    ]
 
 
 def test_published_data_by_hugging_face(tmp_path):
