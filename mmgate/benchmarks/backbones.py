@@ -27,6 +27,7 @@ def benchmark_models(
     modes: Sequence[str] = MODES,
     device: str = 'cpu',
     autocast: bool = False,
+    launches: bool = False,
 ) -> Iterator[Row]:
     """Measure time and peak memory of backbones on square images.
 
@@ -38,6 +39,7 @@ def benchmark_models(
         modes: Some of :data:`~mmgate.benchmarks.measure.MODES`.
         device: Device of models and images.
         autocast: True runs under autocast to bfloat16, as in training with mixed precision.
+        launches: True counts the launches of kernels on a GPU, too.
 
     Yields:
         A row for each model, mode, size and metric.
@@ -50,7 +52,8 @@ def benchmark_models(
             for model in models.values():
                 model.train(mode != 'forward')
             providers = {name: partial(_means, model, autocast) for name, model in models.items()}
-            yield from interleaved('backbones', providers, f'{size}_b{batch}', [image], mode, repetitions)
+            x = f'{size}_b{batch}'
+            yield from interleaved('backbones', providers, x, [image], mode, repetitions, launches=launches)
 
 
 def _means(model: nn.Module, autocast: bool, image: Tensor) -> Tensor:

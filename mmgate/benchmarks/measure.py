@@ -73,6 +73,7 @@ def interleaved(
     within: Mapping[str, Within] | None = None,
     clock: Callable[[], float] = time.perf_counter,
     dtypes: Mapping[str, torch.dtype] | None = None,
+    launches: bool = False,
 ) -> Iterator[Row]:
     """Measure several implementations by turns, so that noise hits all alike; yield time and peak memory of each.
 
@@ -88,6 +89,7 @@ def interleaved(
         clock: Returns the seconds on a CPU.
         dtypes: By provider, the dtype of its floating-point inputs, which get it before the clock starts; others take
             them as they are.
+        launches: True counts the launches of kernels on a GPU, too, as those of ``'step'`` always are.
 
     Raises:
         RuntimeError: None of them runs; the message has the reason of each.
@@ -100,7 +102,7 @@ def interleaved(
         for name, run in list(runs.items()):
             try:
                 with (within or {}).get(name, nullcontext)():
-                    seconds, peak = measure(run, cast(inputs, (dtypes or {}).get(name)), mode, clock)
+                    seconds, peak = measure(run, cast(inputs, (dtypes or {}).get(name)), mode, clock, launches)
             except Exception as error:  # a kernel does not compile, memory runs out, a package is missing
                 if repetition:
                     raise
@@ -186,9 +188,16 @@ def _error(found: Tensor, expected: Tensor) -> float:
 
 
 def measure(
-    run: Callable[..., Tensor], inputs: list[Tensor], mode: str, clock: Callable[[], float] = time.perf_counter
+    run: Callable[..., Tensor],
+    inputs: list[Tensor],
+    mode: str,
+    clock: Callable[[], float] = time.perf_counter,
+    launches: bool = False,
 ) -> tuple[float, float]:
-    """Run a call once; return its seconds and its peak memory in bytes above idle, on the device of the inputs."""
+    """Run a call once; return its seconds and its peak memory in bytes above idle, on the device of the inputs.
+
+    The arguments are those of :func:`interleaved`.
+    """
     leaves = _leaves(inputs, mode)
     if inputs[0].is_cuda:
         torch.cuda.synchronize()
@@ -196,7 +205,7 @@ def measure(
         idle = torch.cuda.memory_allocated()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # The GPU waits until the CPU has queued the kernels, so that only the kernels are timed.
-        if mode in MODES:
+        if mode in MODES and not launches:
             torch.cuda._sleep(LEAD)
         start.record()
         _call(run, leaves, mode)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
+import gzip
+import json
 import random
 import re
 import sysconfig
@@ -45,7 +48,16 @@ def docstrings(classes: int = 12, least_words: int = 5) -> tuple[Examples, list[
 
 
 def published(name: str) -> tuple[Examples, Examples]:
-    """Return training and test texts of a data set of the paper, or of another that ``datasets`` loads by this name."""
+    """Return training and test texts of a data set of the paper, or of another that ``datasets`` loads by this name.
+
+    Where there are files ``{name}_train.jsonl.gz`` and ``{name}_test.jsonl.gz``, such as of ``FOLDER/20_newsgroups``,
+    the texts are read from these, lines ``{"text": ..., "label": ...}``.
+    """
+    files = [Path(f'{name}_{part}.jsonl.gz') for part in ('train', 'test')]
+    if files[0].exists():
+        lines = (gzip.decompress(file.read_bytes()).decode().splitlines() for file in files)
+        first, second = ([(row['text'], row['label']) for row in map(json.loads, part)] for part in lines)
+        return first, second
     from datasets import load_dataset
 
     train, test = load_dataset(SOURCES.get(name, name), split=['train', 'test'])
@@ -66,9 +78,15 @@ def split(examples: Examples, seed: int, share: float = 0.8) -> tuple[Examples, 
     return parts
 
 
+@functools.cache
+def words_of(text: str) -> list[str]:
+    """Return the words and marks of a text in small letters."""
+    return WORD.findall(text.lower())
+
+
 def vocabulary_of(examples: Examples, least: int = 2, most: int = 60_000) -> dict[str, int]:
     """Number the words that occur ``least`` times, the ``most`` frequent of them (Table 4), from 2 on."""
-    counts = Counter(word for text, _ in examples for word in WORD.findall(text.lower()))
+    counts = Counter(word for text, _ in examples for word in words_of(text))
     kept = [word for word, count in counts.most_common(most - 2) if count >= least]
     return {word: number for number, word in enumerate(kept, 2)}
 
@@ -77,9 +95,14 @@ def encode(examples: Examples, vocabulary: dict[str, int], length: int) -> tuple
     """Return numbered words ``(B, length)``, padded behind, and classes ``(B,)``."""
     rows = torch.full((len(examples), length), PAD)
     for row, (text, _) in zip(rows, examples, strict=True):
-        found = [vocabulary.get(word, UNKNOWN) for word in WORD.findall(text.lower())[:length]] or [UNKNOWN]
+        found = [vocabulary.get(word, UNKNOWN) for word in words_of(text)[:length]] or [UNKNOWN]
         row[: len(found)] = torch.tensor(found)
     return rows, torch.tensor([label for _, label in examples])
+
+
+def trimmed(words: Tensor) -> Tensor:
+    """Return numbered words ``(B, N)`` without the columns behind the longest text."""
+    return words[:, : int((words != PAD).sum(1).max())]
 
 
 def corrupt(words: Tensor, rate: float, vocabulary: int, draw: torch.Generator) -> Tensor:

@@ -21,9 +21,9 @@ from mmgate.analysis.probes.measures import roll_back
 from mmgate.analysis.probes.recording import record
 from mmgate.analysis.probes.relevance import head_mean, shares_of
 from mmgate.analysis.probes.statistics import Kept
-from projects.dgt.data import PAD, WORD, encode, vocabulary_of
+from projects.dgt.data import PAD, encode, vocabulary_of, words_of
 from projects.dgt.model import ATTENTIONS, TextClassifier, compared
-from projects.dgt.study import SETTINGS, parts, train
+from projects.dgt.study import DATA, parts, setting_of, train
 
 LINE = 104  # characters of a line of words
 LEAST, MOST = 20, 60  # words of a text that is drawn by default
@@ -90,14 +90,14 @@ def predicted(model: TextClassifier, words: Tensor) -> int:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train the three models, choose a text of the test and draw it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--data', choices=SETTINGS, default='docstrings')
+    parser.add_argument('--data', default='docstrings', help=DATA)
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--expansion', type=float, default=4.0, help='2, 4 or 5.3333')
     parser.add_argument('--text', type=int, help='number of a text of the test; default: one that all models get right')
     parser.add_argument('--device', default='cpu')
     parser.add_argument('--out', type=Path, default=Path(__file__).with_name('rollout.png'))
     arguments = parser.parse_args(argv)
-    setting: dict[str, Any] = SETTINGS[arguments.data]
+    setting: dict[str, Any] = setting_of(arguments.data)
     training, test = parts(arguments.data, arguments.seed)
     vocabulary = vocabulary_of(training)
     words, labels = encode(training, vocabulary, setting['length'])
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     numbered, classes = encode(test, vocabulary, setting['length'])
     number = choose(models, numbered, classes) if arguments.text is None else arguments.text
     shown = numbered[number][numbered[number] != PAD]
-    text = WORD.findall(test[number][0].lower())[: len(shown)]
+    text = words_of(test[number][0])[: len(shown)]
     relevances = {name: rollout(models[name], shown).numpy() for name in ATTENTIONS}
     print(draw(text, relevances, arguments.out), write(text, relevances, arguments.out.with_suffix('.csv')))
 

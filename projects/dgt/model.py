@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mmgate.layers.base.dense import make_gated
 from mmgate.layers.dgsa import DGSAGate
 from mmgate.layers.differential import DifferentialGate
+from mmgate.layers.parts.options import check_option
 from mmgate.layers.parts.rms_norm import RMSNorm
 from mmgate.layers.parts.swiglu import SwiGLU
 
@@ -64,7 +65,7 @@ class Block(nn.Module):
 
 
 class TextClassifier(nn.Module):
-    """Embedded words and positions, blocks, a norm, the mean over the words, and a linear layer.
+    """Embedded words and positions, blocks, a norm, the mean over the words or a class token, and a linear layer.
 
     Args:
         vocabulary: Words, padding among them as number 0.
@@ -74,6 +75,7 @@ class TextClassifier(nn.Module):
         expansion: e of the feed-forward network ``Linear(C, e C), SwiGLU, Linear(e C / 2, C)``: 2, 4 or 16/3.
         length: Most words of a text.
         extra_hidden: Channels more between the halves of that network, for models of equal parameters.
+        pooling: ``'mean'`` over the words, or ``'class'`` for a learnt token before them, as in the paper's DGViT.
 
     Source: M-DGSA, sections 4.3 and 5.2, Tables 4 and 6. Norms, positions and pooling are ours: the paper gives none.
     """
@@ -91,8 +93,10 @@ class TextClassifier(nn.Module):
         length: int = 256,
         dropout: float = 0.1,
         extra_hidden: int = 0,
+        pooling: str = 'mean',
     ) -> None:
         super().__init__()
+        check_option('pooling', pooling, ('mean', 'class'))
         hidden = round(expansion * dim / 2) + extra_hidden
         self.words = nn.Embedding(vocabulary, dim, PAD)
         angles = torch.arange(length)[:, None] * 10_000 ** (-torch.arange(0, dim, 2) / dim)
@@ -100,14 +104,20 @@ class TextClassifier(nn.Module):
         self.blocks = nn.ModuleList(Block(attention, dim, heads, hidden, n + 1, dropout) for n in range(layers))
         self.norm, self.classify = RMSNorm(dim, eps=1e-5), nn.Linear(dim, classes)
         self.drop = nn.Dropout(dropout)
+        self.class_token = nn.Parameter(torch.zeros(dim)) if pooling == 'class' else None
 
     def forward(self, words: Tensor) -> Tensor:
         """Return logits ``(B, classes)`` of numbered words ``(B, N)``, with padding behind every text."""
-        words = words[:, : int((words != PAD).sum(1).max())]
         there = (words != PAD)[..., None]
-        x = self.drop(self.words(words) + self.get_buffer('positions')[: words.shape[1]])
+        x = self.words(words) + self.get_buffer('positions')[: words.shape[1]]
+        if self.class_token is not None:
+            x = torch.cat((self.class_token.expand(len(x), 1, -1), x), 1)
+            there = nn.functional.pad(there, (0, 0, 1, 0), value=True)
+        x = self.drop(x)
         for block in self.blocks:
             x = block(x, ~there[..., 0])
+        if self.class_token is not None:
+            return self.classify(self.norm(x)[:, 0])
         return self.classify((self.norm(x) * there).sum(1) / there.sum(1))
 
 

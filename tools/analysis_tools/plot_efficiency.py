@@ -26,6 +26,8 @@ from mmgate.train import cli
 from mmgate.train.config_file import host_package, read_config
 from mmgate.train.gate_options import add_gate_option, put_gates
 
+OPTIONS = ('batch', 'repetitions', 'modes', 'device', 'autocast', 'launches')  # of benchmark_models
+
 
 def main(argv: list[str]) -> None:
     """Parse arguments, measure, draw, write the table."""
@@ -39,6 +41,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument('--repetitions', type=int, default=3, help='the median of which is drawn (default %(default)s)')
     parser.add_argument('--device', default='cpu', help='cpu (default) or cuda')
     parser.add_argument('--autocast', action='store_true', help='bfloat16 where autocast takes it')
+    parser.add_argument('--launches', action='store_true', help="count a GPU's launches, too: throughput as it is seen")
     found = "CSV of each config's accuracy, columns config (its file's name), accuracy and, to join points, family"
     parser.add_argument('--accuracies', type=Path, help=f'{found}; drawn at the first of --sizes')
     parser.add_argument('--out', required=True, help='folder for picture and CSV')
@@ -54,7 +57,7 @@ def main(argv: list[str]) -> None:
         put_gates(cfg, args.gate)
         builds[f'{Path(path).stem}, gated'] = partial(backbone, cfg)
     accuracies = read_accuracies(args.accuracies, builds) if args.accuracies else None
-    options = {name: getattr(args, name) for name in ('batch', 'repetitions', 'modes', 'device', 'autocast')}
+    options = {name: getattr(args, name) for name in OPTIONS}
     measured = benchmark_models(builds, args.sizes, **options)
     shown = (throughput(row, args.batch) if row.metric == 'time' else row for row in measured)
     out = Path(args.out) / 'efficiency.csv'

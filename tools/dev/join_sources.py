@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# Files that define what others define too (``PreCalc``, ``add``, ``min``) are compiled separately; ``psamask`` undefines
-# nothing that it defines, so it is the last of its file.
+# Files that define what others define too (``PreCalc``, ``add``) are compiled separately. ``psamask`` defines macros
+# named ``min`` and ``max``, so that it comes last in its file.
 SEPARATE = (('roi_align', 'psamask'), ('roi_align_rotated',), ('rotated_feature_align',), ('bezier_align',))
 
 

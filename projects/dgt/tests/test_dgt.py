@@ -1,6 +1,8 @@
 """The paper's parameter counts, the task made from docstrings, training, and DiffLlama as a second witness."""
 
 import csv
+import gzip
+import json
 import math
 
 import pytest
@@ -66,14 +68,16 @@ def test_table_5_comes_from_the_same_blocks(expansion, classes, printed):
     assert round((blocks + patches + tokens + head) / 1e6, 2) == printed
 
 
+@pytest.mark.parametrize('pooling', ['mean', 'class'])
 @pytest.mark.parametrize('attention', TABLE_2)
-def test_padding_changes_nothing(attention):
+def test_padding_changes_nothing(attention, pooling):
     torch.manual_seed(0)
-    model = TextClassifier(30, 3, attention=attention, **SMALL).eval()
+    model = TextClassifier(30, 3, attention=attention, pooling=pooling, **SMALL).eval()
     short = torch.randint(2, 30, (1, 5))
     batch = torch.zeros(2, 9, dtype=torch.long)
     batch[0, :5], batch[1] = short, torch.randint(2, 30, (9,))
     torch.testing.assert_close(model(batch)[:1], model(short), atol=1e-6, rtol=0)
+    torch.testing.assert_close(model(data.trimmed(batch[:1])), model(short), atol=0, rtol=0)
     assert (model(batch)[0] - model(short.flip(1))[0]).abs().max() > 1e-4  # and the order of words counts
 
 
@@ -113,6 +117,24 @@ def test_the_papers_data_train_the_models_of_table_2(tmp_path, monkeypatch):
     rows = study.read(tmp_path / 'runs.csv')
     assert [row['attention'] for row in rows[::2]] == ['transformer', 'vanilla', 'differential', 'm_dgsa']
     assert {row['train_noise'] for row in rows} == {'0.0'} and len(rows) == 8
+
+
+def test_files_of_a_folder_train_the_rows_that_are_asked_for(tmp_path, monkeypatch):
+    for part in ('train', 'test'):
+        lines = [
+            json.dumps(dict(text=f'{name} {n} {name}', label=i)) for i, name in enumerate('abc') for n in range(12)
+        ]
+        (tmp_path / f'imdb_{part}.jsonl.gz').write_bytes(gzip.compress('\n'.join(lines).encode()))
+    assert [len(part) for part in data.published(str(tmp_path / 'imdb'))] == [36, 36]
+    monkeypatch.setitem(study.SETTINGS, 'imdb', dict(SMALL, epochs=1, batch=8, lr=1e-3, warmup=2))
+    call = ['run', '--csv', str(tmp_path / 'runs.csv'), '--data', str(tmp_path / 'imdb'), '--seeds', '0']
+    study.main([*call, '--attention', 'transformer', 'm_dgsa', '--expansion', '2', '4'])
+    rows = study.read(tmp_path / 'runs.csv')[::2]
+    # the Transformer's network does not depend on the expansion: one row
+    found = [(row['data'], row['attention'], row['expansion']) for row in rows]
+    assert found == [('imdb', 'transformer', '4.0'), ('imdb', 'm_dgsa', '2.0'), ('imdb', 'm_dgsa', '4.0')]
+    with pytest.raises(ValueError, match="no setting is known for 'reviews'; the name is one of rotten_tomatoes"):
+        study.main(['run', '--data', str(tmp_path / 'reviews')])
 
 
 def test_rollout_of_a_text_is_that_of_its_signed_maps():
@@ -223,6 +245,32 @@ def test_study_resumes_and_repeats(tmp_path, monkeypatch, capsys):
     assert results(path.read_text().splitlines()) == results(whole)
 
 
+def test_a_run_goes_on_after_its_last_epoch(tmp_path, monkeypatch):
+    """A run that is ended in its third epoch goes on from the second, and ends as if it had not been."""
+    few = [(f'{name} {text} {name}', label) for label, name in enumerate('abc') for text in range(12)]
+    monkeypatch.setattr(study, 'docstrings', lambda: (few, list('abc')))
+    setting = dict(SMALL, dropout=0.2, epochs=4, batch=8, lr=1e-3, warmup=2)
+    monkeypatch.setitem(study.SETTINGS, 'docstrings', setting)
+    call = ['run', '--seeds', '0', '--train-noise', '0.3', '--attention', 'm_dgsa', '--csv']
+    study.main([*call, str(tmp_path / 'whole.csv')])
+    corrupt, calls = study.corrupt, []
+
+    def ended(*args):
+        calls.append(args)
+        if len(calls) == 10:  # 4 steps an epoch
+            raise KeyboardInterrupt
+        return corrupt(*args)
+
+    monkeypatch.setattr(study, 'corrupt', ended)
+    with pytest.raises(KeyboardInterrupt):
+        study.main([*call, str(tmp_path / 'parts.csv')])
+    assert len(list(tmp_path.glob('*.pt'))) == 1
+    study.main([*call, str(tmp_path / 'parts.csv')])
+    whole, parts = (study.read(tmp_path / f'{name}.csv') for name in ('whole', 'parts'))
+    assert [row['accuracy'] for row in parts] == [row['accuracy'] for row in whole] and len(whole) == 2
+    assert len(calls) == 10 + 2 * 4 + 2 and not list(tmp_path.glob('*.p*t'))
+
+
 def test_report_pairs_the_seeds(tmp_path, capsys):
     path = tmp_path / 'runs.csv'
     rows = [
@@ -244,6 +292,27 @@ def test_report_pairs_the_seeds(tmp_path, capsys):
     assert 'too few seeds' in lines[1]
     # 2 ± 4.303 / sqrt(3), by Student's t of 2 degrees of freedom
     assert '62.00 ± 11.00 | +2.00 [-0.48, +4.48] | 0 1 2 |' in lines[2]
+
+
+def test_report_has_the_transformer_beside_each_expansion(tmp_path, capsys):
+    path = tmp_path / 'runs.csv'
+    shares = (('transformer', 4.0, 50), ('vanilla', 4.0, 52), ('vanilla', 2.0, 51), ('m_dgsa', 2.0, 54))
+    rows = [
+        dict(zip(study.FIELDS, ('imdb', e, 0.0, name, seed, 1000, 0.0, share + seed, 1.0), strict=True))
+        for name, e, share in shares
+        for seed in range(3)
+    ]
+    study.write(path, rows)
+    study.main(['report', '--csv', str(path)])
+    lines = [line.split(' | ') for line in capsys.readouterr().out.splitlines()]
+    assert lines[0][7:9] == ['minus vanilla', 'minus transformer']
+    found = [(line[1], line[4], line[7][:5], line[8][:5]) for line in lines[2:]]
+    assert found == [
+        ('2.00', 'vanilla', '', '+1.00'),
+        ('2.00', 'm_dgsa', '+3.00', '+4.00'),
+        ('4.00', 'transformer', '-2.00', ''),
+        ('4.00', 'vanilla', '', '+2.00'),
+    ]
 
 
 def test_published_data_by_hugging_face(tmp_path):
