@@ -9,13 +9,13 @@ from torch import nn
 
 from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.layers.base.gated import gated_modules, remove_gate, switched_off
-from mmgate.starts import own_gated_modules
-from mmgate.wrappers import inside_peft
+from mmgate.starts import GATED, own_gated_modules
+from mmgate.wrappers import named_parts, own_model
 
 from .training import unfreeze
 
 # Attributes that gating leaves on a model.
-SWAPPED = ('gates_file', 'init_weights', 'apply')
+SWAPPED = ('gates_file', 'init_weights', 'apply', GATED)
 
 
 def restore_attention(model: nn.Module) -> list[str]:
@@ -24,7 +24,7 @@ def restore_attention(model: nn.Module) -> list[str]:
     Returns:
         The names of the modules, as :func:`swap_attention` returned them; none if nothing is gated.
     """
-    return restore(dict(inside_peft(model).named_modules()))
+    return restore(dict(named_parts(own_model(model))))
 
 
 @contextmanager
