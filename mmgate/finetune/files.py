@@ -34,6 +34,8 @@ def save_gates(model: nn.Module, path: str | os.PathLike[str]) -> None:
     The file also holds the rules that placed the gates, the names and shapes of the vanilla model's tensors, and
     checksums of some of them. Adapters of PEFT are left out: the file fits the model with and without them.
 
+    It switches the gates off for a moment, as :func:`gates_disabled` does, which says what this means for threads.
+
     Raises:
         ConfigError: The model has no gates or is sharded, the file cannot be written, a rule has an option that JSON
             cannot hold, or a rule's type is a class without a registered name.

@@ -33,6 +33,9 @@ def gates_disabled(model: nn.Module) -> Iterator[None]:
 
     An attention that was built with a gate, not by a rule, stays gated. A mode that is set meanwhile holds for the
     gates afterwards. Move the model to another device or dtype before or after the context.
+
+    The model itself changes, for all threads: a forward pass that another thread runs when the context is entered or
+    left may fail. Where threads share a model, hold a lock around both, or give the context a copy of the model.
     """
     try:
         with switched_off(*(module for _, module in gated_modules(model))):
