@@ -249,6 +249,7 @@ def test_the_line_says_how_to_have_a_better_one(caplog: pytest.LogCaptureFixture
 
 
 def test_mmengine_gets_the_line_where_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip('mmengine')
     from mmengine import logging
 
     said: list[str] = []
