@@ -14,10 +14,11 @@ from torch import nn
 
 from mmgate.layers.base.gate import INITIALISERS, Gate, draw_gate
 from mmgate.layers.base.gated import GatedModule, gated_modules, is_on, switch_off, switch_on, switched_off
-from mmgate.wrappers import without_layers_of_peft
 
 # Attribute in which mmengine keeps, by parameter, the text that it logs of an initialisation.
 REPORT = '_params_init_info'
+# Attribute of a model with the modules that rules for it have gated.
+GATED = 'gated_by_rules'
 
 
 def initialise_gates_last(model: nn.Module) -> None:
@@ -38,11 +39,13 @@ def initialise_gates_last(model: nn.Module) -> None:
 
 def own_gated_modules(model: nn.Module) -> list[Any]:
     """Return the modules gated by rules for this model, without those gated by rules for a model inside it."""
-    own = []
-    for name, module in gated_modules(model):
-        if without_layers_of_peft(module.gating.name) == without_layers_of_peft(name):
-            own.append(module)
-    return own
+    noted = {id(module) for module in vars(model).get(GATED, ())}
+    return [module for _, module in gated_modules(model) if id(module) in noted]
+
+
+def note_gated(model: nn.Module, module: nn.Module) -> None:
+    """Note that a rule for this model has gated a module; wrappers may rename the module afterwards."""
+    vars(model).setdefault(GATED, []).append(module)
 
 
 @contextmanager
@@ -110,8 +113,12 @@ def _vanilla(model: nn.Module, modules: Sequence[Any]) -> Iterator[None]:
         for module in modules:
             undo.enter_context(_reported(model, module))
         holders: dict[int, tuple[nn.Module, list[Any]]] = {}
+        around: dict[int, nn.Module] = {}
+        for parent in model.modules():
+            for child in parent.children():
+                around.setdefault(id(child), parent)
         for module in modules:
-            holder = model.get_submodule(module.gating.name.rpartition('.')[0])
+            holder = around[id(module)]
             _, inside = holders.setdefault(id(holder), (holder, []))
             inside.append(module)
         for holder, inside in holders.values():

@@ -31,8 +31,8 @@ from mmgate.hosts.vits import is_in_vit
 from mmgate.layers.base.gate import Gate, draw_gate, random_stream
 from mmgate.layers.base.gated import CHILD, GatedModule, Record, gate_module, gated_modules, host_class, record_of
 from mmgate.registry import MODELS
-from mmgate.starts import initialise_gates_last
-from mmgate.wrappers import inside_peft
+from mmgate.starts import initialise_gates_last, note_gated
+from mmgate.wrappers import named_part, named_parts, own_model, refuse_sharded
 
 Rules = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 # The number of hosts that a message lists.
@@ -87,8 +87,9 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
             gated already, two rules choose one module, or a module and another inside it, or rules differ for a module
             of several names.
     """
-    model = inside_peft(model)
+    model = own_model(model)
     listed = parse_rules(rules)
+    refuse_sharded(model, 'takes no gates, which would not be sharded with it; gate the model first, then shard it.')
     chosen: dict[str, Chosen] = {}
     # By identity: a module that several layers share has one gate.
     built: dict[int, Chosen] = {}
@@ -125,6 +126,7 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
         gate_module(made.host, made.adapter, made.gate, record)
         gated: Any = made.host
         gated.after_gating(model)
+        note_gated(model, made.host)
     switch_nested_tensors(model)
     initialise_gates_last(model)
     return list(chosen)
@@ -148,7 +150,7 @@ def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """
     held: set[str] = set()
     hosts: list[str] = []
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in named_parts(model):
         called_so = re.search(r'Attention$|Attn$|MSA$', type(module).__name__)
         is_host = isinstance(module, GatedModule) or bool(gates_for(module))
         if name in held or not (called_so or is_host):
@@ -196,7 +198,7 @@ def list_attention(model: nn.Module) -> list[Attention]:
         model: Any module, of an mm package, of transformers, timm or another, gated or not.
     """
     listed = []
-    for path, module in attention_modules(inside_peft(model)):
+    for path, module in attention_modules(own_model(model)):
         sizes = {size: getattr(module, size) for size in SIZES if hasattr(module, size)}
         gates = gates_for(module)
         if not any('heads' in size for size in sizes):
@@ -292,11 +294,7 @@ def _matches(
     built: dict[int, Chosen],
 ) -> dict[str, Chosen]:
     """Return the modules that a path pattern matches, by name, each with a new gate."""
-    modules = {
-        name: module
-        for name, module in model.named_modules(remove_duplicate=False)
-        if name and path_regex(pattern).fullmatch(name)
-    }
+    modules = {name: module for name, module in named_parts(model) if name and path_regex(pattern).fullmatch(name)}
     if not modules:
         raise ConfigError(f'{where}: path {pattern!r} matches no module. {_inventory(model)}')
     whatever_fits = pattern.endswith('**')
@@ -365,7 +363,7 @@ def _made(
     """Make and initialise the gate for one attention module, and return both with the adapter."""
     adapter, child = found
     path = f'{name}.{child}'.rstrip('.')
-    host = model.get_submodule(path)
+    host = named_part(model, path)
     if id(host) not in built:
         gate_type = gate_of_type(rule_type)
         device = next((parameter.device for parameter in host.parameters()), None)

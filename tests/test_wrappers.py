@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.finetuned import layers
+from conftest import TORCH, values_and_gradients
+from helpers.finetuned import PLUG, layers
 from mmengine.model import BaseTTAModel, ExponentialMovingAverage
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel
 
 import mmgate
+from mmgate.checkpoints.gates_file import read_gates
 from mmgate.errors import ConfigError
 from mmgate.wrappers import unwrap_model
 
@@ -42,3 +47,79 @@ def test_the_model_in_its_wrappers(wrap: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='a sharded model') if wrap == 'sharded' else nullcontext():
         mmgate.save_gates(wrapped, file)
         assert set(mmgate.load_gates(layers(()), file)) == mmgate.gate_parameters(model).keys()
+
+
+PARTS = {
+    'recomputed': checkpoint_wrapper,
+    'recomputed, reentrant': partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT),
+    'compiled': partial(torch.compile, backend='eager'),
+    'both': lambda part: torch.compile(checkpoint_wrapper(part), backend='eager'),
+}
+
+
+def in_parts(wrap: str, model: nn.Module) -> nn.Module:
+    """Wrap the first layer, and the attention in the second one."""
+    model[0] = PARTS[wrap](model[0])
+    model[1].attn = PARTS[wrap](model[1].attn)
+    return model
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Return the output, and gradients of the input and of each parameter, by their order."""
+    model.zero_grad()
+    found = values_and_gradients(model, [torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))], [0])
+    return found | {str(i): x.grad.clone() for i, x in enumerate(model.parameters())}
+
+
+@pytest.mark.parametrize('wrap', PARTS)
+def test_gates_beside_wrapped_parts(wrap: str, tmp_path: Path) -> None:
+    plain, model = layers(), layers()
+    gated, vanilla = gradients(plain), gradients(layers(()))
+    mmgate.train_only_gates(model)
+    in_parts(wrap, model)
+    mmgate.train_only_gates(model, 'all')
+    torch.testing.assert_close(gradients(model), gated)
+    with mmgate.gates_disabled(model):
+        torch.testing.assert_close(gradients(model), vanilla)
+    files = [tmp_path / name for name in ('plain.safetensors', 'wrapped.safetensors')]
+    for one, file in zip((plain, model), files, strict=True):
+        mmgate.save_gates(one, file)
+    one, other = map(read_gates, files)
+    assert vars(one) | dict(tensors=None) == vars(other) | dict(tensors=None)
+    torch.testing.assert_close(one.tensors, other.tensors)
+    filled = in_parts(wrap, layers(()))
+    assert set(mmgate.load_gates(filled, files[0])) == mmgate.gate_parameters(plain).keys()
+    torch.testing.assert_close(gradients(filled), gated)
+    assert [part.path for part in mmgate.list_attention(filled)] == ['0.attn', '1.attn']
+    for wrapped in (model, filled):
+        assert mmgate.restore_attention(wrapped) == ['0.attn', '1.attn']
+        torch.testing.assert_close(gradients(wrapped), vanilla)
+
+
+@pytest.mark.skipif(TORCH < (2, 6), reason='torch.distributed.fsdp has no fully_shard')
+@pytest.mark.parametrize(
+    'rules, act, message',
+    [
+        (PLUG, mmgate.save_gates, 'a sharded model .* has no whole gates to be saved'),
+        (PLUG, mmgate.load_gates, 'a sharded model .* load them first, then shard'),
+        ((), lambda model, _: mmgate.swap_attention(model, PLUG), 'a sharded model .* gate the model first'),
+    ],
+    ids=['save', 'load', 'swap'],
+)
+def test_sharded_models_are_refused(
+    rules: object, act: Callable[[nn.Module, Path], object], message: str, tmp_path: Path
+) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    file = tmp_path / 'g.safetensors'
+    mmgate.save_gates(layers(), file)
+    model = layers(rules)
+    torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for part in (*(layer.attn for layer in model), model):
+            fully_shard(part)
+        with pytest.raises(ConfigError, match=message):
+            act(model, file)
+        assert mmgate.restore_attention(model) == (['0.attn', '1.attn'] if rules else [])
+    finally:
+        torch.distributed.destroy_process_group()

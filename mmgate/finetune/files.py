@@ -20,7 +20,7 @@ from mmgate.layers.base.gated import current_key, gated_modules
 from mmgate.registry import MODELS
 from mmgate.starts import initialise_gates_last
 from mmgate.swap import swap_attention
-from mmgate.wrappers import SHARDED, unwrap_model, vanilla_name, vanilla_names, vanilla_state, without_layers_of_peft
+from mmgate.wrappers import refuse_sharded, unwrap_model, vanilla_name, vanilla_names, vanilla_state, without_wrappers
 
 from .removal import forget_trained, gates_disabled, restore
 from .training import gate_parameters
@@ -34,6 +34,8 @@ def save_gates(model: nn.Module, path: str | os.PathLike[str]) -> None:
     The file also holds the rules that placed the gates, the names and shapes of the vanilla model's tensors, and
     checksums of some of them. Adapters of PEFT are left out: the file fits the model with and without them.
 
+    It switches the gates off for a moment, as :func:`gates_disabled` does, which says what this means for threads.
+
     Raises:
         ConfigError: The model has no gates or is sharded, the file cannot be written, a rule has an option that JSON
             cannot hold, or a rule's type is a class without a registered name.
@@ -43,8 +45,7 @@ def save_gates(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 def gates_content(model: nn.Module) -> GatesFile:
     """Return the content of the gates file that :func:`save_gates` would write, with the same errors."""
-    if any(SHARDED in name for name, _ in model.named_modules()):
-        raise ConfigError('a sharded model (FSDP) has no whole gates to be saved; extract them from its checkpoints.')
+    refuse_sharded(model, 'has no whole gates to be saved; extract them from its checkpoints.')
     model = unwrap_model(model)
     rules = _rules(model)
     with gates_disabled(model):
@@ -101,6 +102,7 @@ def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
     All else is as in :func:`load_gates`.
     """
     content = read_gates(path)
+    refuse_sharded(model, 'takes no gates; load them first, then shard the model.')
     model = unwrap_model(model)
     with gates_disabled(model):
         own = _gate_names(model)
@@ -142,8 +144,8 @@ def _rules(model: nn.Module) -> dict[str, list[Rule]]:
     found: dict[str, dict[int, Rule]] = {}
     for name, module in gated_modules(model):
         record = module.gating
-        gated = without_layers_of_peft(record.name)
-        here = without_layers_of_peft(name)
+        gated = without_wrappers(record.name)
+        here = without_wrappers(name)
         if here == gated or here.endswith(f'.{gated}'):
             prefix = here[: len(here) - len(gated)].rstrip('.')
             found.setdefault(prefix, {})[record.number] = _described(record.rule)

@@ -9,13 +9,13 @@ from torch import nn
 
 from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.layers.base.gated import gated_modules, remove_gate, switched_off
-from mmgate.starts import own_gated_modules
-from mmgate.wrappers import inside_peft
+from mmgate.starts import GATED, own_gated_modules
+from mmgate.wrappers import named_parts, own_model
 
 from .training import unfreeze
 
 # Attributes that gating leaves on a model.
-SWAPPED = ('gates_file', 'init_weights', 'apply')
+SWAPPED = ('gates_file', 'init_weights', 'apply', GATED)
 
 
 def restore_attention(model: nn.Module) -> list[str]:
@@ -24,7 +24,7 @@ def restore_attention(model: nn.Module) -> list[str]:
     Returns:
         The names of the modules, as :func:`swap_attention` returned them; none if nothing is gated.
     """
-    return restore(dict(inside_peft(model).named_modules()))
+    return restore(dict(named_parts(own_model(model))))
 
 
 @contextmanager
@@ -33,6 +33,9 @@ def gates_disabled(model: nn.Module) -> Iterator[None]:
 
     An attention that was built with a gate, not by a rule, stays gated. A mode that is set meanwhile holds for the
     gates afterwards. Move the model to another device or dtype before or after the context.
+
+    The model itself changes, for all threads: a forward pass that another thread runs when the context is entered or
+    left may fail. Where threads share a model, hold a lock around both, or give the context a copy of the model.
     """
     try:
         with switched_off(*(module for _, module in gated_modules(model))):

@@ -15,7 +15,7 @@ from mmgate.errors import ConfigError
 from mmgate.layers.base.dense import GatedMultiheadAttention
 from mmgate.layers.base.gate import Gate, named_gate_parameters
 from mmgate.layers.base.gated import GatedModule, gated_modules
-from mmgate.wrappers import unwrap_model
+from mmgate.wrappers import unwrap_model, without_wrappers
 
 TRAINS = ('gates', 'attention', 'all')
 # The attribute of a model whose frozen weights have been checked.
@@ -66,9 +66,11 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
         chosen = {id(parameter) for parameter in gates.values()}
         if train == 'attention':
             chosen |= {id(parameter) for module in _gated_attention(model) for parameter in module.parameters()}
-        frozen = [name for name, p in model.named_parameters() if id(p) not in chosen and p.requires_grad]
-        for name in frozen:
-            model.get_parameter(name).requires_grad_(False)
+        frozen = []
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in chosen and parameter.requires_grad:
+                parameter.requires_grad_(False)
+                frozen.append(without_wrappers(name))
         vars(model).update(frozen_by_gates=frozen, trained_with_gates=train, train=partial(_set_mode, model))
         _rest(model, model.training)
     trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
@@ -87,17 +89,17 @@ def frozen_parts_without_weights(model: nn.Module) -> list[str]:
         Names of children of the model, such as ``'backbone'``; none if everything trains.
     """
     model = unwrap_model(model)
-    filled = tuple(f'{name}.' if name else '' for name, module in model.named_modules() if _is_pretrained(module))
+    modules = [(without_wrappers(name), module) for name, module in model.named_modules()]
+    filled = tuple(f'{name}.' if name else '' for name, module in modules if _is_pretrained(module))
     frozen = frozen_parameters(model)
     return list(dict.fromkeys(name.partition('.')[0] for name in frozen if not name.startswith(filled)))
 
 
 def frozen_parameters(model: nn.Module) -> list[str]:
     """Return the names of the parameters that :func:`train_only_gates` has frozen in a model or in a part of it."""
+    modules = [(without_wrappers(name), module) for name, module in model.named_modules()]
     return [
-        f'{prefix}.{name}'.lstrip('.')
-        for prefix, module in model.named_modules()
-        for name in vars(module).get('frozen_by_gates', ())
+        f'{prefix}.{name}'.lstrip('.') for prefix, module in modules for name in vars(module).get('frozen_by_gates', ())
     ]
 
 
@@ -111,7 +113,7 @@ def untrained_parts(model: nn.Module) -> list[str]:
         Names of children of the model, such as ``'backbone'``. A part without a frozen norm is not among them.
     """
     starts: dict[str, bool] = {}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = _parameters(model)
     for name in vars(model).get('frozen_by_gates', ()):
         weight = parameters.get(name)
         # Sharding renames parameters, and may leave none of a weight here.
@@ -152,13 +154,18 @@ def _is_pretrained(module: nn.Module) -> bool:
 
 def unfreeze(model: nn.Module) -> None:
     """Let those parameters train again that :func:`train_only_gates` has frozen."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = _parameters(model)
     for name in set(vars(model).pop('frozen_by_gates', ())) & parameters.keys():
         parameters[name].requires_grad_(True)
     vars(model).pop(CHECKED, None)
     if vars(model).pop('trained_with_gates', None):
         del vars(model)['train']
         model.train(model.training)
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a model's parameters by all of their names without wrappers, which may have come since they were noted."""
+    return {without_wrappers(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def _set_mode(model: Any, mode: bool = True) -> nn.Module:

@@ -17,6 +17,7 @@ from mmgate._environment import log
 from mmgate.errors import ConfigError
 from mmgate.hosts.table import gate_of_type, options_of
 from mmgate.layers.base.map import MapGate
+from mmgate.wrappers import named_part
 
 BACKBONES = ('backbone', 'image_encoder')  # names of the part of a model that takes images
 IMAGE_SIZES = ('pretrain_img_size', 'img_size')  # backbones' names of the size of images in pre-training
@@ -46,7 +47,7 @@ def map_options(
         ConfigError: They cannot be derived, and the message has the options to write; more tokens than one precede a
             map; or one does, and the gate's class has no option ``class_token``.
     """
-    told = all('hw_shape' in inspect.signature(model.get_submodule(name).forward).parameters for name in names)
+    told = all('hw_shape' in inspect.signature(named_part(model, name).forward).parameters for name in names)
     takes_token = 'class_token' in options_of(gate)
     wanted = dict(map_size=needs_map_size(gate), class_token=not told and takes_token)
     needed = [option for option, is_wanted in wanted.items() if is_wanted and option not in options]
@@ -67,12 +68,12 @@ def map_options(
         copied.eval()
         for name in names:
             told_by = _TimmMap(_of_timm(model, name), image)
-            note = _noting(found, id(model.get_submodule(name)), name, owner, told_by)
-            counterpart = copied.get_submodule(name.removeprefix(f'{prefix}.'))
+            note = _noting(found, id(named_part(model, name)), name, owner, told_by)
+            counterpart = named_part(copied, name.removeprefix(f'{prefix}.'))
             counterpart.register_forward_pre_hook(note, with_kwargs=True)
         with torch.no_grad():
             copied(torch.empty(1, 3, *image, device='meta'))
-        missing = ', '.join(name for name in names if id(model.get_submodule(name)) not in found)
+        missing = ', '.join(name for name in names if id(named_part(model, name)) not in found)
         reason = f'{missing} did not run' if missing else ''
     except ConfigError as error:
         raise ConfigError(f'{gate.__name__}: {error}') from error
@@ -85,7 +86,7 @@ def map_options(
             f'{gate.__name__} needs {lacking} which a pass of {type(owner).__name__} does not tell ({reason}). '
             f'Write it into the rule, such as {examples}.'
         )
-    before = next((name for name in names if found.get(id(model.get_submodule(name)), {}).get('class_token')), None)
+    before = next((name for name in names if found.get(id(named_part(model, name)), {}).get('class_token')), None)
     if blind and before is not None:
         raise ConfigError(
             f'{gate.__name__} has no option class_token, and a class token comes before the map of {before}. Let the '

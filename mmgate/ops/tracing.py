@@ -5,6 +5,7 @@ Older torch versions lack some of these questions; below torch 2.3 nobody can te
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -17,7 +18,23 @@ def _never() -> bool:
 
 
 _is_compiling: Callable[[], bool] = getattr(torch.compiler, 'is_compiling', _never)
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, 'is_exporting', _never)  # torch 2.7
+# New in torch 2.7. Before, is_compiling is True in code that an export runs, and not where Dynamo reads it.
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, 'is_exporting', _is_compiling)
+
+
+@torch.compiler.assume_constant_result
+def _is_exporting_with_torch() -> bool:
+    """Return True within torch.export.
+
+    torch.compile calls this as it is, once, while it traces. If it traced the question, torch 2.7 to 2.11 would answer
+    it with True.
+    """
+    if _is_exporting():
+        return True
+    # A strict export of torch 2.7 tells Dynamo alone, which reads the code.
+    dynamo = sys.modules.get('torch._dynamo.symbolic_convert')
+    reader = None if dynamo is None else getattr(dynamo.tls, 'current_tx', None)
+    return reader is not None and reader.export
 
 
 def is_compiling() -> bool:
@@ -27,7 +44,7 @@ def is_compiling() -> bool:
 
 def is_exporting() -> bool:
     """Return True if a model is being exported, by torch.export, jit.trace or torch.onnx."""
-    return (is_compiling() and _is_exporting()) or torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
+    return (is_compiling() and _is_exporting_with_torch()) or torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
 
 
 def is_traced() -> bool:

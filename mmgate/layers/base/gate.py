@@ -17,6 +17,8 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from mmgate.wrappers import name_in_states
+
 # Names by which a checkpoint's key is known to be a gate's: that of the child, and those that the gates' parameters had
 # in mmgate 0.1, where they lay beside the host's projections.
 GATE_NAMES = frozenset(
@@ -196,7 +198,7 @@ class Gate(nn.Module):
 
 
 def named_gate_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield name and parameter for each parameter that gates add to a model.
+    """Yield name, as in state dicts, and parameter for each parameter that gates add to a model.
 
     Args:
         model: A gated model, or a part of one.
@@ -210,7 +212,7 @@ def named_gate_parameters(model: nn.Module, *, remove_duplicate: bool = True) ->
             if remove_duplicate and id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            yield f'{prefix}.{name}'.lstrip('.'), parameter
+            yield name_in_states(f'{prefix}.{name}'.lstrip('.')), parameter
 
 
 def gate_classes(kind: type[Gate] = Gate) -> Iterator[type[Gate]]:

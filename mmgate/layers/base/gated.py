@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, SupportsIndex
 from torch import Tensor, nn
 
 from mmgate.layers.base.gate import Gate, Sizes, StateDict
+from mmgate.wrappers import without_wrappers
 
 # The dicts of a module that hold its parameters, buffers and children.
 TENSORS_AND_CHILDREN = ('_parameters', '_buffers', '_modules')
@@ -270,9 +271,11 @@ def host_class(module: nn.Module) -> type[nn.Module]:
 def current_key(model: nn.Module, key: str) -> str:
     """Translate a checkpoint's key, maybe of mmgate 0.1, to the present name of that tensor in a gated model."""
     for name, module in model.named_modules(remove_duplicate=False):
-        prefix = f'{name}.' if name else ''
-        if isinstance(module, GatedModule) and key.startswith(prefix):
-            return prefix + module.current_name(key[len(prefix) :])
+        # Names in a gates file have no wrappers.
+        for path in (name, without_wrappers(name)):
+            prefix = f'{path}.' if path else ''
+            if isinstance(module, GatedModule) and key.startswith(prefix):
+                return prefix + module.current_name(key[len(prefix) :])
     return key
 
 

@@ -84,9 +84,9 @@ def attend(
             two of 16 bits.
     """
     given = [x for x in (value, points, logits, gate, reference_points) if x is not None]
-    other = next((x.dtype for x in given if x.dtype not in TYPES), None)
-    if other is not None:
-        raise UnsupportedCall(f"ms_deform_attn: 'native' takes float32, float64, bfloat16 and float16, got {other}.")
+    other = [x.dtype for x in given if x.dtype not in TYPES]  # torch.compile of torch 2.7 does not take a next()
+    if other:
+        raise UnsupportedCall(f"ms_deform_attn: 'native' takes float32, float64, bfloat16 and float16, got {other[0]}.")
     if 2 * value.shape[1] >= MOST_NUMBERS:
         raise UnsupportedCall(f"ms_deform_attn: 'native' takes up to 2^30 tokens an image, got {value.shape[1]}.")
     double = any(x.dtype == torch.float64 for x in given)
