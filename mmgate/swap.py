@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
@@ -29,7 +29,16 @@ from mmgate.hosts.table import (
 from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.hosts.vits import is_in_vit
 from mmgate.layers.base.gate import Gate, draw_gate, random_stream
-from mmgate.layers.base.gated import CHILD, GatedModule, Record, gate_module, gated_modules, host_class, record_of
+from mmgate.layers.base.gated import (
+    CHILD,
+    GatedModule,
+    Record,
+    bypass_of,
+    gate_module,
+    gated_modules,
+    host_class,
+    record_of,
+)
 from mmgate.registry import MODELS
 from mmgate.starts import initialise_gates_last
 from mmgate.wrappers import inside_peft
@@ -329,6 +338,9 @@ def _matches(
                 f'{where}: {name} is a {full_name(type(module))}, which {rule_type.__name__} does not replace.'
                 f'{_hint(rule_type, module)} It replaces{_near_hosts(rule_type, model, module)}\n{_inventory(model)}'
             )
+        bypass = bypass_of(module.get_submodule(adapter[1]), adapter[0])
+        if bypass is not None:
+            raise ConfigError(f'{where}: {rule_type.__name__} cannot act in {name}: {bypass}.')
         try:
             made = _made(model, name, adapter, rule_type, {**derived.get(id(module), {}), **options}, built)
         except TypeError as error:
@@ -417,6 +429,8 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _hint(rule_type: type[nn.Module], module: nn.Module) -> str:
+    if type(module) is nn.Module or isinstance(module, fx.GraphModule):
+        return ' torch.fx has traced it, and its code is part of a graph; gate the model before it is traced.'
     reason = why_not(rule_type, module)
     if reason is not None:
         return f' A {type(module).__name__} {reason}.'
