@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
+from mmgate.frozen import frozen_parts, refuse_unlike, warn_at_start
 from mmgate.hosts import adapter_for, gates_for, hosts_of
 from mmgate.hosts.map_size import map_options
 from mmgate.hosts.table import (
@@ -88,13 +89,16 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
         The names of the modules that the rules chose.
 
     The global random numbers stay where they were. From here on the model's ``init_weights`` gives parameters of the
-    host the numbers that they have in the vanilla model, see :func:`.starts.initialise_gates_last`.
+    host the numbers that they have in the vanilla model, see :func:`.starts.initialise_gates_last`. Gates in a part of
+    the model that is frozen as a whole, while others train, are frozen, too; the first ``model.train()`` warns of them
+    and of gates in a backbone's frozen stages.
 
     Raises:
         OptionError: A rule is malformed, its type has no gate, or the gate lacks an option.
         ConfigError: The type is not registered, a pattern matches no module, a gate does not fit a module, a module is
             gated already, two rules choose one module, or a module and another inside it, or rules differ for a module
-            of several names.
+            of several names, or for a part of the model and its frozen copy. A method of a module was replaced, so that
+            the gate would not be called.
     """
     model = inside_peft(model)
     listed = parse_rules(rules)
@@ -125,6 +129,8 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
         chosen.update(of_rule)
         claimed_by.update(dict.fromkeys(of_rule, claim))
     _refuse_nested(model, chosen)
+    refuse_unlike(model, {host: made[:2] for host, made in made_as.items()})
+    frozen = tuple(f'{name}.' for name in frozen_parts(model))
     records = [record for _, module in gated_modules(model) if (record := record_of(module)) is not None]
     first = max((record.number for record in records), default=-1) + 1
     kept = [dict(rule) for rule in listed]
@@ -134,6 +140,10 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
         gate_module(made.host, made.adapter, made.gate, record)
         gated: Any = made.host
         gated.after_gating(model)
+        # A tensor that is to train and gets no gradient, as in a teacher, ends a training by DDP.
+        if made.name.startswith(frozen):
+            made.gate.requires_grad_(False)
+    warn_at_start(model)
     switch_nested_tensors(model)
     initialise_gates_last(model)
     return list(chosen)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType
@@ -405,7 +405,7 @@ REACHED = (with_own_method, as_accelerate, as_accelerate_removed, as_auto_round,
 WRAPPED = (*REACHED, with_closure, with_own_class)
 COMPILED = (compiled_in_place, with_compiled_forward)
 REFUSED = {
-    with_closure: r'its method forward was replaced on this very module, by <lambda> of .*test_gated.py, .* gate the model',
+    with_closure: r'method forward was replaced on this very module, by <lambda> of .*test_gated.py, .* gate the',
     with_compiled_forward: 'its method forward was replaced .* gate the model before',
     with_another_function: r'its method forward was replaced .* undo it first \(del module.forward\)',
     offloaded: 'accelerate has offloaded its weights.* gate the model before',
