@@ -23,8 +23,8 @@ def read_rules(text: str) -> list[dict[str, Any]]:
 
     Args:
         text: ``PATH=TYPE`` or ``PATH=TYPE(option=value, ...)``; several rules are separated by ``;``. PATH is a
-            pattern, see :func:`mmgate.swap_attention`, or several separated by commas. Values are Python literals:
-            nothing is evaluated.
+            pattern, see :func:`mmgate.swap_attention`, or several separated by commas. Values are Python literals
+            or bare words, which are strings: nothing is evaluated.
 
     Raises:
         OptionError: The text is no rule; the message has what was read of it, and the form of a rule.
@@ -100,14 +100,17 @@ def _read_rule(text: str) -> dict[str, Any]:
 
 def _literal(text: str, name: str, value: ast.expr, read: Mapping[str, Any]) -> Any:
     """Return the value of an option in a rule's text, a Python literal."""
+    known = {'true': 'True', 'false': 'False', 'none': 'None', 'null': 'None'}
+    # A bare word is the string, as shells take quotes away.
+    if isinstance(value, ast.Name) and value.id.lower() not in known:
+        return value.id
     try:
         return ast.literal_eval(value)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         said = ast.unparse(value)
-    known = {'true': 'True', 'false': 'False', 'none': 'None', 'null': 'None'}
-    remedy = 'numbers, strings in quotes, True, False, None, and tuples, lists and dicts of these are'
+    remedy = 'numbers, strings, True, False, None, and tuples, lists and dicts of these are'
     if isinstance(value, ast.Name):
-        remedy = f'write {name}={known.get(said.lower(), repr(said))}'
+        remedy = f'write {name}={known[said.lower()]}, or {name}={said!r} for the word'
     elif isinstance(value, ast.Call) and getattr(value.func, 'id', '') == 'dict':
         remedy = "write a dict as {'key': value}"
     raise _refusal(text, f'{name}={said} is no literal: {remedy}', read)

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
+from mmgate.frozen import frozen_parts, refuse_unlike, warn_at_start
 from mmgate.hosts import adapter_for, gates_for, hosts_of
 from mmgate.hosts.map_size import map_options
 from mmgate.hosts.table import (
@@ -29,7 +30,16 @@ from mmgate.hosts.table import (
 from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.hosts.vits import is_in_vit
 from mmgate.layers.base.gate import Gate, draw_gate, random_stream
-from mmgate.layers.base.gated import CHILD, GatedModule, Record, gate_module, gated_modules, host_class, record_of
+from mmgate.layers.base.gated import (
+    CHILD,
+    GatedModule,
+    Record,
+    bypass_of,
+    gate_module,
+    gated_modules,
+    host_class,
+    record_of,
+)
 from mmgate.registry import MODELS
 from mmgate.starts import initialise_gates_last, note_gated
 from mmgate.wrappers import named_part, named_parts, own_model, refuse_sharded
@@ -79,13 +89,16 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
         The names of the modules that the rules chose.
 
     The global random numbers stay where they were. From here on the model's ``init_weights`` gives parameters of the
-    host the numbers that they have in the vanilla model, see :func:`.starts.initialise_gates_last`.
+    host the numbers that they have in the vanilla model, see :func:`.starts.initialise_gates_last`. Gates in a part of
+    the model that is frozen as a whole, while others train, are frozen, too; the first ``model.train()`` warns of them
+    and of gates in a backbone's frozen stages.
 
     Raises:
         OptionError: A rule is malformed, its type has no gate, or the gate lacks an option.
         ConfigError: The type is not registered, a pattern matches no module, a gate does not fit a module, a module is
             gated already, two rules choose one module, or a module and another inside it, or rules differ for a module
-            of several names.
+            of several names, or for a part of the model and its frozen copy. A method of a module was replaced, so that
+            the gate would not be called.
     """
     model = own_model(model)
     listed = parse_rules(rules)
@@ -117,6 +130,8 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
         chosen.update(of_rule)
         claimed_by.update(dict.fromkeys(of_rule, claim))
     _refuse_nested(model, chosen)
+    refuse_unlike(model, {host: made[:2] for host, made in made_as.items()})
+    frozen = tuple(f'{name}.' for name in frozen_parts(model))
     records = [record for _, module in gated_modules(model) if (record := record_of(module)) is not None]
     first = max((record.number for record in records), default=-1) + 1
     kept = [dict(rule) for rule in listed]
@@ -127,6 +142,10 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
         gated: Any = made.host
         gated.after_gating(model)
         note_gated(model, made.host)
+        # A tensor that is to train and gets no gradient, as in a teacher, ends a training by DDP.
+        if made.name.startswith(frozen):
+            made.gate.requires_grad_(False)
+    warn_at_start(model)
     switch_nested_tensors(model)
     initialise_gates_last(model)
     return list(chosen)
@@ -327,6 +346,9 @@ def _matches(
                 f'{where}: {name} is a {full_name(type(module))}, which {rule_type.__name__} does not replace.'
                 f'{_hint(rule_type, module)} It replaces{_near_hosts(rule_type, model, module)}\n{_inventory(model)}'
             )
+        bypass = bypass_of(module.get_submodule(adapter[1]), adapter[0])
+        if bypass is not None:
+            raise ConfigError(f'{where}: {rule_type.__name__} cannot act in {name}: {bypass}.')
         try:
             made = _made(model, name, adapter, rule_type, {**derived.get(id(module), {}), **options}, built)
         except TypeError as error:
@@ -415,6 +437,8 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _hint(rule_type: type[nn.Module], module: nn.Module) -> str:
+    if type(module) is nn.Module or isinstance(module, fx.GraphModule):
+        return ' torch.fx has traced it, and its code is part of a graph; gate the model before it is traced.'
     reason = why_not(rule_type, module)
     if reason is not None:
         return f' A {type(module).__name__} {reason}.'

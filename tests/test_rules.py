@@ -24,9 +24,10 @@ from mmgate.swap import swap_attention
         ('a=G(x="b; c=d", y=(7, 7))', [dict(path='a', type='G', x='b; c=d', y=(7, 7))]),
         ('a, b.c=G(n=-1, f=1e-3, t=None, l=[True], d={"k": 1})',
          [dict(path=['a', 'b.c'], type='G', n=-1, f=1e-3, t=None, l=[True], d=dict(k=1))]),
+        ('a=G(x=sum, y=None, z=True)', [dict(path='a', type='G', x='sum', y=None, z=True)]),
         ('a=G(x=1); b=H;', [dict(path='a', type='G', x=1), dict(path='b', type='H')]),
     ],
-    ids=['bare', 'spaces', 'quotes', 'literals', 'two'],
+    ids=['bare', 'spaces', 'quotes', 'literals', 'words', 'two'],
 )  # fmt: skip
 def test_reads(text: str, rules: list[dict[str, Any]]) -> None:
     assert read_rules(text) == rules
@@ -68,11 +69,12 @@ def test_a_class_is_written_by_its_name() -> None:
         ('a=G()()', r"'G\(\)' is no name of a type"),
         ('a="G"', 'is no name of a type'),
         ('a=7', "'7' is no name of a type"),
-        ('a=G(x=paper)', "x=paper is no literal: write x='paper'"),
-        ('a=G(x=true)', 'x=true is no literal: write x=True'),
+        ('a=G(x=true)', "x=true is no literal: write x=True, or x='true' for the word"),
+        ('a=G(x=none)', "x=none is no literal: write x=None, or x='none' for the word"),
+        ('a=G(x=a.b)', 'x=a.b is no literal'),
         ('a=G(x=dict(y=1))', r"x=dict\(y=1\) is no literal: write a dict as \{'key': value\}"),
         ('a=G(x=1+1j+2)', 'is no literal'),
-        ('a=PLuGMultiheadAttention(gml=sum)', "type 'PLuGMultiheadAttention'. The options of .* are activation, "),
+        ('a=PLuGMultiheadAttention(gml=sum())', "type 'PLuGMultiheadAttention'. The options of .* are activation, "),
         ('a=' + '(' * 5000 + ')' * 5000, 'cannot be read'),
     ],
 )  # fmt: skip

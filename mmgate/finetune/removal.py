@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from mmgate.frozen import forget_start
 from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.layers.base.gated import gated_modules, remove_gate, switched_off
 from mmgate.starts import GATED, own_gated_modules
@@ -65,6 +66,7 @@ def restore(modules: Mapping[str, nn.Module]) -> list[str]:
             remove_gate(module)
         switch_nested_tensors(modules[prefix])
         if gated:
+            forget_start(modules[prefix])
             for name in SWAPPED:
                 vars(modules[prefix]).pop(name, None)
     return names

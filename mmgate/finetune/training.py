@@ -12,6 +12,7 @@ from torch import nn
 
 from mmgate._environment import log
 from mmgate.errors import ConfigError
+from mmgate.frozen import averaged_copies
 from mmgate.layers.base.dense import GatedMultiheadAttention
 from mmgate.layers.base.gate import Gate, named_gate_parameters
 from mmgate.layers.base.gated import GatedModule, gated_modules
@@ -43,7 +44,8 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
 
     Args:
         model: A gated model.
-        train: ``'gates'``: the gates' parameters, in a backbone's frozen stages, too. ``'attention'``: all parameters
+        train: ``'gates'``: the gates' parameters, in a backbone's frozen stages, too, but not in a frozen copy of a
+            part of the model, such as a teacher. ``'attention'``: all parameters
             of the modules that the rules chose. ``'all'``: all parameters that were trainable before.
 
     Returns:
@@ -63,6 +65,9 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
         )
     unfreeze(model)
     if train != 'all':
+        copies = tuple(f'{name}.' for name in averaged_copies(model))
+        for name, parameter in gates.items():
+            parameter.requires_grad_(not name.startswith(copies))
         chosen = {id(parameter) for parameter in gates.values()}
         if train == 'attention':
             chosen |= {id(parameter) for module in _gated_attention(model) for parameter in module.parameters()}
@@ -177,9 +182,10 @@ def _set_mode(model: Any, mode: bool = True) -> nn.Module:
 
 def _rest(model: Any, mode: bool) -> nn.Module:
     """Set training or eval mode of a model whose gates train alone; its other norms and dropout stay in eval mode."""
+    trained = [parameter for parameter in gate_parameters(model).values() if parameter.requires_grad]
     type(model).train(model, mode)
     # Backbones freeze their stages, gates included, whenever a mode is set.
-    for parameter in gate_parameters(model).values():
+    for parameter in trained:
         parameter.requires_grad_(True)
     if mode:
         gates = [module for module in model.modules() if isinstance(module, Gate)]

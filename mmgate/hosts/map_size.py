@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from math import isqrt
+from types import MethodType
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def map_options(
         ConfigError: They cannot be derived, and the message has the options to write; more tokens than one precede a
             map; or one does, and the gate's class has no option ``class_token``.
     """
-    told = all('hw_shape' in inspect.signature(named_part(model, name).forward).parameters for name in names)
+    told = all('hw_shape' in inspect.signature(type(named_part(model, name)).forward).parameters for name in names)
     takes_token = 'class_token' in options_of(gate)
     wanted = dict(map_size=needs_map_size(gate), class_token=not told and takes_token)
     needed = [option for option, is_wanted in wanted.items() if is_wanted and option not in options]
@@ -179,7 +180,7 @@ def _noting(
     """Return a forward pre-hook that writes an attention's map size and class token into ``found[key]``."""
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        given = inspect.signature(MethodType(type(module).forward, module)).bind(*args, **kwargs).arguments
         states = next(iter(given.values()))
         if states.dim() == 4:  # (B, H, W, C), as in timm's Swin
             found[key] = dict(map_size=(states.shape[1], states.shape[2]), class_token=False)

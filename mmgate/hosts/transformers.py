@@ -178,6 +178,8 @@ def _on_meta(host: Any) -> Any:
     for module in copied.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
+        # A hook of accelerate's, which moves inputs to its device.
+        vars(module).pop('forward', None)
     return copied
 
 

@@ -75,7 +75,7 @@ CONFIGS = {
     ),
     'new style': ('', f'encoder.{ATTENTION}', 6),
     'composed': ('', f'encoder.{ATTENTION}', 6),
-    'inside': ('', 'student.backbone.**=PLuGMultiheadAttention', 8),
+    'inside': ('', '*.backbone.**=PLuGMultiheadAttention', 16),
 }
 
 

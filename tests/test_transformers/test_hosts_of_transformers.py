@@ -310,3 +310,31 @@ def test_under_autocast_and_gradient_checkpointing(name: str, kind: str) -> None
         gradients.append([p.grad.clone() for p in mmgate.gate_parameters(model).values() if p.grad is not None])
     assert gradients[0]
     torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize('name', ['vit', 'deformable_detr'])
+@pytest.mark.parametrize('first', [True, False], ids=['before', 'after'])
+def test_hooks_of_accelerate_call_the_gate(name: str, first: bool) -> None:
+    """Put on before or after the gates, they stay with the gates off and removed, and come off by themselves."""
+    hooks = pytest.importorskip('accelerate.hooks', reason='needs accelerate, in the environment of transformers')
+    rule = dict(path='**', type='PLuGMultiheadAttention', init='paper')
+    fed = feed(name)
+    vanilla = build(name).eval()
+    gated, model = copy.deepcopy(vanilla), copy.deepcopy(vanilla)
+    mmgate.swap_attention(gated, rule)
+    moved(gated)
+    if not first:
+        mmgate.swap_attention(model, rule)
+    for module in list(model.modules()):
+        hooks.add_hook_to_module(module, hooks.AlignDevicesHook(execution_device='cpu'))
+    if first:
+        mmgate.swap_attention(model, rule)
+    model.load_state_dict(gated.state_dict())
+    assert largest_difference(outputs(gated, fed), outputs(vanilla, fed)) > 0
+    assert largest_difference(outputs(model, fed), outputs(gated, fed)) == 0
+    with mmgate.gates_disabled(model):
+        assert largest_difference(outputs(model, fed), outputs(vanilla, fed)) == 0
+    mmgate.restore_attention(model)
+    assert largest_difference(outputs(model, fed), outputs(vanilla, fed)) == 0
+    hooks.remove_hook_from_module(model, recurse=True)
+    assert largest_difference(outputs(model, fed), outputs(vanilla, fed)) == 0

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -130,7 +131,8 @@ def gate_at(module: nn.Module) -> Gate:
 
 def bind(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call's arguments as a dict by the parameter names of the module's ``forward``, with its defaults."""
-    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    # A function set on the module may take any arguments.
+    bound = inspect.signature(MethodType(type(module).forward, module)).bind(*args, **kwargs)
     bound.apply_defaults()
     return {**bound.arguments.pop('kwargs', {}), **bound.arguments}
 

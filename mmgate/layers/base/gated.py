@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
+from types import CellType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, SupportsIndex
 
 from torch import Tensor, nn
@@ -209,14 +210,15 @@ def gated_class(adapter: type[GatedModule], host: type[nn.Module]) -> type[Any]:
     """
     if (adapter, host) in _CLASSES:
         return _CLASSES[adapter, host]
-    members: dict[str, Any] = dict(__module__=adapter.__module__, made_of=(adapter, host))
-    if adapter.host_signature:
 
-        @wraps(host.forward)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @wraps(host.forward if adapter.host_signature else adapter.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, adapter):
             return adapter.forward(self, *args, **kwargs)
+        # A function that was put around this method calls it while the gate is off or removed, too.
+        return type(self).forward(self, *args, **kwargs)
 
-        members['forward'] = forward
+    members: dict[str, Any] = dict(__module__=adapter.__module__, made_of=(adapter, host), forward=forward)
     made = type(f'Gated{host.__name__}', (adapter, host), members)
     return _CLASSES.setdefault((adapter, host), made)
 
@@ -289,7 +291,7 @@ def switch_on(module: Any) -> None:
     record = module.gating
     if is_on(module):
         return
-    module.__class__ = _rebased(type(module), record.vanilla, gated_class(record.adapter, record.vanilla))
+    _set_class(module, record.vanilla, gated_class(record.adapter, record.vanilla))
     record.left_out = [part for name in module.leaves_out for part in _take_out(module, name)]
     if CHILD in vars(module):
         record.hidden[CHILD] = vars(module).pop(CHILD)
@@ -310,7 +312,7 @@ def switch_off(module: Any) -> None:
     for part in reversed(record.left_out):
         _put_back(module, part)
     record.left_out = []
-    module.__class__ = _rebased(type(module), gated_class(record.adapter, record.vanilla), record.vanilla)
+    _set_class(module, gated_class(record.adapter, record.vanilla), record.vanilla)
 
 
 def remove_gate(module: nn.Module) -> None:
@@ -339,16 +341,82 @@ def switched_off(*modules: nn.Module) -> Iterator[None]:
             switch_on(module)
 
 
+def bypass_of(host: nn.Module, adapter: type[GatedModule]) -> str | None:
+    """Return the reason why a gate would not be called in a module, or None.
+
+    A method that was set on the instance hides the gated class's. It is no hindrance if it is a method of the host's
+    class, or a function of the module that calls such a method by an attribute, as the hooks of accelerate do.
+
+    Args:
+        host: Module to be gated.
+        adapter: Adapter of its family.
+    """
+    hooked = any('_hf_hook' in vars(part) for part in host.modules())
+    if hooked and any(parameter.is_meta for parameter in host.parameters()):
+        return "accelerate has offloaded its weights, and would not fetch the gate's; gate the model before that"
+    kept = _kept_methods(host, adapter)
+    for name in sorted(_methods(adapter) & vars(host).keys() - kept.keys()):
+        found = vars(host)[name]
+        function = found
+        if isinstance(found, partial) and found.args[:1] == (host,):
+            function = found.func
+        elif isinstance(found, MethodType) and found.__self__ is host:
+            function = found.__func__
+        code = getattr(function, '__code__', None)
+        if function is found or code is None or not kept.keys() & set(code.co_names):
+            by = type(found).__qualname__ if code is None else f'{code.co_name} of {code.co_filename}'
+            return (
+                f'its method {name} was replaced on this very module, by {by}, which would not call the gate; gate the '
+                f'model before that is applied, or undo it first (del module.{name})'
+            )
+    return None
+
+
+def _methods(adapter: type[GatedModule]) -> set[str]:
+    """Return the names of the methods that gated modules have from their adapter."""
+    bases = adapter.__mro__[: adapter.__mro__.index(nn.Module)]
+    return {name for base in bases for name, value in vars(base).items() if isinstance(value, FunctionType)}
+
+
+def _kept_methods(module: nn.Module, adapter: type[GatedModule]) -> dict[str, str]:
+    """Return the attributes in which a module keeps methods of its class that an adapter changes, with their names."""
+    own = {k: v.__func__ for k, v in vars(module).items() if isinstance(v, MethodType) and v.__self__ is module}
+    names = _methods(adapter)
+    return {k: name for k, v in own.items() for name in names if v is getattr(type(module), name, None)}
+
+
+def _set_class(module: Any, old: type[Any], new: type[Any]) -> None:
+    """Replace the class ``old`` of a module, or of which its class is derived, by ``new``; kept methods follow."""
+    kept = _kept_methods(module, module.gating.adapter)
+    module.__class__ = _rebased(type(module), old, new)
+    for attribute, name in kept.items():
+        if hasattr(type(module), name):
+            vars(module)[attribute] = MethodType(getattr(type(module), name), module)
+
+
 def _rebased(kind: type[Any], old: type[Any], new: type[Any]) -> type[Any]:
     """Return a copy of the class ``kind`` in which the base class ``old`` is replaced by ``new``.
 
-    Parametrizations and FSDP derive a class from a module's, so that the base may lie deeper.
+    Parametrizations, FSDP and profilers derive a class from a module's, so that the base may lie deeper.
     """
     if kind is old:
         return new
     bases = tuple(_rebased(base, old, new) if issubclass(base, old) else base for base in kind.__bases__)
     members = {name: value for name, value in vars(kind).items() if name not in ('__dict__', '__weakref__')}
-    return type(kind.__name__, bases, members)
+    made = type(kind.__name__, bases, members)
+    for name, value in members.items():
+        if isinstance(value, FunctionType) and '__class__' in value.__code__.co_freevars:
+            setattr(made, name, _method_of(made, value))
+    return made
+
+
+def _method_of(kind: type[Any], function: FunctionType) -> FunctionType:
+    """Return a copy of a method for a copy of its class, in which ``super()`` finds that class."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    closure = tuple(CellType(kind) if name == '__class__' else cell for name, cell in cells)
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def _names_in(module: nn.Module) -> set[str]:

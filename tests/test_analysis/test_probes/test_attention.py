@@ -190,6 +190,22 @@ def test_an_identity_gate_leaves_the_hosts_weights(host: str) -> None:
         assert not maps[0][0][1, ..., 3:].any()  # padding
 
 
+def test_an_attention_whose_forward_was_replaced_is_read() -> None:
+    """By a profiler, for instance, whose function takes any arguments."""
+    maps = []
+    for replaced in (False, True):
+        model, given = held('torch', 'plug')
+        model.eval()
+        for module in model.modules():
+            if replaced and hasattr(module, 'gate'):
+                forward = module.forward
+                vars(module)['forward'] = lambda *args, forward=forward, **kwargs: forward(*args, **kwargs)
+        with record(model, ['attention']) as recording:
+            model(**given)
+        maps.append([of['attention'].last for of in recording.values()])
+    assert maps[0] and all(torch.equal(a, b) for a, b in zip(*maps, strict=True))
+
+
 @pytest.mark.parametrize('gate', [None, 'plug'])
 @pytest.mark.parametrize('host', EVERY_HOST)
 def test_weights_times_values_are_what_a_host_projects(host: str, gate: str | None) -> None:

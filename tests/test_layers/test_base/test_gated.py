@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -18,10 +20,12 @@ from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models.backbones.pvt import SpatialReductionAttention
 from mmdet.models.backbones.swin import ShiftWindowMSA
 from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.func import functional_call
 from torch.nn.utils import parametrize
 
 from mmgate import adapts, gate_parameters, gates_disabled, restore_attention, swap_attention
+from mmgate.errors import ConfigError
 from mmgate.hosts.table import _ADAPTERS
 from mmgate.layers.base import gated as mechanism
 from mmgate.layers.base.dense import DenseGate
@@ -324,3 +328,193 @@ def test_gates_go_on_and_off_again(name: str) -> None:
         assert is_on(model.get_submodule(host.at))
         restore_attention(model)
         assert_same_anatomy(anatomy(model), before)
+
+
+def as_accelerate(module: Any) -> None:
+    """Set what ``accelerate.hooks.add_hook_to_module`` sets on a module; the hook itself changes nothing."""
+    module._old_forward = module.forward
+    module._hf_hook = object()
+
+    def new_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return module._old_forward(*args, **kwargs)
+
+    module.forward = functools.update_wrapper(functools.partial(new_forward, module), module._old_forward)
+
+
+def as_accelerate_removed(module: Any) -> None:
+    """Leave what ``accelerate.hooks.remove_hook_from_module`` leaves: the method as an attribute."""
+    as_accelerate(module)
+    module.forward = module._old_forward
+    del module._old_forward, module._hf_hook
+
+
+def as_auto_round(module: Any) -> None:
+    def block_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return module.orig_forward(*args, **kwargs)
+
+    module.orig_forward = module.forward
+    module.forward = functools.partial(block_forward, module)
+
+
+def with_own_method(module: Any) -> None:
+    module.forward = module.forward
+
+
+def with_call_replaced(module: Any) -> None:
+    """As profilers do: torch looks ``_call_impl`` up on the module, and ``__call__`` on its class."""
+    for name in ('_call_impl', '__call__'):
+        setattr(module, name, functools.partial(getattr(module, name)))
+
+
+def with_closure(module: Any) -> None:
+    """As mmengine's ``turn_on_activation_checkpointing`` and most profilers do."""
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+
+
+def with_compiled_forward(module: Any) -> None:
+    module.forward = torch.compile(module.forward, backend='eager')
+
+
+def compiled_in_place(module: Any) -> None:
+    module.compile(backend='eager')
+
+
+def with_own_class(module: Any) -> None:
+    """As profilers that replace ``__call__`` of one module do."""
+
+    class Profiled(type(module)):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(*args, **kwargs)
+
+    module.__class__ = Profiled
+
+
+def with_another_function(module: Any) -> None:
+    """Keep the method, as for later, and compute something else."""
+    module.orig_forward = module.forward
+    module.forward = MethodType(lambda module, *args, **kwargs: args[0], module)
+
+
+def offloaded(module: Any) -> None:
+    as_accelerate(module)
+    module.to('meta')
+
+
+REACHED = (with_own_method, as_accelerate, as_accelerate_removed, as_auto_round, with_call_replaced)
+WRAPPED = (*REACHED, with_closure, with_own_class)
+COMPILED = (compiled_in_place, with_compiled_forward)
+REFUSED = {
+    with_closure: r'method forward was replaced on this very module, by <lambda> of .*test_gated.py, .* gate the',
+    with_compiled_forward: 'its method forward was replaced .* gate the model before',
+    with_another_function: r'its method forward was replaced .* undo it first \(del module.forward\)',
+    offloaded: 'accelerate has offloaded its weights.* gate the model before',
+    with_own_class: 'which PLuGMultiheadAttention does not replace',
+}
+
+
+def check_switches(host: Host, model: Any, vanilla: Tensor, expected: Tensor) -> None:
+    """Compare what a gated model computes, with its gates on, off, on again, and removed."""
+    assert not torch.allclose(vanilla, expected)
+    torch.testing.assert_close(host.out(model), expected)
+    with gates_disabled(model):
+        torch.testing.assert_close(host.out(model), vanilla)
+    torch.testing.assert_close(host.out(model), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(host.out(copy.deepcopy(model)), expected)
+    assert restore_attention(model) == [host.at]
+    torch.testing.assert_close(host.out(model), vanilla)
+
+
+@every_host
+@pytest.mark.parametrize('change', REACHED)
+def test_a_method_set_on_a_module_before_the_swap_calls_the_gate(name: str, change: Callable[[Any], None]) -> None:
+    host = HOSTS[name]
+    model = host.model()
+    change(model.get_submodule(host.at))
+    check_switches(host, host.gate(model), host.out(host.model()), host.out(host.gate(host.model())))
+
+
+@every_host
+@pytest.mark.parametrize('change', WRAPPED)
+def test_a_method_set_on_a_gated_module_survives_the_switches(name: str, change: Callable[[Any], None]) -> None:
+    host = HOSTS[name]
+    model = host.gate(host.model())
+    expected = host.out(model)
+    change(model.get_submodule(host.at))
+    check_switches(host, model, host.out(host.model()), expected)
+
+
+@pytest.mark.parametrize('change', COMPILED)
+@pytest.mark.parametrize('first', [True, False], ids=['before', 'after'])
+def test_a_compiled_module_calls_its_gate(change: Callable[[Any], None], first: bool) -> None:
+    if first and change in REFUSED:
+        return
+    host = HOSTS['dense']
+    model = host.model()
+    if first:
+        change(model['attn'])
+    host.gate(model)
+    if not first:
+        change(model['attn'])
+    check_switches(host, model, host.out(host.model()), host.out(host.gate(host.model())))
+
+
+@pytest.mark.parametrize(
+    'change, path',
+    [(change, path) for change in REFUSED for path in ('attn', '**') if (change, path) != (with_own_class, '**')],
+)
+def test_a_module_whose_gate_would_not_be_called_is_refused(change: Callable[[Any], None], path: str) -> None:
+    """Also where a path takes all that fits, because the module would then stay vanilla; the model is as it was."""
+    model = HOSTS['dense'].model()
+    change(model['attn'])
+    before = anatomy(model)
+    with pytest.raises(ConfigError, match=REFUSED[change]):
+        swap_attention(model, dict(PLUG, path=path))
+    assert_same_anatomy(anatomy(model), before)
+
+
+class Called(nn.Module):
+    """A model that calls torch's attention."""
+
+    def __init__(self, host: nn.Module) -> None:
+        super().__init__()
+        self.attn = host
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attn(x, x, x, need_weights=False)[0]
+
+
+def test_torch_func_calls_the_gate() -> None:
+    host = HOSTS['dense']
+    model, x = host.model(), torch.randn(QUERY)
+    vanilla = Called(model['attn'])(x)
+    called = Called(host.gate(model)['attn'])
+    given = {name: p.detach() for name, p in called.named_parameters()}
+    torch.testing.assert_close(functional_call(called, given, (x,)), called(x))
+    assert not torch.allclose(functional_call(called, given, (x,)), vanilla)
+    given = {name: p + 1 if '.gate.' in name else p for name, p in given.items()}
+    assert not torch.allclose(functional_call(called, given, (x,)), called(x))
+    restore_attention(called)
+    torch.testing.assert_close(called(x), vanilla)
+
+
+def test_a_graph_of_torch_fx_calls_the_gates_of_the_modules_in_it() -> None:
+    """An attention whose code became part of the graph is refused, by its name."""
+    model = Called(HOSTS['dense'].model()['attn'])
+    graph: Any = fx.symbolic_trace(model)
+    x = torch.randn(QUERY)
+    vanilla = graph(x)
+    swap_attention(graph, dict(PLUG, path='attn', init='identity'))
+    for parameter in gate_parameters(graph).values():
+        parameter.data.normal_(std=0.3)
+    assert not torch.allclose(graph(x), vanilla)
+    with gates_disabled(graph):
+        torch.testing.assert_close(graph(x), vanilla)
+    restore_attention(graph)
+    torch.testing.assert_close(graph(x), vanilla)
+    host = HOSTS['windows']
+    model = host.model()
+    model['attn'].w_msa = fx.symbolic_trace(model['attn'].w_msa)
+    with pytest.raises(ConfigError, match='attn.w_msa .* torch.fx has traced it.* gate the model before it is traced'):
+        swap_attention(model, dict(PLUG, path='attn.w_msa'))

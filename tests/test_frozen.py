@@ -1,0 +1,195 @@
+"""Gates in frozen parts of a model: what trains, what a teacher gets, and the warning of gates that rest."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mmdet.engine.hooks import MeanTeacherHook
+from mmdet.models.detectors import SemiBaseDetector
+from mmengine.model import ExponentialMovingAverage
+from mmseg.models.backbones import SwinTransformer
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import mmgate
+from mmgate import frozen
+from mmgate.backbones.swin import SAGASwin
+from mmgate.errors import ConfigError
+from mmgate.registry import MODELS
+
+AGENT = dict(type='AgentAttention', agent_num=4, map_size=(8, 8))
+SDPA = dict(type='SDPAGatedMultiheadAttention', scale=2.0, init='identity')
+PLUG = dict(type='PLuGMultiheadAttention')
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What was logged as a warning."""
+    found: list[str] = []
+    monkeypatch.setattr(frozen, 'log', lambda text, level=logging.INFO: found.append(text))
+    yield found
+
+
+class Net(nn.Module):
+    """A small model with attention and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.ModuleDict(dict(attn=nn.MultiheadAttention(16, 2)))
+        self.head = nn.Linear(16, 3)
+
+
+class Semi(nn.Module):
+    """A model of two copies, as mmdet's semi-supervised detectors are, or as a momentum encoder with its average."""
+
+    def __init__(self, averaged: bool = False) -> None:
+        super().__init__()
+        self.student = Net()
+        self.teacher: Any = AveragedModel(self.student) if averaged else Net()
+        SemiBaseDetector.freeze(self.teacher)
+
+
+BOTH = {False: '**.backbone.**', True: '**backbone.attn'}
+
+
+@pytest.mark.parametrize('averaged', [False, True])
+@pytest.mark.parametrize('train', ['all', 'gates', 'attention'])
+def test_gates_of_a_frozen_teacher_are_frozen_whatever_trains(averaged: bool, train: str) -> None:
+    """DDP waits for a gradient of each tensor that trains; a step averages all of them."""
+    model = Semi(averaged)
+    names = mmgate.swap_attention(model, dict(PLUG, path=BOTH[averaged]))
+    assert [name.partition('.')[0] for name in names] == ['student', 'teacher']
+    mmgate.train_only_gates(model, train)
+    for _ in range(2):
+        model.eval().train()
+        gates = mmgate.gate_parameters(model)
+        assert {name.partition('.')[0] for name, gate in gates.items() if gate.requires_grad} == {'student'}
+        assert not any(parameter.requires_grad for parameter in model.teacher.parameters())
+    if averaged:
+        model.teacher.update_parameters(model.student)
+    else:
+        MeanTeacherHook().momentum_update(model, 1)
+    teacher = model.teacher.module if averaged else model.teacher
+    state = model.student.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in teacher.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    'rules',
+    [
+        [dict(PLUG, path='student.backbone.**')],
+        [dict(PLUG, path='teacher.backbone.**')],
+        [dict(PLUG, path='student.**'), dict(SDPA, path='teacher.**')],
+        [dict(PLUG, path='student.**'), dict(PLUG, path='teacher.**', gml='sum')],
+    ],
+    ids=['student', 'teacher', 'types', 'options'],
+)
+def test_copies_that_are_averaged_are_gated_alike(rules: list[dict[str, Any]]) -> None:
+    model = Semi()
+    with pytest.raises(ConfigError, match=r'teacher is a frozen copy of student.* detector=dict'):
+        mmgate.swap_attention(model, rules)
+    assert not mmgate.gate_parameters(model)
+    mmgate.swap_attention(model, [dict(PLUG, path='student.**'), dict(PLUG, path='teacher.**')])
+
+
+def test_an_average_of_mmengine_is_made_of_a_gated_model() -> None:
+    """It lists its tensors when it is made, and leaves out those that come later."""
+    model = Semi()
+    model.teacher = ExponentialMovingAverage(model.student)
+    with pytest.raises(ConfigError, match='teacher is an average .ExponentialMovingAverage.* backbone=dict'):
+        mmgate.swap_attention(model, dict(PLUG, path='**.attn'))
+    mmgate.swap_attention(model.student, dict(PLUG, path='backbone.attn'))
+    model.teacher = ExponentialMovingAverage(model.student)
+    for gate in mmgate.gate_parameters(model.student).values():
+        gate.data.normal_()
+    model.teacher.update_parameters(model.student)
+    state = model.student.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.teacher.module.state_dict().items())
+
+
+@pytest.mark.parametrize('train', ['all', 'gates'])
+def test_a_gated_detector_has_a_teacher_like_itself(train: str, logged: list[str]) -> None:
+    """By ``detector``, as the page says; the teacher is frozen after its gates and stays so in training mode."""
+    rule = dict(PLUG, path='backbone.**')
+    gated = dict(type='mmgate.Gated', host=Net, attention=rule, train=train)
+    model = Semi()
+    model.student, model.teacher = (MODELS.build(copy.deepcopy(gated)) for _ in range(2))
+    SemiBaseDetector.freeze(model.teacher)
+    model.train()
+    assert not any(parameter.requires_grad for parameter in model.teacher.parameters())
+    assert all(gate.requires_grad for gate in mmgate.gate_parameters(model.student).values())
+    MeanTeacherHook().momentum_update(model, 0.5)
+    assert not logged
+
+
+def test_gates_follow_a_host_that_is_frozen_as_a_whole(logged: list[str]) -> None:
+    """But not in a model that is frozen as a whole itself, which trains its gates."""
+    model = Net()
+    model.backbone.requires_grad_(False)
+    mmgate.swap_attention(model, dict(PLUG, path='backbone.**'))
+    gates = mmgate.gate_parameters(model).values()
+    assert not any(gate.requires_grad for gate in gates)
+    model.train()
+    assert len(logged) == 1 and 'backbone.attn' in logged[0]
+    mmgate.train_only_gates(model)
+    assert all(gate.requires_grad for gate in gates)
+    model = Net().requires_grad_(False)
+    mmgate.swap_attention(model, dict(PLUG, path='backbone.**'))
+    model.train()
+    assert all(gate.requires_grad for gate in mmgate.gate_parameters(model).values()) and len(logged) == 1
+
+
+def swin(rule: dict[str, Any], inside: bool) -> Any:
+    backbone = SwinTransformer(embed_dims=16, depths=(1, 2, 1, 1), num_heads=(1, 2, 4, 8), frozen_stages=2)
+    model: Any = nn.ModuleDict(dict(backbone=backbone, head=nn.Linear(4, 4))) if inside else backbone
+    mmgate.swap_attention(model, dict(rule, path='backbone.**' if inside else '**'))
+    return model
+
+
+FROZEN = ['stages.0.blocks.0.attn', 'stages.1.blocks.0.attn', 'stages.1.blocks.1.attn']
+WORDS = {'AgentGate': 'drawn at random', 'SDPAGate': 'random', 'PLuGGate': 'starts as the vanilla attention'}
+
+
+@pytest.mark.parametrize('inside', [True, False], ids=['detector', 'backbone'])
+@pytest.mark.parametrize('rule', [AGENT, PLUG], ids=['random', 'identity'])
+def test_gates_in_frozen_stages_are_named_at_the_first_start(
+    rule: dict[str, Any], inside: bool, logged: list[str]
+) -> None:
+    model = swin(rule, inside)
+    model.eval()
+    assert not logged
+    model.train()
+    model.train()
+    (said,) = logged
+    resting = {name for name, gate in mmgate.gate_parameters(model).items() if not gate.requires_grad}
+    assert resting and said.startswith(f'{len(resting)} of {len(mmgate.gate_parameters(model))} tensors of gates')
+    assert all(f'{"backbone." if inside else ""}{name}' in said for name in FROZEN) and 'stages.2' not in said
+    assert WORDS[said.partition('): ')[2].partition(',')[0]] in said
+    mmgate.restore_attention(model)
+    assert 'train' not in vars(model)
+
+
+def test_the_warning_comes_where_gates_rest_and_nothing_has_filled_them(logged: list[str], tmp_path: Path) -> None:
+    sizes = dict(embed_dims=16, depths=(1, 1, 1, 1), num_heads=(1, 2, 4, 8))
+    SAGASwin(**sizes, frozen_stages=2).train()
+    assert len(logged) == 1 and 'stages.0.blocks.0.attn' in logged[0]
+    SAGASwin(**sizes).train()
+    filled = swin(AGENT, True)
+    filled.load_state_dict(swin(AGENT, True).state_dict())
+    filled.train()
+    alone = swin(AGENT, True)
+    mmgate.train_only_gates(alone)
+    alone.train()
+    unstarted = swin(AGENT, True)
+    mmgate.restore_attention(unstarted)
+    unstarted.train()
+    assert len(logged) == 1 and 'train' not in vars(unstarted)
+    copied = copy.deepcopy(swin(AGENT, True))
+    copied.train()
+    assert len(logged) == 2 and not any(p.requires_grad for p in copied.backbone.stages[0].parameters())
