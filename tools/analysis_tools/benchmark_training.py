@@ -8,11 +8,12 @@ import torch
 from mmengine.logging import MMLogger
 
 from mmgate.benchmarks.measure import told, write_csv
-from mmgate.benchmarks.training import LOSS_SCALES, SPEEDUPS, benchmark_training
+from mmgate.benchmarks.training import LOSS_SCALES, benchmark_training
 from mmgate.finetune import TRAINS
 from mmgate.train import cli
 from mmgate.train.config_file import read_config
 from mmgate.train.gate_options import add_gate_option, put_gates
+from mmgate.train.speedups import SPEEDUPS
 
 CONFIGS = Path(__file__).parents[2] / 'configs'
 OURS = CONFIGS / 'plug/deformable_detr/plug-deformable-detr-refine_r50_8xb4-50e_coco.py'
@@ -46,6 +47,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         '--amp', nargs='?', choices=list(LOSS_SCALES), const='float16', help='mixed precision (float16 if not named)'
     )
+    parser.add_argument('--tf32', action='store_true', help='float32 products in TF32 on both sides')
     parser.add_argument('--out', type=Path, default=Path('work_dirs/benchmark_training.csv'), help='CSV to write')
     args = parser.parse_args(argv)
     if args.device.startswith('cuda'):
@@ -58,6 +60,7 @@ def main(argv: list[str]) -> None:
     put_gates(ours, args.gate)
     options = dict(op=args.op, backends=args.backends, speedups=args.speedups, size=tuple(args.size), batch=args.batch)
     options |= dict(amp=args.amp, device=args.device, processor_time=args.processor_time, train=args.train)
+    options |= dict(tf32=args.tf32)
     write_csv(told(benchmark_training(args.peer, ours, repetitions=args.repetitions, **options)), args.out)
     print(f'written to {args.out}')
 

@@ -1,4 +1,5 @@
 _base_ = 'mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py'
+custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 
 model = dict(
     backbone=dict(
@@ -9,4 +10,5 @@ model = dict(
             checkpoint='https://github.com/whai362/PVT/releases/download/v2/pvt_tiny.pth')),
     neck=dict(in_channels=[64, 128, 320, 512]))
 optim_wrapper = dict(
+    constructor='mmgate.GroupedOptimWrapperConstructor',
     optimizer=dict(_delete_=True, type='AdamW', lr=2e-4, weight_decay=1e-4))
