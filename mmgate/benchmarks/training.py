@@ -56,7 +56,8 @@ def benchmark_training(
         ours: Config that is compared with it; one of the peer's name and another model is ``NAME, gated`` in the rows.
         op: Operator whose backends are measured.
         backends: Backends of ``op``; ``ours`` is measured with each.
-        speedups: Keys of :data:`~mmgate.train.speedups.SPEEDUPS`, or ``'all'`` for all together; ``ours`` is measured with each.
+        speedups: Keys of :data:`~mmgate.train.speedups.SPEEDUPS`, or ``'all'`` for all together; ``ours`` is measured
+            with each.
         size: Height and width of the images.
         batch: Images in a step.
         repetitions: Steps that are measured; one more comes first, to warm up.

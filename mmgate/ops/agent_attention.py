@@ -81,7 +81,9 @@ def agent_attention(
 
 def keeps_constants(like: Tensor) -> bool:
     """Return True if tensors computed now may be kept for later calls: none of them is traced, fake or transformed."""
-    return not (hides_numbers(like) or torch.jit.is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None)
+    if hides_numbers(like) or torch.jit.is_tracing():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None
 
 
 def interpolation_matrix(source: int, target: int, like: Tensor, *, ones: bool = False) -> Tensor:

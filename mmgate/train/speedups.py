@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
+from typing import Any
 
 from mmengine.config import Config
 
 from mmgate.registry import MODELS
 
 from .config_file import differences, mappings, type_name
-from .gate_options import import_mmgate
+from .gate_options import import_mmgate, type_path
 
 GROUPED = 'GroupedOptimWrapperConstructor'
 MATCHED = 'MatchedOnce'
@@ -34,35 +35,41 @@ def speed_up(cfg: Config) -> str:
 def _group(cfg: Config) -> None:
     """Merge parameter groups and fuse the optimizer, after the config's own constructor."""
     wrapper = cfg.get('optim_wrapper') or {}
-    constructor = wrapper.get('constructor') or 'DefaultOptimWrapperConstructor'
-    merges = constructor.rpartition('.')[2] in (GROUPED, 'GateOptimWrapperConstructor')
-    if merges or 'optimizer' not in wrapper:  # several optimizers have a constructor of their own
+    constructor = type_path(wrapper.get('constructor') or 'DefaultOptimWrapperConstructor')
+    name = constructor.rpartition('.')[2]
+    # Several optimizers have a constructor of their own.
+    if name in (GROUPED, 'GateOptimWrapperConstructor') or 'optimizer' not in wrapper:
         return
     wrapper.constructor = f'mmgate.{GROUPED}'
-    if constructor != 'DefaultOptimWrapperConstructor':
-        wrapper.setdefault('paramwise_cfg', {})
-        wrapper.paramwise_cfg = dict(wrapper.paramwise_cfg or {}, grouped=constructor)
+    if name != 'DefaultOptimWrapperConstructor':
+        wrapper.paramwise_cfg = dict(wrapper.get('paramwise_cfg') or {}, grouped=constructor)
 
 
 def _match(cfg: Config) -> None:
     """Match once a step in a DETR-like head of boxes, and with one wait a call in other heads that use Hungarian."""
-    head = cfg.model.get('bbox_head')
-    assigners = [one.assigner for _, one in mappings(cfg.model) if type_name(one.get('assigner') or {}) == HUNGARIAN]
+    model = cfg.get('model') or {}
+    head = model.get('bbox_head')
+    assigners = [one.assigner for _, one in mappings(model) if _assigns(one)]
     if not assigners or (isinstance(head, dict) and type_name(head) == MATCHED):
         return
-    if isinstance(head, dict) and _is_detr(cfg, head.type):
-        kind = head.type if '.' in head.type else f'mmdet.{head.type}'
-        head.update(type=f'mmgate.{MATCHED}', host=kind)
+    kind = type_path(head.type) if isinstance(head, dict) else ''
+    if _is_detr(cfg, kind):
+        head.update(type=f'mmgate.{MATCHED}', host=kind if '.' in kind else f'mmdet.{kind}')
         return
     for assigner in assigners:
         assigner.type = f'mmgate.{HUNGARIAN}'
 
 
+def _assigns(entry: Mapping[str, Any]) -> bool:
+    """Return True if an entry of a config has mmdet's Hungarian assigner, or ours."""
+    assigner = entry.get('assigner')
+    return isinstance(assigner, Mapping) and type_name(assigner) == HUNGARIAN
+
 
 def _is_detr(cfg: Config, kind: str) -> bool:
     """Return True if a head's type is registered and derives from mmdet's DETRHead."""
     with MODELS.switch_scope_and_registry(cfg.get('default_scope')) as registry:
-        found = registry.get(kind)
+        found = registry.get(kind) if kind else None
     return any(base.__name__ == 'DETRHead' for base in getattr(found, '__mro__', ()))
 
 

@@ -133,13 +133,12 @@ class AgentBiases(MapGate):
         if self._kept is None or self._kept[0] != key:
             # A later call may need a gradient, for which torch refuses tensors of inference mode.
             with torch.inference_mode(False), torch.no_grad():
-                terms, columns, basis = self._factors(hw_shape)
-                factors = (terms, columns, basis) if dtype is None else (terms.to(dtype), columns.to(dtype), basis.to(dtype))
-            self._kept = key, factors
+                terms, columns, basis = (one.to(dtype or one.dtype) for one in self._factors(hw_shape))
+            self._kept = key, (terms, columns, basis)
         return self._kept[1]
 
     def _factors(self, hw_shape: Size) -> Factors:
-        """Return the factors of both resized biases, B1's before B2's: ``(2 H n, h, 8)``, ``(2 H n, 1, w)``, ``(8, w)``.
+        """Return both resized biases as factors, B1's before B2's: ``(2 H n, h, 8)``, ``(2 H n, 1, w)``, ``(8, w)``.
 
         A bias is the first times the last, plus the second. A bilinear resize multiplies each axis by a small matrix,
         so the axes may come in any order, and values that are constant along an axis stay so. The rows are an eighth
