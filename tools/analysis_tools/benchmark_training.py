@@ -22,9 +22,7 @@ OURS = CONFIGS / 'plug/deformable_detr/plug-deformable-detr-refine_r50_8xb4-50e_
 def main(argv: list[str]) -> None:
     """Parse arguments, measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        '--peer', default=str(CONFIGS / 'vanilla/deformable_detr/deformable-detr-refine_r50_8xb4-50e_coco.py')
-    )
+    parser.add_argument('--peer', default='mmdet::deformable_detr/deformable-detr-refine_r50_16xb2-50e_coco.py')
     parser.add_argument('--ours', help="default: PLuG's Deformable DETR, and with --gate the peer's config")
     add_gate_option(parser)
     parser.add_argument('--op', choices=['ms_deform_attn', 'plug_attention'], default='ms_deform_attn')
