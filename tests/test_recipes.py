@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from mmengine.registry import PARAM_SCHEDULERS
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
 from mmgate.analysis.structure import build_structure
+from mmgate.train.config_file import differences
+from mmgate.train.speedups import SPEEDUPS
 
 ONE, THREE = dict(epochs=12, drops=[8, 11]), dict(epochs=36, drops=[27, 33])
 SWIN_DETECTOR = dict(lr=1e-4, weight_decay=0.05, warm_up=500)
@@ -127,6 +130,11 @@ def test_a_config_trains_as_its_name_says(path: Path) -> None:
     assert {key: found.get(key) for key in expected} == expected
     if path.parent.parent.name in ('agent', 'saga') and 'shapes' not in name and 'pvtv2' not in name:
         check_backbone(cfg, name)
+
+    before = deepcopy(cfg.to_dict())
+    for part in ('groups', 'matcher'):
+        SPEEDUPS[part](cfg)
+    assert not list(differences(before, cfg.to_dict(), '')), 'it lacks what makes a step faster'
 
 
 def check_backbone(cfg: Config, name: str) -> None:

@@ -18,6 +18,7 @@ from mmgate.layers.base.gated import current_key
 from mmgate.wrappers import unwrap_model
 
 from .config_file import differences
+from .parameter_groups import can_load, sizes
 
 MOST = 3  # settings in one message
 
@@ -100,13 +101,11 @@ def _other_gates(runner: Runner, checkpoint: Mapping[str, Any]) -> str:
 def _other_groups(runner: Runner, checkpoint: Mapping[str, Any]) -> str:
     """Return a message if the optimizer's parameter groups differ from the checkpoint's, or an empty text."""
     state = checkpoint.get('optimizer')
-    groups = getattr(getattr(getattr(runner, 'optim_wrapper', None), 'optimizer', None), 'param_groups', None)
+    optimizer = getattr(getattr(runner, 'optim_wrapper', None), 'optimizer', None)
     given = state.get('param_groups') if isinstance(state, Mapping) else None
-    if not groups or not given:
+    if not given or not getattr(optimizer, 'param_groups', None) or can_load(optimizer, state):
         return ''
-    counts = [[len(group['params']) for group in listed] for listed in (given, groups)]
-    if counts[0] == counts[1]:
-        return ''
+    counts = sizes(given), sizes(optimizer.param_groups)
     there, here = [f'{sum(count)} parameters in {len(count)} groups' for count in counts]
     return f"its optimizer has {there}, this run's {here}"
 

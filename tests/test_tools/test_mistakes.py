@@ -172,7 +172,7 @@ def test_a_checkpoint_of_another_model(project: Path, capsys: pytest.CaptureFixt
     assert 'error: 0 of ' in error and 'give --allow-mismatch' in error
     fewer = ['--allow-mismatch', '--cfg-options', 'model.bbox_head.num_classes=2']
     assert run('test', 'other.pth', *fewer, name='fewer') == 0
-    assert 'bbox_head (DeformableDETRHead) predicts 2 classes, and CocoDataset has 6' in logs()
+    assert 'bbox_head (MatchedOnceDeformableDETRHead) predicts 2 classes, and CocoDataset has 6' in logs()
 
 
 @pytest.mark.parametrize(

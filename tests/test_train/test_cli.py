@@ -82,6 +82,11 @@ def test_amp_switches_the_optimizer_wrapper(folder: Path, monkeypatch: pytest.Mo
         cli.enable_amp(cfg)
 
 
+def test_speedups_change_the_config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config_of(monkeypatch, 'train', '--speedups')
+    assert cfg.optim_wrapper.constructor == 'mmgate.GroupedOptimWrapperConstructor'
+
+
 def test_resume_takes_a_file_or_looks_for_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = config_of(monkeypatch, 'train', '--resume', 'x.pth')
     assert cfg.resume is True and cfg.load_from == 'x.pth'

@@ -4,5 +4,6 @@ optim_wrapper = dict(type='AmpOptimWrapper', dtype='bfloat16', loss_scale=dict(e
 custom_hooks = [
     dict(type='mmgate.ChannelsLastHook'),
     dict(type='mmgate.Float32Hook'),
-    dict(type='mmgate.CompileHook')
+    dict(type='mmgate.CompileHook'),
+    dict(type='mmgate.TF32Hook')
 ]

@@ -6,5 +6,7 @@ model = dict(
     host='mmdet.Mask2Former',
     attention=dict(
         type='PLuGMultiheadAttention',
-        path='panoptic_head.transformer_decoder.layers.*.self_attn'))
+        path='panoptic_head.transformer_decoder.layers.*.self_attn'),
+    train_cfg=dict(assigner=dict(type='mmgate.HungarianAssigner')))
+custom_hooks = [dict(type='mmgate.ChannelsLastHook')]
 optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')
