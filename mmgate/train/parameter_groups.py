@@ -225,12 +225,12 @@ def sizes(groups: Iterable[Mapping[str, Any]]) -> list[int]:
     return [len(group['params']) for group in groups]
 
 
-def can_load(optimizer: Optimizer, state: Mapping[str, Any]) -> bool:
-    """Return True if the groups in an optimizer's state dict are those of an optimizer, merged or before that."""
+def groups_for(optimizer: Optimizer, state: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the groups into which an optimizer loads a state dict, merged or as before that; None if it cannot."""
     if sizes(state['param_groups']) == sizes(optimizer.param_groups):
-        return True
+        return optimizer.param_groups
     hooks = optimizer._optimizer_load_state_dict_pre_hooks.values()
-    return any(isinstance(hook, _Separate) and hook.fits(state) for hook in hooks)
+    return next((hook.single for hook in hooks if isinstance(hook, _Separate) and hook.fits(state)), None)
 
 
 def _can_fuse(optimizer: dict[str, Any], model: nn.Module) -> bool:

@@ -34,7 +34,7 @@ def speed_up(cfg: Config) -> str:
 
 def _group(cfg: Config) -> None:
     """Merge parameter groups and fuse the optimizer, after the config's own constructor."""
-    wrapper = cfg.get('optim_wrapper') or {}
+    wrapper: Any = cfg.get('optim_wrapper') or {}
     constructor = type_path(wrapper.get('constructor') or 'DefaultOptimWrapperConstructor')
     name = constructor.rpartition('.')[2]
     # Several optimizers have a constructor of their own.
@@ -47,12 +47,12 @@ def _group(cfg: Config) -> None:
 
 def _match(cfg: Config) -> None:
     """Match once a step in a DETR-like head of boxes, and with one wait a call in other heads that use Hungarian."""
-    model = cfg.get('model') or {}
-    head = model.get('bbox_head')
-    assigners = [one.assigner for _, one in mappings(model) if _assigns(one)]
+    model: Any = cfg.get('model') or {}
+    head: Any = model.get('bbox_head')
+    assigners = [entry.assigner for _, entry in mappings(model) if _assigns(entry)]
     if not assigners or (isinstance(head, dict) and type_name(head) == MATCHED):
         return
-    kind = type_path(head.type) if isinstance(head, dict) else ''
+    kind = type_path(head['type']) if isinstance(head, dict) else ''
     if _is_detr(cfg, kind):
         head.update(type=f'mmgate.{MATCHED}', host=kind if '.' in kind else f'mmdet.{kind}')
         return
