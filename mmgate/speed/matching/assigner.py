@@ -83,6 +83,9 @@ class AsynchronousConstants(TorchFunctionMode):
         if func is not Tensor.new_tensor or not set(kwargs) <= {'dtype', 'device'}:
             return func(*args, **kwargs)
         like, numbers = args
+        # Sizes of images on their device, where torch.vmap computes all images together.
+        if isinstance(numbers, list) and numbers and all(isinstance(number, Tensor) for number in numbers):
+            return torch.stack(numbers).to(kwargs.get('dtype') or like.dtype)
         # Numbers on a device may not have been computed yet.
         if isinstance(numbers, Tensor) and numbers.device.type != 'cpu':
             return func(*args, **kwargs)

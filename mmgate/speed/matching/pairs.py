@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 # The width of a box, for which the order of the sum is known.
 SIDES = 4
+# Pairs of prediction and object, which take about a millisecond.
+IN_THREADS = 100_000
 NARROW = (torch.float16, torch.bfloat16)
 
 
@@ -28,6 +33,19 @@ def match_pairs(cost: Tensor) -> np.ndarray:
         ValueError: A cost is NaN or minus infinity.
     """
     return np.stack(linear_sum_assignment(cost.numpy()))
+
+
+def match_all(costs: Sequence[Tensor]) -> list[np.ndarray]:
+    """Solve many assignment problems as :func:`match_pairs` does one, large ones in parallel threads."""
+    # SciPy releases the interpreter's lock. Small problems are solved before threads would start.
+    if sum(cost.numel() for cost in costs) < IN_THREADS:
+        return [match_pairs(cost) for cost in costs]
+    return list(_threads().map(match_pairs, costs))
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), 'mmgate-matching')
 
 
 def to_device(numbers: Tensor, device: torch.device | str) -> Tensor:
