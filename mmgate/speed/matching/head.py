@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from mmdet.models.dense_heads import DETRHead, DINOHead
+from mmdet.models.dense_heads import DETRHead, DINOHead, Mask2FormerHead
 from mmdet.models.losses import (
     CIoULoss,
     CrossEntropyLoss,
@@ -31,10 +31,11 @@ from mmdet.models.task_modules.assigners import HungarianAssigner as MMDetHungar
 from mmdet.structures.bbox import bbox_cxcywh_to_xyxy, bbox_xyxy_to_cxcywh
 from mmdet.utils import reduce_mean
 from mmengine.structures import InstanceData
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from .assigner import AsynchronousConstants, HungarianAssigner, as_result, cost_of
+from .masks import MatchedOnceMaskHead
 from .pairs import match_all, to_device
 
 
@@ -389,19 +390,27 @@ def _denoising_pairs(
     return found
 
 
-def match_once(head: DETRHead) -> DETRHead:
-    """Change a DETR-like head in place so that it matches all layers and images of a training step at once.
+Head = TypeVar('Head', bound=nn.Module)
+
+
+def match_once(head: Head) -> Head:
+    """Change a DETR-like or Mask2Former head in place so that it matches all layers and images of a step at once.
 
     Raises:
-        TypeError: It is no DETR-like head of mmdet, or assigns by another class than HungarianAssigner.
+        TypeError: It is no such head of mmdet or mmseg, or assigns by another class than HungarianAssigner.
     """
-    if not isinstance(head, DETRHead):
-        raise TypeError(f'MatchedOnce: {type(head).__name__} is no head that derives from mmdet.DETRHead.')
+    if isinstance(head, (MatchedOnceHead, MatchedOnceMaskHead)):
+        return head
+    if not isinstance(head, (DETRHead, Mask2FormerHead)):
+        raise TypeError(
+            f'MatchedOnce: {type(head).__name__} is no head that derives from mmdet.DETRHead or mmdet.Mask2FormerHead.'
+        )
     assigner = getattr(head, 'assigner', None)
     if assigner is not None and getattr(type(assigner), 'assign', None) not in _ASSIGN:
         raise TypeError(f'MatchedOnce: {type(assigner).__name__} does not assign as HungarianAssigner does.')
     # The constructor of DETRHead compares the class, so that it is changed afterwards.
-    head.__class__ = _derived(type(head))  # type: ignore[arg-type]
+    kind: Any = type(head)
+    head.__class__ = _derived(kind)
     return head
 
 
@@ -409,9 +418,10 @@ _ASSIGN = (MMDetHungarianAssigner.assign, HungarianAssigner.assign)
 
 
 @functools.cache
-def _derived(host: type[DETRHead]) -> type[DETRHead]:
+def _derived(host: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of a head's class that matches all decoder layers at once."""
-    return type(f'MatchedOnce{host.__name__}', (MatchedOnceHead, host), {})
+    mixin = MatchedOnceHead if issubclass(host, DETRHead) else MatchedOnceMaskHead
+    return type(f'MatchedOnce{host.__name__}', (mixin, host), {})
 
 
 # The parts of a head that all losses as one batch replace.
