@@ -38,11 +38,6 @@ def _group(cfg: Config) -> None:
     cfg.optim_wrapper.constructor = 'mmgate.GroupedOptimWrapperConstructor'
 
 
-def _match(cfg: Config) -> None:
-    kind = cfg.model.bbox_head.type
-    cfg.model.bbox_head.update(type='mmgate.MatchedOnce', host=kind if '.' in kind else f'mmdet.{kind}')
-
-
 def _hook(name: str) -> Callable[[Config], None]:
     return lambda cfg: cfg.update(custom_hooks=[*cfg.get('custom_hooks', []), dict(type=f'mmgate.{name}')])
 
@@ -50,7 +45,7 @@ def _hook(name: str) -> Callable[[Config], None]:
 # Changes to a config that make a step faster.
 SPEEDUPS: dict[str, Callable[[Config], None]] = {
     'groups': _group,
-    'matcher': _match,
+    'matcher': _hook('MatchOnceHook'),
     'channels-last': _hook('ChannelsLastHook'),
     'compile': _hook('CompileHook'),
 }
@@ -143,7 +138,7 @@ def _step(
     data = random_batch(cfg, size, batch)
     run = SimpleNamespace(model=model, logger=MMLogger.get_current_instance(), optim_wrapper=optimizer)
     for hook in cfg.get('custom_hooks', []):
-        if hook['type'].rpartition('.')[2] in ('ChannelsLastHook', 'CompileHook', 'Float32Hook'):
+        if hook['type'].rpartition('.')[2] in ('ChannelsLastHook', 'CompileHook', 'Float32Hook', 'MatchOnceHook'):
             built = HOOKS.build(hook)
             built.before_run(run)
             built.before_train(run)

@@ -166,7 +166,7 @@ class MatchedOnceHead(DETRHead):
         labels = torch.full((scores.shape[0] * scores.shape[1],), self.num_classes, device=scores.device)
         labels[rows] = batch.labels.index_select(0, columns)
         of_scores = self.loss_cls(scores.flatten(0, 1), labels, reduction_override='none')
-        of_scores = of_scores.view(*scores.shape[:2], -1).sum((0, 2))  # (S,)
+        of_scores = of_scores.reshape(*scores.shape[:2], -1).sum((0, 2))  # (S,)
         of_layers = batch.to_device(torch.from_numpy(batch.layer_of_query == batch.numbers))  # (L, S)
         losses_cls = (of_scores * of_layers).sum(1) / weights
 

@@ -84,7 +84,7 @@ class MatchedOnceMaskHead(Mask2FormerHead):
         classes = classes.scatter(1, rows, labels.to(torch.long)[columns])
         of_scores = self.loss_cls(scores.flatten(0, 2), classes.flatten(), reduction_override='none')
         weights = scores.new_tensor(self.class_weight)[classes].sum(1)
-        losses_cls = of_scores.view(layers, -1).sum(1) / (weights + torch.finfo(torch.float32).eps)
+        losses_cls = of_scores.reshape(layers, -1).sum(1) / (weights + torch.finfo(torch.float32).eps)
 
         chosen = [
             masks.flatten(0, 1).index_select(0, of_layer) for masks, of_layer in zip(all_masks, rows, strict=True)
@@ -99,8 +99,8 @@ class MatchedOnceMaskHead(Mask2FormerHead):
         total = reduce_mean(scores.new_tensor([float(sum(max(count, 1) for count in pairs_of_image))])).clamp(min=1)
         of_dice = self.loss_dice(predicted, targets, reduction_override='none')
         of_masks = self.loss_mask(predicted, targets, reduction_override='none')
-        losses_dice = of_dice.view(layers, -1).sum(1) / total
-        losses_mask = of_masks.view(layers, -1).sum(1) / (total * self.num_points)
+        losses_dice = of_dice.reshape(layers, -1).sum(1) / total
+        losses_mask = of_masks.reshape(layers, -1).sum(1) / (total * self.num_points)
         return losses_cls, losses_mask, losses_dice
 
     def _draw(self, layers: int, images: int, pairs: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
