@@ -161,7 +161,8 @@ class MatchedOnceMaskHead(Mask2FormerHead):
         found = []
         for start in range(0, layers, at_once):
             part = slice(start, start + at_once)
-            with _Drawn([sampled[part].flatten(0, 1), random[part].flatten(0, 1)]):
+            drawn = [numbers[part].flatten(0, 1).contiguous() for numbers in (sampled, random)]
+            with _Drawn(drawn):
                 found.append(
                     get_uncertain_point_coords_with_randomness(
                         masks[start * pairs : (start + at_once) * pairs],
