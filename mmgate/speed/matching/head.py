@@ -168,7 +168,7 @@ class MatchedOnceHead(DETRHead):
         of_scores = self.loss_cls(scores.flatten(0, 1), labels, reduction_override='none')
         of_scores = of_scores.reshape(*scores.shape[:2], -1).sum((0, 2))  # (S,)
         of_layers = batch.to_device(torch.from_numpy(batch.layer_of_query == batch.numbers))  # (L, S)
-        losses_cls = (of_scores * of_layers).sum(1) / weights
+        losses_cls = torch.where(of_layers, of_scores, 0.0).sum(1) / weights
 
         # mmdet gives unmatched boxes the weight 0, and waits for the device to see if any weight is not 0.
         boxes = boxes.flatten(0, 1).index_select(0, rows)
@@ -181,7 +181,8 @@ class MatchedOnceHead(DETRHead):
         else:  # mmdet's loss of no boxes is one number
             of_boxes = of_overlaps = boxes.sum(1)
         of_layers = batch.to_device(torch.from_numpy(pairs.layers == batch.numbers))  # (L, N)
-        losses = (torch.stack((of_boxes, of_overlaps))[:, None] * of_layers).sum(2) / counts  # (2, L)
+        of_pairs = torch.stack((of_boxes, of_overlaps))[:, None]  # (2, 1, N)
+        losses = torch.where(of_layers, of_pairs, 0.0).sum(2) / counts  # (2, L)
         return list(zip(losses_cls.unbind(), *(part.unbind() for part in losses.unbind()), strict=True))
 
     def _average_factors(self, batch: Batch, positives: Sequence[int]) -> tuple[Tensor, Tensor]:
