@@ -126,7 +126,7 @@ def _step(
     data = random_batch(cfg, size, batch)
     run = SimpleNamespace(model=model, logger=MMLogger.get_current_instance(), optim_wrapper=optimizer)
     for hook in cfg.get('custom_hooks', []):
-        if type_name(hook) in ('ChannelsLastHook', 'CompileHook', 'Float32Hook'):
+        if type_name(hook) in ('ChannelsLastHook', 'CompileHook', 'Float32Hook', 'MatchOnceHook'):
             built = HOOKS.build(hook)
             built.before_run(run)
             built.before_train(run)

@@ -14,7 +14,7 @@ from .config_file import differences, mappings, type_name
 from .gate_options import import_mmgate, type_path
 
 GROUPED = 'GroupedOptimWrapperConstructor'
-MATCHED = 'MatchedOnce'
+HEADS = ('DETRHead', 'Mask2FormerHead')
 HUNGARIAN = 'HungarianAssigner'
 
 
@@ -46,18 +46,15 @@ def _group(cfg: Config) -> None:
 
 
 def _match(cfg: Config) -> None:
-    """Match once a step in a DETR-like head of boxes, and with one wait a call in other heads that use Hungarian."""
+    """Match once a step in DETR-like heads and Mask2Former's, and with one wait a call in others that use Hungarian."""
     model: Any = cfg.get('model') or {}
-    head: Any = model.get('bbox_head')
-    assigners = [entry.assigner for _, entry in mappings(model) if _assigns(entry)]
-    if not assigners or (isinstance(head, dict) and type_name(head) == MATCHED):
+    found = [entry for _, entry in mappings(model) if _assigns(entry)]
+    heads = [entry for _, entry in mappings(model) if _is_matched_once(cfg, entry)]
+    if heads:
+        _hook('MatchOnceHook')(cfg)
         return
-    kind = type_path(head['type']) if isinstance(head, dict) else ''
-    if _is_detr(cfg, kind):
-        head.update(type=f'mmgate.{MATCHED}', host=kind if '.' in kind else f'mmdet.{kind}')
-        return
-    for assigner in assigners:
-        assigner.type = f'mmgate.{HUNGARIAN}'
+    for entry in found:
+        entry.assigner.type = f'mmgate.{HUNGARIAN}'
 
 
 def _assigns(entry: Mapping[str, Any]) -> bool:
@@ -66,11 +63,13 @@ def _assigns(entry: Mapping[str, Any]) -> bool:
     return isinstance(assigner, Mapping) and type_name(assigner) == HUNGARIAN
 
 
-def _is_detr(cfg: Config, kind: str) -> bool:
-    """Return True if a head's type is registered and derives from mmdet's DETRHead."""
+def _is_matched_once(cfg: Config, entry: Mapping[str, Any]) -> bool:
+    """Return True if an entry of a config is a head that MatchOnceHook changes."""
+    if 'type' not in entry or not type_name(entry).endswith('Head'):
+        return False
     with MODELS.switch_scope_and_registry(cfg.get('default_scope')) as registry:
-        found = registry.get(kind) if kind else None
-    return any(base.__name__ == 'DETRHead' for base in getattr(found, '__mro__', ()))
+        found = registry.get(type_path(entry['type']))
+    return any(base.__name__ in HEADS for base in getattr(found, '__mro__', ()))
 
 
 def _hook(name: str) -> Callable[[Config], None]:

@@ -8,6 +8,6 @@ model = dict(
         dict(
             type='PLuGMultiScaleDeformableAttention',
             path=['encoder.layers.*.self_attn', 'decoder.layers.*.cross_attn']),
-        dict(type='PLuGMultiheadAttention', path='encoder.fusion_layers.*.attn')],
-    bbox_head=dict(type='mmgate.MatchedOnce', host='mmdet.GroundingDINOHead'))
+        dict(type='PLuGMultiheadAttention', path='encoder.fusion_layers.*.attn')])
+custom_hooks = [dict(type='mmgate.MatchOnceHook')]
 optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')

@@ -6,7 +6,6 @@ model = dict(
     host='mmdet.Mask2Former',
     attention=dict(
         type='PLuGMultiheadAttention',
-        path='panoptic_head.transformer_decoder.layers.*.self_attn'),
-    train_cfg=dict(assigner=dict(type='mmgate.HungarianAssigner')))
-custom_hooks = [dict(type='mmgate.ChannelsLastHook')]
+        path='panoptic_head.transformer_decoder.layers.*.self_attn'))
+custom_hooks = [dict(type='mmgate.MatchOnceHook'), dict(type='mmgate.ChannelsLastHook')]
 optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')

@@ -6,6 +6,6 @@ model = dict(
     host='mmdet.Mask2Former',
     attention=dict(
         type='PLuGMultiheadAttention',
-        path='panoptic_head.transformer_decoder.layers.*.self_attn'),
-    train_cfg=dict(assigner=dict(type='mmgate.HungarianAssigner')))
+        path='panoptic_head.transformer_decoder.layers.*.self_attn'))
 optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')
+custom_hooks = [dict(type='mmgate.MatchOnceHook')]

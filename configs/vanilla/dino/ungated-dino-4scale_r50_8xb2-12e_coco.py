@@ -4,7 +4,6 @@ custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 model = dict(
     type='mmgate.Gated',
     host='mmdet.DINO',
-    attention=dict(type='MultiScaleDeformableAttention', path='**'),
-    bbox_head=dict(type='mmgate.MatchedOnce', host='mmdet.DINOHead'))
-custom_hooks = [dict(type='mmgate.ChannelsLastHook')]
+    attention=dict(type='MultiScaleDeformableAttention', path='**'))
+custom_hooks = [dict(type='mmgate.MatchOnceHook'), dict(type='mmgate.ChannelsLastHook')]
 optim_wrapper = dict(constructor='mmgate.GroupedOptimWrapperConstructor')
