@@ -98,6 +98,18 @@ def test_biases_in_evaluation_follow_their_parameters() -> None:
     check()
     layer.double()
     check()
+    x = torch.randn(1, 55, 12, dtype=torch.float64)
+    with torch.no_grad():  # other parameters of the same memory, one after the other
+        outputs = []
+        for number in range(3):
+            others = {name: value + number for name, value in layer.state_dict().items()}
+            outputs.append(torch.func.functional_call(layer, others, (x, (5, 11))))
+            del others
+    with_gradients = torch.func.functional_call(
+        layer, {name: value + 2 for name, value in layer.state_dict().items()}, (x, (5, 11))
+    )
+    torch.testing.assert_close(outputs[2], with_gradients)
+    check()
     with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
         assert gate.biases((5, 11))[0].dtype == torch.bfloat16
     check()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,26 @@ CLASS_BIASES = ('ac_bias', 'ca_bias')
 AXES = {'ah_bias': 3, 'aw_bias': 4, 'ha_bias': 2, 'wa_bias': 3}
 
 Factors = tuple[Tensor, Tensor, Tensor]
+
+
+class Kept(NamedTuple):
+    """Factors of the biases, and what they were computed from.
+
+    Attributes:
+        hw_shape: Height and width of the map.
+        dtype: Autocast's dtype, or None.
+        versions: torch's count of changes of each parameter.
+        parameters: The parameters.
+        values: Their memory, which is not used for other tensors as long as it is kept here.
+        factors: The factors.
+    """
+
+    hw_shape: Size
+    dtype: torch.dtype | None
+    versions: list[int]
+    parameters: list[Tensor]
+    values: list[Tensor]
+    factors: Factors
 
 
 class AgentBiases(MapGate):
@@ -48,7 +68,7 @@ class AgentBiases(MapGate):
     wa_bias: nn.Parameter
     ac_bias: nn.Parameter
     ca_bias: nn.Parameter
-    _kept: tuple[tuple[Any, ...], Factors] | None = None
+    _kept: Kept | None = None
 
     def make_biases(self, bias: bool) -> None:
         """Create the parameters of the biases; without ``bias`` their names are registered as None."""
@@ -124,18 +144,30 @@ class AgentBiases(MapGate):
 
     def _factors_once(self, hw_shape: Size) -> Factors:
         """Return :meth:`_factors`, kept from the last call if size and parameters are still those."""
-        parameters = [getattr(self, name) for name in BIASES]
-        dtype = autocast_dtype(self.an_bias.device.type)
-        changes = self.training or torch.is_grad_enabled() or any(one.is_inference() for one in parameters)
-        if changes or not keeps_constants(self.an_bias):
+        if self.training or torch.is_grad_enabled() or not keeps_constants(self.an_bias):
             return self._factors(hw_shape)
-        key = (hw_shape, dtype, *((one.data_ptr(), one._version, one.dtype, one.device) for one in parameters))
-        if self._kept is None or self._kept[0] != key:
+        parameters = [getattr(self, name) for name in BIASES]
+        # Tensors of inference mode do not count their changes.
+        if any(one.is_inference() for one in parameters):
+            return self._factors(hw_shape)
+        dtype = autocast_dtype(self.an_bias.device.type)
+        versions = [one._version for one in parameters]
+        kept = self._kept
+        if (
+            kept is None
+            or (kept.hw_shape, kept.dtype, kept.versions) != (hw_shape, dtype, versions)
+            or any(
+                now is not then or now.data_ptr() != values.data_ptr()
+                for now, then, values in zip(parameters, kept.parameters, kept.values, strict=True)
+            )
+        ):
             # A later call may need a gradient, for which torch refuses tensors of inference mode.
             with torch.inference_mode(False), torch.no_grad():
                 terms, columns, basis = (one.to(dtype or one.dtype) for one in self._factors(hw_shape))
-            self._kept = key, (terms, columns, basis)
-        return self._kept[1]
+                values = [one.detach() for one in parameters]
+            kept = Kept(hw_shape, dtype, versions, parameters, values, (terms, columns, basis))
+            self._kept = kept
+        return kept.factors
 
     def _factors(self, hw_shape: Size) -> Factors:
         """Return both resized biases as factors, B1's before B2's: ``(2 H n, h, 8)``, ``(2 H n, 1, w)``, ``(8, w)``.
