@@ -86,11 +86,15 @@ def operators(cfg: Config, *speedups: str) -> tuple[int, Counter[str]]:
     return counted.count, counted.waits + Counter(copies=copies.count)
 
 
+# The most operators of a step, over mmdet's or mmseg's.
+MOST = {'deformable_detr': 0.4, 'dino': 0.4, 'mask2former': 0.45}
+
+
 @pytest.mark.parametrize('name', PEERS)
 def test_a_step_has_few_operators_and_waits(name: str) -> None:
     peer, _ = operators(config(PEERS[name]))
     ours, waits = operators(config(OURS[name]), 'groups', 'matcher')
-    assert ours <= 0.4 * peer, f'{ours} of {peer}'
+    assert ours <= MOST[name] * peer, f'{ours} of {peer}'
     assert waits.total() <= 3, waits
 
 
@@ -134,6 +138,7 @@ def test_a_step_has_mmdets_losses(name: str) -> None:
     cfg = config(PEERS[name])
     if name == 'dino':
         cfg.model.dn_cfg.label_noise_scale = 1e-9
+    training.init_default_scope(cfg.default_scope)
     torch.manual_seed(0)
     training._drop_pretrained(cfg.model)
     model = training.MODELS.build(deepcopy(cfg.model))
