@@ -101,7 +101,8 @@ class AsynchronousConstants(TorchFunctionMode):
     ) -> Any:
         """Call a torch function; ``new_tensor`` and ``to`` copy without waiting for the GPU."""
         kwargs = kwargs or {}
-        if func is Tensor.to and len(args) == 2 and isinstance(args[1], torch.device) and args[0].device.type == 'cpu':
+        moves = func is Tensor.to and not kwargs and len(args) == 2 and isinstance(args[1], torch.device)
+        if moves and args[0].device.type == 'cpu':
             return to_device(*args)
         if func is not Tensor.new_tensor or not set(kwargs) <= {'dtype', 'device'}:
             return func(*args, **kwargs)

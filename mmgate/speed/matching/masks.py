@@ -182,9 +182,9 @@ class MatchedOnceMaskHead(Mask2FormerHead):
         places = torch.where(maps == self.ignore_index, self.num_classes, maps).flatten(1).long()
         there = torch.zeros(len(maps), self.num_classes + 1, dtype=torch.bool, device=maps.device)
         there = there.scatter(1, places, True)
-        image_of, labels = there.cpu()[:, : self.num_classes].nonzero(as_tuple=True)
-        counts = image_of.bincount(minlength=len(maps)).tolist()
-        image_of, labels = to_device(torch.stack((image_of, labels)), maps.device)
+        found = np.stack(there.cpu().numpy()[:, : self.num_classes].nonzero())
+        counts = np.bincount(found[0], minlength=len(maps)).tolist()
+        image_of, labels = to_device(torch.from_numpy(found), maps.device)
         masks = (maps[image_of] == labels[:, None, None]).long()
         labels = labels.to(maps.dtype)
         objects = [

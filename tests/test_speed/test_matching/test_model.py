@@ -86,12 +86,22 @@ def operators(cfg: Config, *speedups: str) -> tuple[int, Counter[str]]:
     return counted.count, counted.waits + Counter(copies=copies.count)
 
 
+# The most operators of a step, over mmdet's or mmseg's.
+MOST = {'deformable_detr': 0.4, 'dino': 0.4, 'mask2former': 0.45}
+
+
 @pytest.mark.parametrize('name', PEERS)
 def test_a_step_has_few_operators_and_waits(name: str) -> None:
     peer, _ = operators(config(PEERS[name]))
     ours, waits = operators(config(OURS[name]), 'groups', 'matcher')
-    assert ours <= 0.4 * peer, f'{ours} of {peer}'
+    assert ours <= MOST[name] * peer, f'{ours} of {peer}'
     assert waits.total() <= 3, waits
+
+
+def draw_boxes_anew(generator: Any) -> None:
+    """Seed the noise of boxes. Before it mmdet draws as many numbers as labels are replaced, ours one a label."""
+    boxes = generator.generate_dn_bbox_query
+    generator.generate_dn_bbox_query = lambda *args: (torch.manual_seed(1), boxes(*args))[1]
 
 
 def detection_samples(counts: tuple[int, ...]) -> list[DetDataSample]:
@@ -110,9 +120,7 @@ def test_denoising_queries_are_mmdets(counts: tuple[int, ...]) -> None:
         samples = detection_samples(counts)
         for sample in samples:
             sample.gt_instances.labels.zero_()
-        # mmdet draws as many numbers as labels are replaced, ours one for each label: the boxes' are drawn anew.
-        boxes = generator.generate_dn_bbox_query
-        generator.generate_dn_bbox_query = lambda *args, boxes=boxes: (torch.manual_seed(1), boxes(*args))[1]
+        draw_boxes_anew(generator)
         results.append(generator(samples))
     torch.testing.assert_close(results[1][:3], results[0][:3])
     assert results[1][3] == results[0][3]
@@ -134,10 +142,13 @@ def test_a_step_has_mmdets_losses(name: str) -> None:
     cfg = config(PEERS[name])
     if name == 'dino':
         cfg.model.dn_cfg.label_noise_scale = 1e-9
+    training.init_default_scope(cfg.default_scope)
     torch.manual_seed(0)
     training._drop_pretrained(cfg.model)
     model = training.MODELS.build(deepcopy(cfg.model))
     model.init_weights()
+    if name == 'dino':
+        draw_boxes_anew(model.dn_query_generator)
     model.eval()
     for module in model.modules():
         module.training = module is model
