@@ -13,7 +13,7 @@ from typing import Any
 
 import mmdet
 import pytest
-from conftest import CONFIGS, ROOT, needs_host, skip_unless_readable
+from conftest import CONFIGS, ROOT, needs_host, one_of_each, skip_unless_readable
 from helpers.metafiles import MODELS
 from mmengine import registry
 from mmengine.config import Config
@@ -39,7 +39,7 @@ GATED = (
 )
 
 
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', one_of_each(NAMES))
 def test_every_config_builds(name: str) -> None:
     """And has as many trainable parameters as its metafile says."""
     skip_unless_readable(name)

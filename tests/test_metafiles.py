@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,12 +31,27 @@ def test_a_collection_names_its_paper(path: str) -> None:
     assert {model['In Collection'] for model in METAFILES[path]['Models']} == {collection['Name']}
 
 
+# mm's way to say a schedule without the batch: 8 GPUs with 2 images each
+EIGHT_TIMES_TWO = r'_(ms-crop-)?[13]x_coco$'
+
+
+def check_batch(cfg: Config, name: str) -> None:
+    """``NxbM`` is N GPUs with M images each, and that batch at every step."""
+    batch = re.search(r'_(\d+)xb(\d+)-', name)
+    assert bool(batch) != bool(re.search(EIGHT_TIMES_TWO, name)), 'the name says no batch, or two'
+    gpus, images = (int(batch[1]), int(batch[2])) if batch else (8, 2)
+    assert cfg.train_dataloader.batch_size == images
+    assert cfg.auto_scale_lr.base_batch_size == gpus * images and not cfg.auto_scale_lr.get('enable', False)
+    assert 'accumulative_counts' not in cfg.optim_wrapper
+
+
 @pytest.mark.parametrize('model', MODELS, ids=lambda model: model['Name'])
 def test_a_model_has_the_fields_that_mim_reads(model: dict[str, Any]) -> None:
     """What mim tabulates: lower-case names, plain metadata, and metrics only beside whose they are."""
     skip_unless_readable(model['Config'])
     cfg, metadata = Config.fromfile(ROOT / model['Config']), model['Metadata']
     assert model['Name'] == Path(model['Config']).stem.lower()  # mim lower-cases what it is asked for
+    check_batch(cfg, model['Name'])
     assert metadata['Batch Size'] == cfg.auto_scale_lr.base_batch_size
     length = ('Epochs', 'max_epochs') if 'max_epochs' in cfg.train_cfg else ('Iterations', 'max_iters')
     assert metadata[length[0]] == cfg.train_cfg[length[1]]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, over_shapes, run_python, tool
+from conftest import ROOT, over_shapes, tool
 from helpers.small_demo import CONFIG, DEMO
 from mmengine.config import Config
 from shapes import write_shapes
@@ -22,34 +23,33 @@ VANILLA = ROOT / 'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py'
 GATE = 'encoder.layers.*.self_attn,decoder.layers.*.cross_attn=PLuGMultiScaleDeformableAttention(gml="sum")'
 
 
-@pytest.fixture(scope='module')
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with data and a vanilla config of one epoch."""
-    folder = tmp_path_factory.mktemp('project')
-    write_shapes(folder / 'data/shapes', num_train=4, num_val=2, size=64)
-    (folder / 'vanilla.py').write_text(CONFIG.replace(str(DEMO), str(VANILLA)).replace('EPOCHS', '1'))
-    return folder
+def run(command: Callable[[list[str]], None], work_dir: str, *arguments: str) -> str:
+    """Run a command in this process, for whose life mmengine keeps what has a name, and return its log."""
+    named = [f'experiment_name=gate_option_{work_dir}', f'visualizer.name=gate_option_{work_dir}']
+    options = ['--work-dir', work_dir, '--cfg-options', 'randomness.seed=0', *named]
+    assert cli.main(command, [*arguments, *options]) == 0
+    return ''.join(log.read_text() for log in Path(work_dir).glob('*/*.log'))
 
 
-def test_a_gated_run_and_the_config_that_it_dumps(project: Path) -> None:
+def test_a_gated_run_and_the_config_that_it_dumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The dumped config is trained by the same tool, from another folder's work dir, and the gates are tested."""
+    monkeypatch.chdir(tmp_path)
+    write_shapes('data/shapes', num_train=2, num_val=1, size=64)
+    Path('vanilla.py').write_text(CONFIG.replace(str(DEMO), str(VANILLA)).replace('EPOCHS', '1'))
     gates = ['--gate', GATE, '--train', 'attention']
-    seed = ['--cfg-options', 'randomness.seed=0']
-    run_python(ROOT / 'tools/train.py', 'vanilla.py', *gates, '--work-dir', 'gated', *seed, cwd=project)
-    dumped = Config.fromfile(str(project / 'gated/vanilla.py'))
+    run(cli.train, 'gated', 'vanilla.py', *gates)
+    dumped = Config.fromfile('gated/vanilla.py')
     assert (dumped.model.type, dumped.model.host, dumped.model.train) == ('mmgate.Gated', 'DeformableDETR', 'attention')
-    run_python(ROOT / 'tools/train.py', 'gated/vanilla.py', '--work-dir', 'again', cwd=project)
-    logs = [next((project / run).glob('*/vis_data/scalars.json')).read_text() for run in ('gated', 'again')]
+    run(cli.train, 'again', 'gated/vanilla.py')
+    logs = [next(Path(name).glob('*/vis_data/scalars.json')).read_text() for name in ('gated', 'again')]
     losses = [[row['loss'] for row in map(json.loads, log.splitlines()) if 'loss' in row] for log in logs]
     assert losses[0] and losses[0] == losses[1]
-    checkpoint = project / 'gated/epoch_1.pth'
-    tested = run_python(ROOT / 'tools/test.py', 'vanilla.py', checkpoint, *gates, '--work-dir', 'tested', cwd=project)
-    assert re.search(r'(\d+) of \1 keys of DeformableDETR were loaded', tested.stdout + tested.stderr)
-    extract = [ROOT / 'tools/model_converters/gates.py', 'extract', 'vanilla.py', checkpoint, 'gates.safetensors']
-    run_python(*extract, *gates, cwd=project)
-    on_file = ['--gates', 'gates.safetensors', '--work-dir', 'from_file']
-    run_python(ROOT / 'tools/train.py', 'vanilla.py', *on_file, cwd=project)
-    assert Config.fromfile(str(project / 'from_file/vanilla.py')).model.gates == 'gates.safetensors'
+    tested = run(cli.test, 'tested', 'vanilla.py', 'gated/epoch_1.pth', *gates)
+    assert re.search(r'(\d+) of \1 keys of DeformableDETR were loaded', tested)
+    extract = ['extract', 'vanilla.py', 'gated/epoch_1.pth', 'gates.safetensors', *gates]
+    assert cli.main(tool('gates', 'model_converters').main, extract) == 0
+    run(cli.train, 'from_file', 'vanilla.py', '--gates', 'gates.safetensors')
+    assert Config.fromfile('from_file/vanilla.py').model.gates == 'gates.safetensors'
 
 
 @pytest.fixture
