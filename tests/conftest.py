@@ -49,11 +49,11 @@ def family(path: str | Path) -> str:
 
 def one_of_each(values: Iterable[Any], kind: Callable[[Any], Any] = family) -> list[Any]:
     """Return parameters for tests of which all but the first of each kind are slow."""
-    seen: set[Any] = set()
+    seen: list[Any] = []
     params = []
     for value in values:
         params.append(pytest.param(value, marks=[pytest.mark.slow] * (kind(value) in seen)))
-        seen.add(kind(value))
+        seen.append(kind(value))
     return params
 
 
