@@ -42,16 +42,17 @@ needs_mmpretrain = pytest.mark.skipif(not available('mmpretrain'), reason='needs
 
 
 def family(path: str | Path) -> str:
-    """Return what configs share that differ in size or schedule: the folder and the name as far as the size."""
+    """Return what configs share that differ in options, size or schedule: the folder, the gate and what it is in."""
     path = Path(path)
-    return f'{path.parent}/{re.split(r"-[tsmlb](?=[-_])|_", path.stem)[0]}'
+    words = re.split(r'-[tsmlb](?=[-_])|_', path.stem)[0].split('-')
+    return '/'.join([*(part for part in path.parent.parts if part != 'ablations'), *words[:2]])
 
 
 def one_of_each(values: Iterable[Any], kind: Callable[[Any], Any] = family) -> list[Any]:
-    """Return parameters for tests of which all but the first of each kind are slow."""
+    """Return parameters for tests of which all but one of each kind, the plainest by its name, are slow."""
     seen: list[Any] = []
     params = []
-    for value in values:
+    for value in sorted(reversed([*values]), key=lambda value: len(str(value))):
         params.append(pytest.param(value, marks=[pytest.mark.slow] * (kind(value) in seen)))
         seen.append(kind(value))
     return params
