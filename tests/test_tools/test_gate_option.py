@@ -128,6 +128,7 @@ def test_the_benchmark_of_a_training_step_gates_its_peer(config: str, tmp_path: 
     assert names == {'vanilla', 'vanilla, gated, auto'}
 
 
+@pytest.mark.slow
 def test_export_of_a_gated_model(config: str, tmp_path: Path) -> None:
     pytest.importorskip('onnxruntime')
     out = tmp_path / 'gated.pt2'
