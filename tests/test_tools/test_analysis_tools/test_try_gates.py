@@ -53,6 +53,12 @@ def in_this_process(processes: int, command: list[str], quiet: bool = False) -> 
     assert processes == 1 and cli.main(getattr(cli, command[0]), named) == 0
 
 
+def draw_in_this_process(command: list[str]) -> None:
+    """Stand for ``run_quietly``."""
+    if cli.main(tool(Path(command[0]).stem).main, command[1:]):
+        raise ConfigError(f'{command[0]} refuses')
+
+
 def test_from_a_checkpoint_to_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,6 +72,7 @@ def test_from_a_checkpoint_to_the_table(
     assert f"--gate '{PLUG}'" in capsys.readouterr().out
 
     monkeypatch.setattr(try_gates, 'run_tool', in_this_process)
+    monkeypatch.setattr(try_gates, 'run_quietly', draw_in_this_process)
     arguments = ['vanilla.py', '--checkpoint', 'start.pth', '--gate', PLUG, '--seeds', '1', '--max-images', '1']
     arguments += ['--iters', '2', '--validations', '1', '--repetitions', '1', '--out', 'trial']
     assert cli.main(try_gates.main, arguments) == 0
