@@ -114,9 +114,7 @@ def test_every_config_has_one_recipe() -> None:
     assert {path.stem: recipes_for(path) for path in CONFIGS if len(recipes_for(path)) != 1} == {}
 
 
-@pytest.mark.parametrize(
-    'path', one_of_each(CONFIGS, lambda path: (*recipes_for(path), path.parent)), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize('path', one_of_each(CONFIGS, recipes_for), ids=lambda path: path.stem)
 def test_a_config_trains_as_its_paper_says(path: Path) -> None:
     skip_unless_readable(path)
     cfg, name = Config.fromfile(path), path.stem
