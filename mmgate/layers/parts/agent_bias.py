@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from mmgate.layers.base.gate import StateDict
 from mmgate.layers.base.map import MapGate, Size
 from mmgate.layers.parts.resizing import resize_axis
-from mmgate.ops.agent_attention import interpolation_matrix
+from mmgate.ops.agent import interpolation_matrix
 from mmgate.ops.autocast import without_autocast
 
 # Side of the maps in an_bias and na_bias.
