@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mmgate import doctor
 from mmgate.ops import backend as choice
+from mmgate.ops import triton_backend
 from mmgate.ops.backend import Backend
 from mmgate.ops.deformable import grid_sample
 from mmgate.ops.deformable.samples import Samples
@@ -28,6 +29,12 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 """
+
+
+@pytest.fixture(autouse=True)
+def _kernels_are_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for users, who have no interpreter of Triton on."""
+    monkeypatch.setattr(triton_backend, 'interpreted', lambda: False)
 
 
 def test_the_page_says_what_runs_and_agrees(
