@@ -18,7 +18,7 @@ from ..autocast import autocast_dtype, without_autocast
 from ..tracing import is_compiling
 from . import reference
 from .pairs import Modulation, Pairs
-from .rows import Factor, GatedRows, rows_of
+from .rows import AttentionInChunks, Factor, rows_of
 
 # Elements of (B, H, rows, M) that are in memory at a time. On a CPU they fit into its cache. On a GPU larger chunks
 # need fewer launches.
@@ -50,7 +50,7 @@ def attend(pairs: Pairs) -> Tensor:
     factor = Factor(modulation, list(bound), pairs.residual)
     with without_autocast(device_type):
         post_softmax = pairs.position == 'post_softmax'
-        return GatedRows.apply(step, post_softmax, factor, pairs.bias, *tensors, *bound.values())
+        return AttentionInChunks.apply(step, post_softmax, factor, pairs.bias, *tensors, *bound.values())
 
 
 def chunk_on(device: torch.device) -> int:

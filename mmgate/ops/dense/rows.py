@@ -51,7 +51,7 @@ class Factor:
         return torch.stack([given['weight'], given['bias']], 1).flatten().tolist()
 
 
-class GatedRows(torch.autograd.Function):
+class AttentionInChunks(torch.autograd.Function):
     """Autograd function that computes PLuG attention in chunks of queries.
 
     ``apply(step, post_softmax, factor, bias, query, key, value, gate_query, gate_key, *parameters)`` computes ``step``

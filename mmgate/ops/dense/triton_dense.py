@@ -19,11 +19,11 @@ from ..triton_backend import MAX_DIM, interpreted, launch, padded
 from .dense_blocks import biased, blocks_for, gate_block
 from .pairs import Modulation, Pairs
 
-# Schema of the fields of a Call.
+# Schema of the fields of KernelTensors.
 ARGUMENTS = 'Tensor query, Tensor key, Tensor value, Tensor gate_query, Tensor gate_key, Tensor scalars, Tensor? bias'
 
 
-class Call(NamedTuple):
+class KernelTensors(NamedTuple):
     """The tensors of a call, as the kernels need them: contiguous (but for the bias), and the gate's scalars.
 
     ``scalars`` are the gate's a, b, c and e in float32.
@@ -99,34 +99,34 @@ def attend(pairs: Pairs) -> Tensor:
     return _fused(*tensors, scalars, bias)[0]
 
 
-def _launch(name: str, call: Call, others: tuple[Tensor, ...]) -> None:
+def _launch(name: str, tensors: KernelTensors, others: tuple[Tensor, ...]) -> None:
     """Launch one of the three kernels on a call's tensors and on further tensors of its pass."""
     import triton
 
     from . import dense_kernels
 
-    query = call.query
-    bias = call.bias
+    query = tensors.query
+    bias = tensors.bias
     batch, heads, rows, dim = query.shape
-    columns = call.key.shape[2]
-    width = call.gate_query.shape[3]
+    columns = tensors.key.shape[2]
+    width = tensors.gate_query.shape[3]
     strides = (0,) * 4 if bias is None else bias.expand(batch, heads, rows, columns).stride()
-    blocks = blocks_for(name, query, call.gate_query, bias)
+    blocks = blocks_for(name, query, tensors.gate_query, bias)
     by_columns = name.startswith('columns')
     programs = triton.cdiv(columns, blocks.columns) if by_columns else triton.cdiv(rows, blocks.rows)
     grid = (programs * batch * (heads // 2 if blocks.pair else heads),)
     # Without a bias its argument is not read, so any tensor will do.
-    tensors = [*call[:6], query if bias is None else bias, *others]
-    numbers = [heads, call.gate_query.shape[1], rows, columns, *strides, dim**-0.5, width**-0.5]
+    given = [*tensors[:6], query if bias is None else bias, *others]
+    numbers = [heads, tensors.gate_query.shape[1], rows, columns, *strides, dim**-0.5, width**-0.5]
     launch(
         getattr(dense_kernels, name),
         grid,
-        *tensors,
+        *given,
         *numbers,
         D=dim,
         E=width,
         BLOCK_D=padded(dim),
-        BLOCK_E=gate_block(name, query, call.gate_query),
+        BLOCK_E=gate_block(name, query, tensors.gate_query),
         PAIR=blocks.pair,
         BLOCK_N=blocks.rows,
         BLOCK_M=blocks.columns,
@@ -151,12 +151,12 @@ def _fused(*arguments: Any) -> tuple[Tensor, Tensor]:
 
     The parts are the largest exponent and log2 of the sum, in float32.
     """
-    call = Call(*arguments)
-    output, lse = _outputs(*call)
-    if not call.key.shape[2]:
+    tensors = KernelTensors(*arguments)
+    output, lse = _outputs(*tensors)
+    if not tensors.key.shape[2]:
         return output.zero_(), lse.zero_()
     if output.numel():
-        _launch('forward_kernel', call, (output, lse))
+        _launch('forward_kernel', tensors, (output, lse))
     return output, lse
 
 
@@ -174,25 +174,25 @@ def _fused_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     import triton
 
     *inputs, output, lse = arguments
-    call = Call(*inputs)
-    batch, heads, rows, _ = call.query.shape
-    if not output.numel() or not call.key.shape[2]:
-        return tuple(torch.zeros_like(x) for x in call[:6])
+    tensors = KernelTensors(*inputs)
+    batch, heads, rows, _ = tensors.query.shape
+    if not output.numel() or not tensors.key.shape[2]:
+        return tuple(torch.zeros_like(x) for x in tensors[:6])
     grad = grad.contiguous()
     delta = (grad.float() * output.float()).sum(-1)
-    grad_query = torch.empty_like(call.query)
-    grad_key = torch.empty_like(call.key)
-    grad_value = torch.empty_like(call.value)
-    by_row = blocks_for('rows_backward_kernel', call.query, call.gate_query, call.bias)
-    by_column = blocks_for('columns_backward_kernel', call.query, call.gate_query, call.bias)
+    grad_query = torch.empty_like(tensors.query)
+    grad_key = torch.empty_like(tensors.key)
+    grad_value = torch.empty_like(tensors.value)
+    by_row = blocks_for('rows_backward_kernel', tensors.query, tensors.gate_query, tensors.bias)
+    by_column = blocks_for('columns_backward_kernel', tensors.query, tensors.gate_query, tensors.bias)
     # Each program, of one head or two, stores its share of the gradients of the gate.
-    of_rows = _shares(call.gate_query, heads // 2 if by_row.pair else heads)
-    of_columns = _shares(call.gate_key, heads // 2 if by_column.pair else heads)
+    of_rows = _shares(tensors.gate_query, heads // 2 if by_row.pair else heads)
+    of_columns = _shares(tensors.gate_key, heads // 2 if by_column.pair else heads)
     of_scalars = grad.new_empty(batch * of_rows.shape[1] * triton.cdiv(rows, by_row.rows), 4, dtype=torch.float32)
-    _launch('rows_backward_kernel', call, (lse, delta, grad, grad_query, of_rows, of_scalars))
-    _launch('columns_backward_kernel', call, (lse, delta, grad, grad_key, grad_value, of_columns))
-    grad_gate_query = of_rows.sum_to_size(call.gate_query.shape).to(call.gate_query.dtype)
-    grad_gate_key = of_columns.sum_to_size(call.gate_key.shape).to(call.gate_key.dtype)
+    _launch('rows_backward_kernel', tensors, (lse, delta, grad, grad_query, of_rows, of_scalars))
+    _launch('columns_backward_kernel', tensors, (lse, delta, grad, grad_key, grad_value, of_columns))
+    grad_gate_query = of_rows.sum_to_size(tensors.gate_query.shape).to(tensors.gate_query.dtype)
+    grad_gate_key = of_columns.sum_to_size(tensors.gate_key.shape).to(tensors.gate_key.dtype)
     return grad_query, grad_key, grad_value, grad_gate_query, grad_gate_key, of_scalars.sum(0)
 
 
