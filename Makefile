@@ -9,7 +9,7 @@ DEMO := configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_sh
 DEMO_BACKBONES := configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py \
 	configs/saga/mask_rcnn/saga-mask-rcnn_swin-demo_1xb8-8e_shapes.py
 
-.PHONY: setup setup-demo sanitize test-peers demo demo-seg demo-backbones demo-pretrain report test test-slow test-originals test-transformers test-torch mutants lint docs bench gpu dist audit
+.PHONY: setup setup-demo sanitize demo demo-seg demo-backbones demo-pretrain report test test-slow test-originals test-transformers test-torch mutants lint docs bench gpu dist audit
 export PYTHON VENV
 
 setup:
@@ -69,17 +69,6 @@ test-torch:
 	@tools/dev/setup_env.sh torch
 	@$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(strip $(SUITE))
 
-# Other packages' operators as backends: torch-ms-deform-attn, compiled against this torch into a folder beside the
-# environment, which stays as it is.
-PEERS := $(abspath $(VENV))/peers
-test-peers: SUITE = $(addprefix tests/test_ops/test_ms_deform_attn/test_,torch_ms_deform_attn.py ms_deform_attn.py) \
-	tests/test_benchmarks/test_ops.py
-test-peers: setup
-	@test -d $(PEERS)/torch_ms_deform_attn || $(PY) -m pip install -q --no-build-isolation --no-deps \
-		--target $(PEERS) torch-ms-deform-attn==0.1.1
-	@PYTHONPATH=$(PEERS) $(PY) -W ignore -c 'import torch_ms_deform_attn' || { echo 'rm -r $(PEERS) builds it anew'; exit 1; }
-	@PYTHONPATH=$(PEERS) $(PY) -m pytest -m "not slow" $(strip $(SUITE))
-
 # A sample of small changes, each against the tests that concern it; SEED=1 for another. tests/README.md has the score.
 SEED ?= 0
 mutants: setup
@@ -102,7 +91,7 @@ bench: setup
 	@$(PY) tools/analysis_tools/benchmark_ops.py --op ms_deform_attn --device cpu
 
 # On a machine with a GPU, three parts of 8 minutes at most: tests of the kernels, the sampler beside its peers, PLuG
-# attention with calibration and training steps. `PART=sampler` takes one. It needs no mm package: `PYTHONPATH=. python
+# attention with the doctor and training steps. `PART=sampler` takes one. It needs no mm package: `PYTHONPATH=. python
 # tools/dev/gpu.py --out DIR` does the same with torch, triton, numpy and pytest alone.
 gpu: setup
 	@$(PY) tools/dev/gpu.py --out benchmarks/results $(if $(PART),--part $(PART))

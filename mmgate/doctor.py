@@ -1,62 +1,76 @@
 """Check which backends run on this machine, and time them: ``python -m mmgate.doctor``.
 
-It prints one page for a bug report: packages, the backends of every operator with the reason why one cannot run, and a
-comparison of each with the float64 reference, of output and gradients. ``--calibrate`` compares at the sizes of
-encoders and decoders, takes the times, and keeps the fastest for ``backend='auto'``. Each backend runs in a separate
-process, which may crash. ``--build`` compiles the CPU kernel first. The exit status is 1 if a backend that can run here
-fails the comparison.
+It prints one page for a bug report: packages, the backends of every operator in the order of ``'auto'``, with the
+reason why one cannot run, and a comparison of each with the float64 reference, of output and gradients. ``--time`` adds
+times at the sizes of encoders and decoders. ``--build`` compiles the CPU kernels and does no more. The exit status is 1
+if a backend that can run here fails the comparison.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import itertools
+import logging
 import platform
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from mmgate import mmcv_ext
-from mmgate.benchmarks.calibration import DTYPES, Row, compare, keep
+from mmgate.benchmarks.measure import MODES, describe_machine, environment, measure
+from mmgate.benchmarks.ops import LEVELS, sampler_inputs
+from mmgate.errors import first_line
+from mmgate.layers.gml import GatingModulation
 from mmgate.ops import backend as choice
+from mmgate.ops import ms_deform_attn, plug_attention
 from mmgate.ops import native as library
-from mmgate.ops.ms_deform_attn import native
+from mmgate.ops.deformable.native_deformable import why_not_native
 
 PACKAGES = ('torch', 'triton', 'mmgate', 'mmengine', 'mmcv', 'mmdet', 'mmseg', 'numpy')
+DTYPES = {name: getattr(torch, name) for name in ('float32', 'float16', 'bfloat16')}
+TOLERANCE = {'float32': 5e-3, 'float16': 2e-2, 'bfloat16': 6e-2}  # relative to the largest value
+REFERENCE = 'torch'  # a backend, whose maps of the sizes that are timed would not fit into memory
+SECONDS = 1.0  # for timing a mode
+REPETITIONS = 10
+
+
+class Example(NamedTuple):
+    """A call of an operator: a function of the inputs and ``backend``, the inputs, and the gate's parameters."""
+
+    call: Callable[..., Tensor]
+    inputs: list[Tensor]
+    parameters: list[Tensor]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line of ``python -m mmgate.doctor`` and return its exit status."""
     parser = argparse.ArgumentParser(prog='python -m mmgate.doctor', description=__doc__.split('\n')[0])
-    parser.add_argument('--calibrate', action='store_true', help="time all backends and keep the fastest for 'auto'")
+    parser.add_argument('--time', action='store_true', help='print times of the backends, too')
     parser.add_argument('--device', help='default: cuda, if torch sees it, else cpu')
     parser.add_argument('--dtype', choices=sorted(DTYPES), nargs='+', help='default: float32; on CUDA all')
-    parser.add_argument('--sizes', choices=['full', 'tiny'], help='default: full with --calibrate, else tiny')
-    parser.add_argument('--limit', type=int, default=60, help='seconds after which a call counts as hung (60)')
     parser.add_argument('--build', action='store_true', help="compile the CPU kernels ('native'), and do no more")
     args = parser.parse_args(argv)
     if args.build:
         return build_native()
     device = torch.device(args.device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     dtypes = args.dtype or (list(DTYPES) if device.type == 'cuda' else ['float32'])
-    scale = args.sizes or ('full' if args.calibrate else 'tiny')
-    timed = args.calibrate or scale == 'full'
-    print(before(device, timed), flush=True)
-    rows: list[Row] = []
-    # Rows are printed as they come, and an operator's choices kept once it is compared, so that a run which is ended
-    # has what it found. Times of tiny calls mean nothing for real ones.
-    for _, of_operator in itertools.groupby(compare(device, dtypes, scale, args.limit), lambda row: row.op):
-        found = []
-        for row in of_operator:
-            found.append(row)
-            print(line(row, timed), flush=True)
-        if args.calibrate and scale == 'full':
-            keep(found, device)
-        rows += found
-    print(choices(device))
-    return int(any(row.out for row in rows))
+    operators = [f'mmcv has no compiled operators: {mmcv_ext.IN_TORCH}'] if mmcv_ext.provided() else []
+    print(_packages(), describe_machine(device), *operators, *_backends(device), sep='\n')
+    logging.disable(logging.INFO)
+    try:
+        # A user's variables would have the last word.
+        with environment(**{f'MMGATE_{op.upper()}': '' for op in choice.OPERATORS}):
+            right = print_comparison(device, dtypes)
+            if args.time:
+                print_times(device, dtypes)
+    finally:
+        logging.disable(logging.NOTSET)
+    return int(not right)
 
 
 def build_native() -> int:
@@ -67,7 +81,7 @@ def build_native() -> int:
         print(f'The CPU kernel is not compiled: {error}')
         return 1
     library.load.cache_clear()
-    why_not = native.why_not(torch.empty(0))
+    why_not = why_not_native(torch.empty(0))
     print(why_not or "'native' runs from now on")
     return int(why_not is not None)
 
@@ -86,36 +100,141 @@ def _packages() -> str:
     return ', '.join([*found, f'cuda {torch.version.cuda or torch.version.hip or "-"}'])
 
 
-def before(device: torch.device, timed: bool) -> str:
-    """Return the first part of the doctor's page: versions, and the reasons why backends cannot run."""
-    lines = [_packages(), choice.machine(device)]
-    if mmcv_ext.provided():
-        lines.append(f'mmcv has no compiled operators: {mmcv_ext.IN_TORCH}')
-    lines += ['', 'Backends']
+def _backends(device: torch.device) -> list[str]:
+    """Return the lines of all backends, in the order of ``'auto'``, with the reason why one cannot run."""
+    lines = ['', "Backends; 'auto' takes the first of an operator that can run"]
+    heads = torch.empty(1, 1, 1, 1, device=device)
     for op, backends in choice.OPERATORS.items():
-        heads = torch.empty(1, 1, 1, 1, device=device)
-        order = choice.ordered(backends, heads)
+        order = choice.in_order(backends, heads)
         for backend in [*order, *(x for x in backends if x not in order)]:
-            why_not = backend.why_not(heads)
-            lines.append(f'  {op:16} {backend.name:20} {why_not or "can run"}')
-    lines += ['', 'Beside the float64 reference, output and every gradient' + timed * '; ms forward, forward+backward']
-    return '\n'.join(lines)
+            by_name = '' if backend in order else ', by its name alone'
+            lines.append(f'  {op:16} {backend.name:12} {backend.why_not(heads) or f"can run{by_name}"}')
+    return lines
 
 
-def line(row: Row, timed: bool) -> str:
-    """Return the line of the doctor's page for one backend's result; ``timed`` adds its times."""
-    times = ' '.join(f'{ms:10.4g}' for ms in row.ms.values()) if timed else ''
-    return f'  {row.op:16} {row.dtype:9} {row.size:7} {row.backend:20} {row.out or f"agrees {times}"}'
+def _runnable(device: torch.device, dtypes: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Return operator, dtype and name of the backends that can run on the device."""
+    heads = {dtype: torch.empty(1, 1, 1, 1, device=device, dtype=DTYPES[dtype]) for dtype in dtypes}
+    return [
+        (op, dtype, backend.name)
+        for op, backends in choice.OPERATORS.items()
+        for dtype in dtypes
+        for backend in backends
+        if backend.why_not(heads[dtype]) is None
+    ]
 
 
-def choices(device: torch.device) -> str:
-    """Return the end of the doctor's page: the backends that ``'auto'`` takes after the calibration."""
-    lines = ['', f"Choices of 'auto', by {choice.path() or 'no file'}"]
-    winners = {op: choice.winners(op, device.type, device.index) for op in choice.OPERATORS}
-    lines += [f'  {op:16} {call:24} {name}' for op, calls in winners.items() for call, name in calls.items()]
-    if not any(winners.values()):
-        lines.append('  the first of the order above that can run: nothing is calibrated here (--calibrate)')
-    return '\n'.join(lines)
+def small_example(op: str, dtype: str, device: torch.device) -> Example:
+    """Return a call of an operator that takes a moment: sampling from boxes, or tokens of which some are padding."""
+    if op == 'ms_deform_attn':
+        return _sampler([(6, 5), (3, 2)], 7, 4, dtype, device, batch=1)
+    return _plug(2, 37, dtype, device, padded=7)
+
+
+def large_examples(op: str, dtype: str, device: torch.device) -> dict[str, Example]:
+    """Return calls of an operator as encoders and decoders make them, by the name of their size."""
+    if op == 'ms_deform_attn':
+        sizes: dict[str, tuple[int | None, int]] = {'encoder': (None, 2), 'decoder900': (900, 4)}
+        return {name: _sampler(LEVELS, *size, dtype, device, batch=2) for name, size in sizes.items()}
+    return {f'N{tokens}': _plug(8, tokens, dtype, device) for tokens in (1024, 4096)}
+
+
+def _sampler(
+    levels: list[tuple[int, int]], queries: int | None, columns: int, dtype: str, device: torch.device, *, batch: int
+) -> Example:
+    inputs, reference = sampler_inputs(levels, batch, queries, columns, str(device))
+
+    def call(value: Tensor, *rest: Tensor, backend: str) -> Tensor:
+        reference_points = reference.to(torch.promote_types(value.dtype, reference.dtype))
+        return ms_deform_attn(value, *rest, reference_points=reference_points, backend=backend)
+
+    return Example(call, [x.to(DTYPES[dtype]) if x.is_floating_point() else x for x in inputs], [])
+
+
+def _plug(heads: int, tokens: int, dtype: str, device: torch.device, *, padded: int = 0) -> Example:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, h, tokens, 32, generator=generator) for h in (heads, heads, heads, 1, 1)]
+    padding = torch.arange(tokens, device=device) >= tokens - padded
+    bias = torch.zeros(2, 1, 1, tokens, device=device).masked_fill(padding, -torch.inf) if padded else None
+    gml = GatingModulation('product', activation='tanh', init='paper').to(device)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, gate_q: Tensor, gate_k: Tensor, backend: str) -> Tensor:
+        return plug_attention(q, k, v, gate_q, gate_k, gml, bias, backend=backend)
+
+    return Example(call, [x.to(device, DTYPES[dtype]) for x in inputs], list(gml.parameters()))
+
+
+def print_comparison(device: torch.device, dtypes: Sequence[str]) -> bool:
+    """Print for each backend whether it agrees with the reference; return True if all do."""
+    print('\nBeside the float64 reference, output and every gradient', flush=True)
+    right = True
+    for op, dtype, backend in _runnable(device, dtypes):
+        # A backend that crashes is the last one that is named.
+        print(f'  {op:16} {dtype:9} {backend:12}', end=' ', flush=True)
+        wrong = disagreement(op, dtype, backend, device)
+        right = right and wrong is None
+        print(wrong or 'agrees', flush=True)
+    return right
+
+
+def disagreement(op: str, dtype: str, backend: str, device: torch.device) -> str | None:
+    """Compare a backend's output and gradients with the float64 reference's; return what is wrong, or None.
+
+    A difference of :data:`TOLERANCE` times the largest right value is allowed.
+    """
+    example = small_example(op, dtype, device)
+    try:
+        found = outcome(example, backend)
+    except Exception as error:  # of any package
+        return first_line(error)[:200]
+    expected = outcome(example, REFERENCE, wide=True)
+    for name, right in expected.items():
+        off = (found[name] - right).abs().max().item()
+        scale = max(right.abs().max().item(), 1e-3)
+        # This form is true for NaN, too.
+        if not off <= TOLERANCE[dtype] * scale:
+            return f'{name} is off by {off:.1e} where the reference has up to {scale:.1e}'
+    return None
+
+
+def outcome(example: Example, backend: str, wide: bool = False) -> dict[str, Tensor]:
+    """Run an example forward and backward; return its output and all gradients, computed in float64 if ``wide``.
+
+    The output's gradient is random and always the same.
+    """
+    inputs = [x.double() if wide and x.is_floating_point() else x.detach() for x in example.inputs]
+    leaves = {f'argument {i}': x.requires_grad_() for i, x in enumerate(inputs) if x.is_floating_point()}
+    leaves |= {f'parameter {i}': x for i, x in enumerate(example.parameters)}
+    output = example.call(*inputs, backend=backend)
+    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    gradients = torch.autograd.grad(output, list(leaves.values()), noise)
+    found = {f'the gradient of {name}': x for name, x in zip(leaves, gradients, strict=True)}
+    return {name: x.detach().float().cpu() for name, x in {'the output': output, **found}.items()}
+
+
+def print_times(device: torch.device, dtypes: Sequence[str]) -> None:
+    """Print the least time of each backend, as other work on the machine only adds time."""
+    print('\nms ' + ', '.join(MODES))
+    for op, dtype, backend in _runnable(device, dtypes):
+        if backend == REFERENCE:
+            continue
+        for size, example in large_examples(op, dtype, device).items():
+            print(f'  {op:16} {dtype:9} {size:10} {backend:12}', end=' ', flush=True)
+            call = partial(example.call, backend=backend)
+            try:
+                print(' '.join(f'{_milliseconds(call, example.inputs, mode):10.4g}' for mode in MODES), flush=True)
+            except Exception as error:  # of any package, or memory runs out
+                print(first_line(error)[:200], flush=True)
+
+
+def _milliseconds(call: Callable[..., Tensor], inputs: list[Tensor], mode: str) -> float:
+    """Return the least time of up to ten runs, after one that warms up."""
+    measure(call, inputs, mode)
+    times: list[float] = []
+    end = time.perf_counter() + SECONDS
+    while not times or (len(times) < REPETITIONS and time.perf_counter() < end):
+        times.append(1e3 * measure(call, inputs, mode)[0])
+    return min(times)
 
 
 if __name__ == '__main__':

@@ -1,18 +1,23 @@
-"""``python -m mmgate.doctor``: the page, its exit status and the calibration; without any mm package, too."""
+"""``python -m mmgate.doctor``: the page, its exit status and the times; without any mm package, too."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, run_python
+from torch import Tensor
 
 from mmgate import doctor
-from mmgate.benchmarks.calibration import Row
 from mmgate.ops import backend as choice
+from mmgate.ops import triton_backend
+from mmgate.ops.backend import Backend
+from mmgate.ops.deformable import grid_sample
+from mmgate.ops.deformable.samples import Samples
+from mmgate.ops.dense import chunked
 
 BLOCKED = """
 import sys
@@ -26,59 +31,60 @@ sys.meta_path.insert(0, Absent())
 """
 
 
-def rows(out: str | None = None) -> list[Row]:
-    ms, names = {'forward': 1.0, 'forward+backward': 2.5}, ('grid_sample', 'torch')
-    found = [(op, b.name) for op, backends in choice.OPERATORS.items() for b in backends if b.name in names]
-    return [Row(op, 'float32', 'large', name, ms, out if name == 'torch' else None) for op, name in found]
-
-
 @pytest.fixture(autouse=True)
-def _rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor, 'compare', lambda *args: iter(rows()))
-    monkeypatch.setenv('MMGATE_CALIBRATION', str(tmp_path / 'calibration.json'))
-    choice.winners.cache_clear()
+def _kernels_are_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for users, who have no interpreter of Triton on."""
+    monkeypatch.setattr(triton_backend, 'interpreted', lambda: False)
 
 
-def test_the_page_says_what_runs_and_agrees(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main(['--device', 'cpu']) == 0
-    text = capsys.readouterr().out
-    for expected in ('CUDA tensors', 'grid_sample', 'agrees', 'nothing is calibrated here', torch.__version__):
-        assert expected in text
-    assert not Path(choice.path()).exists() and '2.5' not in text.partition('Beside')[2]
-
-
-def test_calibration_and_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main(['--device', 'cpu', '--calibrate', '--sizes', 'tiny']) == 0  # which shows nothing of real calls
-    assert '2.5' in capsys.readouterr().out and not Path(choice.path()).exists()
-    assert doctor.main(['--device', 'cpu', '--calibrate']) == 0
-    text = capsys.readouterr().out
-    assert '2.5' in text and 'torch.float32 large      grid_sample' in text
-    assert choice.winners('ms_deform_attn', 'cpu', None) == {'torch.float32 large': 'grid_sample'}
-    monkeypatch.setattr(doctor, 'compare', lambda *args: iter(rows('the output is off by 1.0e+00')))
-    assert doctor.main(['--device', 'cpu']) == 1
-    assert 'the output is off by' in capsys.readouterr().out
-
-
-def test_a_calibration_that_is_ended_leaves_what_it_found(
+def test_the_page_says_what_runs_and_agrees(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a time limit ends it: rows are printed, and the first operator's choices kept while the second runs."""
+    """A user's own choice by a variable changes nothing."""
+    monkeypatch.setenv('MMGATE_PLUG_ATTENTION', 'torch')
+    monkeypatch.setattr(chunked, 'chunk_on', lambda device: 1000)  # so that the backends differ
+    assert doctor.main(['--device', 'cpu']) == 0
+    text = capsys.readouterr().out
+    assert 'CUDA tensors' in text and torch.__version__ in text
+    compared = text.partition('Beside the float64')[2]
+    for name in ('grid_sample', 'chunked', 'torch'):
+        assert re.search(rf'float32 +{name} +agrees', compared), name
+    assert 'ms forward' not in text
 
-    def ended(*args: object) -> Iterator[Row]:
-        first, *others = rows()
-        yield first
-        assert first.op == 'ms_deform_attn' and first.backend in capsys.readouterr().out.splitlines()[-1]
-        for row in others:
-            yield row
-            if row.op != first.op:
-                raise KeyboardInterrupt
 
-    monkeypatch.setattr(doctor, 'compare', ended)
-    with pytest.raises(KeyboardInterrupt):
-        doctor.main(['--device', 'cpu', '--calibrate'])
-    assert '2.5' in capsys.readouterr().out
-    assert choice.winners('ms_deform_attn', 'cpu', None) == {'torch.float32 large': 'grid_sample'}
-    assert choice.winners('plug_attention', 'cpu', None) == {}
+@pytest.mark.parametrize('dtype', ['float32', 'float16', 'bfloat16'])
+def test_what_is_wrong_or_fails_is_said(
+    dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def of_a_stretched_gate(samples: Samples) -> Tensor:
+        return grid_sample.attend(samples._replace(gate=1.2 * samples.gate))
+
+    def raises(samples: Samples) -> Tensor:
+        raise RuntimeError('no kernel image\nand more')
+
+    kinds = (Backend('wrong', of_a_stretched_gate), Backend('broken', raises), *choice.OPERATORS['ms_deform_attn'])
+    monkeypatch.setitem(choice.OPERATORS, 'ms_deform_attn', kinds)
+    monkeypatch.setattr(choice, '_logged', set())
+    assert doctor.main(['--device', 'cpu', '--dtype', dtype]) == 1
+    text = capsys.readouterr().out
+    assert re.search(r'wrong +(the output|the gradient of argument \d) is off by', text)
+    assert re.search(r'broken +RuntimeError: no kernel image\n', text) and 'grid_sample  agrees' in text
+
+
+def test_times_are_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, 'SECONDS', 0.0)
+    monkeypatch.setattr(doctor, 'large_examples', lambda *args: {'tiny': doctor.small_example(*args)})
+    assert doctor.main(['--device', 'cpu', '--time']) == 0
+    timed = capsys.readouterr().out.partition('ms forward, forward+backward')[2]
+    assert re.search(r'ms_deform_attn +float32 +tiny +grid_sample +[\d.e+]+ +[\d.e+]+\n', timed)
+    assert re.search(r'plug_attention +float32 +tiny +chunked +[\d.e+]+ +[\d.e+]+\n', timed)
+
+
+@pytest.mark.parametrize('op', choice.OPERATORS)
+def test_sizes_that_are_timed_are_real_ones(op: str) -> None:
+    examples = doctor.large_examples(op, 'bfloat16', torch.device('cpu'))
+    assert len(examples) == 2 and all(x.inputs[0].dtype is torch.bfloat16 for x in examples.values())
+    assert max(x.inputs[0].numel() for x in examples.values()) >= 2**21
 
 
 def test_a_build_that_fails_is_said(
@@ -97,10 +103,10 @@ def test_a_build_that_fails_is_said(
 
 
 def test_torch_alone_is_enough(tmp_path: Path) -> None:
-    """With a finder that knows of no mm package; the doctor's own processes as well."""
+    """With a finder that knows of no mm package."""
     (tmp_path / 'sitecustomize.py').write_text(BLOCKED)
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
     for arguments in ([ROOT / 'tools/dev/gpu.py', '--help'], ['-m', 'mmgate.doctor', '--device', 'cpu']):
         done = run_python(*arguments, PYTHONPATH=paths, TRITON_INTERPRET='0')
-    compared = [line.split() for line in done.stdout.partition('gradient\n')[2].partition('\n\n')[0].splitlines()]
-    assert {backend for _, _, _, backend, *_ in compared} - {'native'} == {'cpu', 'grid_sample', 'torch', 'chunked'}
+    compared = [line.split() for line in done.stdout.partition('gradient\n')[2].splitlines()]
+    assert {backend for _, _, backend, *_ in compared} - {'native'} == {'grid_sample', 'torch', 'chunked'}

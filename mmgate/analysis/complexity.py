@@ -28,7 +28,6 @@ from mmgate.analysis.structure import build_structure
 from mmgate.layers.base.deformable import DeformableGate
 from mmgate.layers.base.gate import Gate
 from mmgate.ops.custom_op import CAN_REGISTER
-from mmgate.ops.ms_deform_attn import torch_ms_deform_attn
 
 PROPOSALS = 1000  # of a two-stage detector's box heads, as in mmdet's count
 MASKS = 100  # proposals of its mask heads
@@ -231,13 +230,10 @@ def _ms_deform_attn(value: Shape, shapes: Shape, start: Shape, locations: Shape,
 _RULES: dict[tuple[Any, str], Callable[..., int]] = {
     (torch.ops.aten, '_scaled_dot_product_flash_attention_for_cpu'): _attention,
     (torch.ops.aten, 'grid_sampler_2d'): _grid_sample,
-    (torch.ops.mmgate, 'ms_deform_sample'): _ms_deform_attn,
     (torch.ops.mmgate, 'ms_deform_attn_native'): _ms_deform_attn,
-    (torch.ops.torch_ms_deform_attn, 'forward'): _ms_deform_attn,
 }
 
 
 def rules() -> dict[Any, Callable[..., int]]:
-    """Return the function that counts each custom operator, by operator: mmgate's, and those of imported packages."""
-    torch_ms_deform_attn.missing()
+    """Return the function that counts each operator that torch's own counter does not know, by operator."""
     return {getattr(space, name): rule for (space, name), rule in _RULES.items() if hasattr(space, name)}

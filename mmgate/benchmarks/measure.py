@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import ctypes
+import importlib.metadata
 import os
 import platform
+import re
 import statistics
 import time
 import warnings
@@ -260,6 +262,22 @@ def row_of(key: Key, values: list[float], peer: list[float], device: torch.devic
     where = torch.cuda.get_device_name(device) if device.type == 'cuda' else cpu
     rounded = [round(y, 3) for y in (middle, low, high, ratio)]
     return Row(*key, rounded[0], rounded[1], rounded[2], rounded[3], where, f'torch {torch.__version__}')
+
+
+def describe_machine(device: torch.device) -> str:
+    """Describe the device, its driver and package versions, on which times depend, in one line."""
+    name = f'{device.type} of {platform.platform()}'
+    if device.type == 'cuda':
+        version = Path('/sys/module/nvidia/version')
+        driver = version.read_text().strip() if version.is_file() else 'unknown'
+        name = f'{torch.cuda.get_device_name(device)}, driver {driver}'
+    elif device.type == 'cpu':
+        info = Path('/proc/cpuinfo')
+        models = re.findall(r'model name\s*: (.+)', info.read_text()) if info.is_file() else []
+        name = models[0] if models else platform.processor() or platform.machine()
+    installed = {d.metadata['Name']: d.version for d in importlib.metadata.distributions()}
+    versions = [f'{x} {installed.get(x) or installed.get(f"onedl-{x}", "none")}' for x in ('triton', 'mmcv')]
+    return ', '.join([name, f'torch {torch.__version__}', *versions])
 
 
 def throughput(row: Row, batch: int) -> Row:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmgate.layers.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
-from mmgate.ops.ms_deform_attn import attention_weights, grid_sample, offset_locations
+from mmgate.ops.deformable import attention_weights, offset_locations
 
 from .measure import MODES, Providers, Row, cast, errors, interleaved, row_of, saved_bytes
 
@@ -142,7 +142,7 @@ def _torch_ms_deform_attn(value: Tensor, shapes: Tensor, start: Tensor, location
 
 
 def benchmark_ms_deform_attn_on_cpu(repetitions: int = 7) -> Iterator[Row]:
-    """Measure the CPU backends of deformable attention beside mmcv's CPU fallback and torch-ms-deform-attn.
+    """Measure the C++ loop of deformable attention beside mmcv's CPU fallback and torch-ms-deform-attn.
 
     All start from locations, logits and gate. Errors come before times. With one thread, time is the processor's, which
     others do not add to.
@@ -150,7 +150,7 @@ def benchmark_ms_deform_attn_on_cpu(repetitions: int = 7) -> Iterator[Row]:
     providers: dict[str, Callable[..., Tensor]] = {
         'mmcv': _mmcv_fallback,
         'torch-ms-deform-attn': _torch_ms_deform_attn,
-        **{name: partial(ms_deform_attn, backend=name) for name in ('cpu', 'native')},
+        'native': partial(ms_deform_attn, backend='native'),
     }
     exact = partial(ms_deform_attn, backend='grid_sample')
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -197,19 +197,23 @@ def _mmcv(*inputs: Tensor, reference: Tensor) -> Tensor:
     return MultiScaleDeformableAttnFunction.apply(*_glue(inputs, reference), 64)
 
 
-def _grid_sample(*inputs: Tensor, reference: Tensor) -> Tensor:
+def _torch_ms_deform_attn_on_gpu(*inputs: Tensor, reference: Tensor) -> Tensor:
+    from torch_ms_deform_attn import ms_deform_attn as peer
+
+    return peer(*_glue(inputs, reference))
+
+
+def _deformops(*inputs: Tensor, reference: Tensor) -> Tensor:
+    from deformops.registry import msda
+
     value, shapes, start, locations, weights = _glue(inputs, reference)
-    return grid_sample.sample(value, shapes, start, locations, weights)
+    # Its kernels read weights in the dtype of the values.
+    return msda(value, shapes, start, locations, weights.to(value.dtype), method='linear', fp32acc=True)
 
 
-def _by(backend: str) -> Callable[..., Tensor]:
-    """Return the function that computes deformable attention with a backend, gate, softmax and locations included."""
-
-    def run(*inputs: Tensor, reference: Tensor) -> Tensor:
-        reference = reference.to(torch.promote_types(inputs[0].dtype, reference.dtype))
-        return ms_deform_attn(*inputs, reference_points=reference, backend=backend)
-
-    return run
+def _grid_sample(*inputs: Tensor, reference: Tensor) -> Tensor:
+    reference = reference.to(torch.promote_types(inputs[0].dtype, reference.dtype))
+    return ms_deform_attn(*inputs, reference_points=reference, backend='grid_sample')
 
 
 def _attend(*inputs: Tensor, reference: Tensor) -> Tensor:
@@ -239,10 +243,10 @@ def benchmark_ms_deform_attn(
     providers: dict[str, Callable[..., Tensor]] = {
         'mmcv': _mmcv,
         'mmcv, half': _mmcv,  # which casts locations and weights, too
-        'torch_ms_deform_attn': _by('torch_ms_deform_attn'),
-        'deformops': _by('deformops'),
-        'deformops, bfloat16': _by('deformops'),
-        'grid_sample': _by('grid_sample'),
+        'torch_ms_deform_attn': _torch_ms_deform_attn_on_gpu,
+        'deformops': _deformops,
+        'deformops, bfloat16': _deformops,
+        'grid_sample': _grid_sample,
         'triton': _attend,
         'triton, ungated': _ungated,
         'triton, bfloat16': _attend,
@@ -255,7 +259,7 @@ def benchmark_ms_deform_attn(
             inputs, reference = sampler_inputs(
                 levels, batch, count, columns, device, distribution=distribution, **sizes
             )
-            exact = partial(_by('grid_sample'), reference=reference)
+            exact = partial(_grid_sample, reference=reference)
             runs = {provider: partial(run, reference=reference) for provider, run in providers.items()}
             # Without the gate another function is computed, which has no error beside this one.
             gated = {provider: run for provider, run in runs.items() if 'ungated' not in provider}

@@ -6,8 +6,7 @@ gathering is the default.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,29 +14,23 @@ import torch
 from torch import Tensor
 
 from mmgate.errors import ConfigError
+from mmgate.ops import backend as choice
 from mmgate.ops.backend import Backend
-from mmgate.ops.ms_deform_attn import grid_sample
-from mmgate.ops.ms_deform_attn.reference import corners
-from mmgate.ops.ms_deform_attn.uneven import Uneven, as_given, by_sample
-from mmgate.ops.ms_deform_attn.weights import attend_by
+from mmgate.ops.deformable import grid_sample
+from mmgate.ops.deformable.reference import corners
+from mmgate.ops.deformable.samples import Samples, one_point_levels, weighted
 
 from .sizes import SymbolicSizes
 from .tracing import Replacement, replaced
 
-# A function of the same name hides the package in ``mmgate.ops``.
-package = importlib.import_module('mmgate.ops.ms_deform_attn')
 
-
-def gather(
-    value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
-) -> Tensor:
-    """Sample multi-scale deformable attention by one gather and one matrix product, for export.
-
-    The arguments are those of :func:`mmgate.ops.ms_deform_attn.reference.sample`.
+def gather(samples: Samples) -> Tensor:
+    """Compute multi-scale deformable attention by one gather and one matrix product, for export.
 
     The rows of all corners are gathered by one index, which runtimes do at memory speed, and summed by one matrix
     product.
     """
+    value, spatial_shapes, level_start_index, locations, weights, _ = one_point_levels(weighted(samples))
     batch, tokens, heads, dim = value.shape
     queries = weights.shape[1]
     levels, points = weights.shape[3:]
@@ -46,39 +39,31 @@ def gather(
     first = (image * tokens + level_start_index[:, None]) * heads + head  # (B, 1, H, L, 1)
     rows = []
     shares = []
-    for index, bilinear in corners(spatial_shapes, sampling_locations.to(weights.dtype)):
+    for index, bilinear in corners(spatial_shapes, locations.to(weights.dtype)):
         rows.append(first + index * heads)
         shares.append(weights * bilinear)
     shape = (batch, queries, heads, 4 * levels * points)
     row = torch.stack(rows, 3).view(shape)
     share = torch.stack(shares, 3).view(shape)
-    samples = value.reshape(-1, dim)[row].to(share.dtype)  # (B, Q, H, 4 L P, D)
-    return (share[..., None, :] @ samples).view(batch, queries, heads * dim).to(value.dtype)
+    gathered = value.reshape(-1, dim)[row].to(share.dtype)  # (B, Q, H, 4 L P, D)
+    return (share[..., None, :] @ gathered).view(batch, queries, heads * dim).to(value.dtype)
 
 
-def grid(
-    value: Tensor,
-    spatial_shapes: Tensor,
-    level_start_index: Tensor,
-    sampling_locations: Tensor,
-    weights: Tensor,
-    num_points: Sequence[int] | None = None,
-) -> Tensor:
-    """Sample multi-scale deformable attention with ``grid_sample``, level by level, for export.
-
-    The arguments are those of :func:`mmgate.ops.ms_deform_attn.grid_sample.sample`.
+def grid(samples: Samples) -> Tensor:
+    """Compute multi-scale deformable attention with ``grid_sample``, level by level, for export.
 
     Tokens of the levels follow one another.
     """
-    starts: Any = level_start_index
+    finished = weighted(samples)
     # mmdet's sizes are numbers and symbols, see :class:`SymbolicSizes`; those of a tensor are kept where it is made.
-    if not isinstance(spatial_shapes, Tensor):
-        areas = [height * width for height, width in spatial_shapes.tolist()]
-        starts = SymbolicSizes([sum(areas[:level]) for level in range(len(areas))])
-    return grid_sample.sample(value, spatial_shapes, starts, sampling_locations, weights, num_points)
+    if not isinstance(finished.spatial_shapes, Tensor):
+        areas = [height * width for height, width in finished.spatial_shapes.tolist()]
+        starts: Any = SymbolicSizes([sum(areas[:level]) for level in range(len(areas))])
+        finished = finished._replace(level_start_index=starts)
+    return grid_sample.sum_samples(finished)
 
 
-SAMPLERS: dict[str, tuple[Callable[..., Tensor], Uneven]] = {'gather': (gather, by_sample), 'grid': (grid, as_given)}
+SAMPLERS: dict[str, Callable[[Samples], Tensor]] = {'gather': gather, 'grid': grid}
 
 
 def check_form(name: str) -> None:
@@ -92,7 +77,8 @@ def sampled_by(name: str) -> Replacement:
 
     :func:`.tracing.traceable` takes it.
     """
-    return package, 'BACKENDS', (Backend(name, attend_by(*SAMPLERS[name]), exportable=True),)
+    backends = (Backend(name, SAMPLERS[name], exportable=True),)
+    return choice, 'OPERATORS', choice.OPERATORS | {'ms_deform_attn': backends}
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from mmgate.ops.ms_deform_attn.uneven import axes_of_samples, points_of_levels
+from mmgate.ops.deformable.uneven import axes_of_samples, points_of_levels
 
 
 class DeformableAttention(Protocol):

@@ -17,8 +17,8 @@ from mmgate.hosts.table import adapts, full_name
 from mmgate.layers.base.deformable import DeformableGate, DeformableHost
 from mmgate.layers.base.dense import DenseGate
 from mmgate.layers.base.gate import Gate, Sizes
-from mmgate.ops.ms_deform_attn.levels import levels_on
-from mmgate.ops.ms_deform_attn.uneven import axes_of_samples, points_of_levels
+from mmgate.ops.deformable.levels import levels_on
+from mmgate.ops.deformable.uneven import axes_of_samples, points_of_levels
 
 # The attention of projects/ViTDet in mmdet's repository.
 VITDET = 'vitdet.vit.Attention'

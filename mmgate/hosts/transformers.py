@@ -21,9 +21,9 @@ from mmgate.layers.base.deformable import DeformableGate, DeformableHost
 from mmgate.layers.base.dense import DenseGate, DenseHost, Inputs
 from mmgate.layers.base.gate import Gate, Sizes
 from mmgate.layers.base.gated import Record, gate_module
+from mmgate.ops.deformable import attention_weights
+from mmgate.ops.deformable.levels import levels_on
 from mmgate.ops.masks import merge_masks
-from mmgate.ops.ms_deform_attn import attention_weights
-from mmgate.ops.ms_deform_attn.levels import levels_on
 
 NAME = 'mmgate'  # of the attention implementation
 DEFORMABLE = {

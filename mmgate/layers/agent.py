@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import GatedMapAttention, Size
-from mmgate.ops.agent_attention import agent_attention
+from mmgate.ops.agent import agent_attention
 from mmgate.registry import MODELS
 
 from .parts.agent_bias import BIASES, CLASS_BIASES, AgentBiases

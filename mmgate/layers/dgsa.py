@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
 from mmgate.layers.base.gate import Sizes
-from mmgate.ops.differential_attention import differential_attention, differential_map
+from mmgate.ops.differential import differential_attention, differential_map
 from mmgate.registry import MODELS
 
 from .parts.options import check_option

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
 from mmgate.layers.base.gate import Sizes
-from mmgate.ops.differential_attention import (
+from mmgate.ops.differential import (
     differential_streams,
     shared_key_attention,
     shared_key_map,

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from mmgate.layers.base.deformable import DeformableGate, MultiScaleDeformableAttention
 from mmgate.layers.base.gate import Sizes
-from mmgate.ops.ms_deform_attn import POSITIONS
-from mmgate.ops.ms_deform_attn.uneven import spread
+from mmgate.ops.deformable import POSITIONS
+from mmgate.ops.deformable.uneven import spread
 from mmgate.registry import MODELS
 
 from .gml import GatingModulation

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
 from mmgate.layers.base.gate import Sizes
-from mmgate.ops.ms_deform_attn import POSITIONS
-from mmgate.ops.plug_attention import attention_map, check_backend, plug_attention
+from mmgate.ops.deformable import POSITIONS
+from mmgate.ops.dense import attention_map, check_gate_backend, plug_attention
 from mmgate.registry import MODELS
 
 from .gml import GatingModulation
@@ -75,7 +75,7 @@ class PLuGGate(DenseGate):
         self.gate_q_proj = nn.Linear(self.qdim, self.gate_heads * width)
         self.gate_k_proj = nn.Linear(self.kdim, self.gate_heads * width)
         self.gml = GatingModulation(gml, activation=activation, residual=residual, init=init)
-        check_backend(backend, self.gml, width, residual, position)
+        check_gate_backend(backend, self.gml, width, residual, position)
 
     def reset_gate(self) -> None:
         """Initialise the gate as the option ``init`` says."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import GatedMapAttention, Size
-from mmgate.ops.gated_linear_attention import gated_linear_attention
+from mmgate.ops.gated_linear import gated_linear_attention
 from mmgate.registry import MODELS
 
 from .linear.base import LinearGate

@@ -4,7 +4,7 @@ r"""RoIAlign in torch: one ``embedding_bag`` averages the bilinear samples of ea
 
 A bilinear sample is separable, and so is an average over a grid of them: the weights of the rows of a bin and the
 weights of its columns are small vectors, over the pixels that the bin touches. Layout: map as rows (B * H * W, C); a
-bag for each bin. The backward pass turns the same sum around, as in :mod:`mmgate.ops.ms_deform_attn.cpu`.
+bag for each bin. The backward pass turns the sum around: a bag for each row.
 
 Source: Mask R-CNN (arXiv 1703.06870); detectron2's ``aligned``.
 """
@@ -17,8 +17,6 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from mmgate.ops.ms_deform_attn.cpu import add_by_row
 
 from .peer import torchvision_ops
 
@@ -64,8 +62,17 @@ def roi_align_gradient(
     bins = _rows(grad).view(len(rois), size[0] * size[1], shape[1])
     rows = bins.new_zeros(shape[0] * shape[2] * shape[3], shape[1])
     for part, index, weight in _bins(shape, rois, size, scale, sampling_ratio, aligned):
-        add_by_row(rows, index, weight.to(rows.dtype).flatten(), bins[part].flatten(0, 1))
+        _add_by_row(rows, index, weight.to(rows.dtype).flatten(), bins[part].flatten(0, 1))
     return rows.view(shape[0], *shape[2:], shape[1]).permute(0, 3, 1, 2).to(grad.dtype)
+
+
+def _add_by_row(grad_rows: Tensor, index: Tensor, weights: Tensor, grad_bins: Tensor) -> None:
+    """Add the gradient of each sample, ``weights * grad_bins``, to the row of the map from which it was read."""
+    order = index.flatten().sort()
+    counts = torch.bincount(order.values, minlength=len(grad_rows))
+    offsets = counts.cumsum(0) - counts
+    bag = order.indices // index.shape[1]
+    grad_rows += F.embedding_bag(bag, grad_bins, offsets, per_sample_weights=weights[order.indices], mode='sum')
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ def start_error(index: int) -> str | None:
     return None
 
 
-def why_not(heads: Tensor) -> str | None:
+def why_not_triton(heads: Tensor) -> str | None:
     """Return the reason why Triton kernels cannot run on a tensor ``(..., d)`` of heads, or None if they can."""
     if heads.device.type != 'cuda' and not interpreted():
         return f'it is for CUDA tensors, not for {heads.device} (TRITON_INTERPRET=1 runs it slowly on the CPU)'
@@ -125,14 +125,14 @@ def architecture(index: int) -> int:
     return 10 * major + minor
 
 
-def in_order(heads: Tensor) -> bool:
-    """Return True on GPUs for which the kernels are known to compile, where ``auto`` may take them."""
+def is_compiled(heads: Tensor) -> bool:
+    """Return True on GPUs for which our checks compile the kernels."""
     return heads.device.type == 'cuda' and not interpreted() and _architecture(heads.device.index) in COMPILED
 
 
-def first(heads: Tensor) -> bool:
-    """Return True on GPUs like the one on which we found the kernels faster than mmcv's operator and deformops."""
-    return in_order(heads) and _architecture(heads.device.index) in MEASURED
+def is_measured(heads: Tensor) -> bool:
+    """Return True on GPUs like the one on which we found the kernels faster than other packages' operators."""
+    return is_compiled(heads) and _architecture(heads.device.index) in MEASURED
 
 
 def padded(width: int) -> int:

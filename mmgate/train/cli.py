@@ -25,7 +25,7 @@ from mmgate.checkpoints.loading import guarded_loaders
 from mmgate.errors import ConfigError
 from mmgate.finetune.training import frozen_parts_without_weights, warn_of_random_weights
 from mmgate.layers.base.gate import Gate
-from mmgate.ops.backend import OPERATORS, candidates
+from mmgate.ops.backend import candidates
 
 from .accumulation import enable_auto_accumulate, enable_auto_scale_lr
 from .config_file import add_trust_option, check_files, config_parser, host_package, load_config, mappings, type_name
@@ -215,7 +215,7 @@ def check_backends(model: nn.Module) -> None:
             continue
         heads = torch.empty(1, 1, module.num_heads, module.head_dim, device=get_device())
         try:
-            candidates(module.operator, OPERATORS[module.operator], heads, module.backend)
+            candidates(module.operator, heads, module.backend)
         except ConfigError as error:
             raise ConfigError(f'{name}: {error}') from error
 

@@ -12,7 +12,7 @@ from conftest import assert_same, values_and_gradients
 from torch import Tensor
 
 from mmgate.ops import ms_deform_attn
-from mmgate.ops.ms_deform_attn import offset_locations
+from mmgate.ops.deformable import offset_locations
 
 SMALL = [(3, 5), (1, 1), (2, 1)]
 TINY = [(9, 2), (3, 1), (1, 1)]  # more than a band of rows, and odd

@@ -23,9 +23,9 @@ from mmgate.layers import (
     SAGAAttention,
     SDPAGatedMultiheadAttention,
 )
-from mmgate.ops.agent_attention import agent_attention
-from mmgate.ops.differential_attention import differential_attention, differential_streams, shared_key_attention
-from mmgate.ops.plug_attention import plug_attention
+from mmgate.ops.agent import agent_attention
+from mmgate.ops.dense import plug_attention
+from mmgate.ops.differential import differential_attention, differential_streams, shared_key_attention
 
 C, H, B, N = 16, 4, 2, 6
 DENSE = {

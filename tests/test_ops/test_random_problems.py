@@ -19,10 +19,10 @@ from torch import Tensor
 
 from mmgate.layers.gml import GatingModulation
 from mmgate.ops import plug_attention
-from mmgate.ops.ms_deform_attn import blocks as cuts
-from mmgate.ops.ms_deform_attn import triton as sampler
-from mmgate.ops.plug_attention import blocks
-from mmgate.ops.plug_attention import triton as dense
+from mmgate.ops.deformable import deformable_blocks as cuts
+from mmgate.ops.deformable import triton_deformable as sampler
+from mmgate.ops.dense import dense_blocks as blocks
+from mmgate.ops.dense import triton_dense as dense
 
 pytest.importorskip('triton', minversion='3.2')
 pytestmark = pytest.mark.usefixtures('on_device', 'poisoned_memory', 'within_bounds')

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmgate.layers.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
 from mmgate.ops.backend import OPERATORS, candidates
-from mmgate.ops.plug_attention import chunked
+from mmgate.ops.dense import chunked
 from mmgate.ops.tracing import hides_numbers, is_compiling, is_exporting, is_traced
 
 
@@ -88,7 +87,7 @@ def test_compiled_models_hold_the_backend_of_eager_mode(op: str, device: str, mo
     monkeypatch.setattr(chunked, 'CHUNK', 1)  # below which chunks are the reference's operators
     monkeypatch.setattr(chunked, 'CHUNK_ON_GPU', 1)
     by, inputs = calls(op, device)
-    first = next(x.name for x in candidates(op, OPERATORS[op], inputs[0])[0] if x.traceable)
+    first = next(x.name for x in candidates(op, inputs[0])[0] if x.traceable)
     automatic = operators(by('auto'), *inputs)
     assert automatic == operators(by(first), *inputs)
     assert automatic != operators(by('torch'), *inputs)
@@ -103,7 +102,7 @@ def test_numbers_are_hidden_by_fake_tensors_alone(context: AbstractContextManage
     with context:
         x = torch.ones(2)
         assert hides_numbers(x) is hidden
-        names = [backend.name for backend in candidates('ms_deform_attn', OPERATORS['ms_deform_attn'], x)[0]]
+        names = [backend.name for backend in candidates('ms_deform_attn', x)[0]]
         assert ('grid_sample' in names) is not hidden
     assert hides_numbers(torch.ones(2, device='meta'))
 
@@ -122,9 +121,8 @@ class Seen(TorchDispatchMode):
 
 def test_a_dispatch_mode_does_not_change_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """As selective checkpointing on a GPU without other packages, where the reference would take many times longer."""
-    package = sys.modules['mmgate.ops.ms_deform_attn']
-    backends = tuple(backend for backend in package.BACKENDS if backend.name in ('grid_sample', 'torch'))
-    monkeypatch.setattr(package, 'BACKENDS', backends)
+    backends = tuple(x for x in OPERATORS['ms_deform_attn'] if x.name in ('grid_sample', 'torch'))
+    monkeypatch.setitem(OPERATORS, 'ms_deform_attn', backends)
     with Seen() as seen:
         ms_deform_attn(*make()[:6])
     assert 'grid_sampler_2d' in seen.names

@@ -2,7 +2,7 @@
 
 There are three parts of at most eight minutes, each a separate command with ``--part``: ``correctness`` (tests and
 compute-sanitizer), ``sampler`` (deformable attention beside its peers, an encoder first) and ``plug`` (PLuG attention,
-calibration, training steps). A step is a process with a time limit. Rows are written as they come, later parts append,
+the doctor, training steps). A step is a process with a time limit. Rows are written as they come, later parts append,
 and the table at the end lists the steps that could not run. The command needs torch, triton, numpy and pytest; a step
 that needs more reports it. If mmgate is not installed, set ``PYTHONPATH=.``. ``--device cpu --tiny`` tries it without a
 GPU.
@@ -32,15 +32,18 @@ from torch.optim import AdamW
 
 from mmgate._environment import why_not
 from mmgate.benchmarks import ops
-from mmgate.benchmarks.measure import MODES, Row, interleaved, write_csv
+from mmgate.benchmarks.measure import MODES, Row, describe_machine, interleaved, write_csv
 from mmgate.layers import MultiScaleDeformableAttention, PLuGMultiScaleDeformableAttention
 from mmgate.layers.gml import GatingModulation
 from mmgate.ops import plug_attention
-from mmgate.ops.backend import machine
-from mmgate.ops.plug_attention import chunked
+from mmgate.ops.dense import chunked
 
 ROOT = Path(__file__).resolve().parents[2]
-OPS = ('ms_deform_attn', 'plug_attention')
+KERNEL_TESTS = {
+    'ms_deform_attn': 'tests/test_ops/test_deformable/test_triton_deformable.py',
+    'plug_attention': 'tests/test_ops/test_dense/test_triton_dense.py',
+}
+OPS = tuple(KERNEL_TESTS)
 SMALL_TESTS = 'equals_the_reference and (default or shared)'
 CONFIGS = (  # a vanilla config, ours beside it, and the images' size
     (
@@ -100,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         told.append((step, words, time.perf_counter() - start))
         print(f'{step}: {words} ({told[-1][2]:.0f} s)', flush=True)
         page = csv_file.with_suffix(f'.{args.part}.md' if args.part else '.md')
-        page.write_text(_page(machine(device), told, csv_file))
+        page.write_text(_page(describe_machine(device), told, csv_file))
     print(page.read_text())
     print(f'written to {csv_file} and {page}')
     return int(any(words.startswith('failed') for _, words, _ in told))
@@ -150,7 +153,7 @@ def interpreter_runs() -> bool:
 
 
 def _tests(op: str, args: argparse.Namespace, _: Path) -> list[str] | str:
-    path = f'tests/test_ops/test_{op}/test_triton.py'
+    path = KERNEL_TESTS[op]
     options = ['-q', '--maxfail=20', '-p', 'no:cacheprovider']
     if args.device == 'cuda':
         marks = ['-m', 'gpu']
@@ -169,16 +172,14 @@ def _sanitizer(tool: str, args: argparse.Namespace, csv_file: Path) -> list[str]
     if program is None or args.device != 'cuda':
         return 'compute-sanitizer was not found' if program is None else 'it is for CUDA'
     filters = [part for name in KERNELS for part in ('--kernel-name', f'kernel_substring={name}')]
-    paths = [f'tests/test_ops/test_{op}/test_triton.py' for op in OPS]
     tests = [sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', '-m', 'gpu', '-k', SMALL_TESTS]
     watched = [] if tool == 'initcheck' else filters
-    return [program, '--tool', tool, '--error-exitcode', '9', *watched, *tests, *paths]
+    return [program, '--tool', tool, '--error-exitcode', '9', *watched, *tests, *KERNEL_TESTS.values()]
 
 
-def _calibrate(args: argparse.Namespace, _: Path) -> list[str]:
-    options = ['--sizes', 'tiny'] if args.tiny else ['--dtype', 'float32', 'bfloat16']
-    command = ['-m', 'mmgate.doctor', '--calibrate', '--device', args.device, '--limit', '30', *options]
-    return [sys.executable, *command]
+def _doctor(args: argparse.Namespace, _: Path) -> list[str]:
+    options = [] if args.tiny else ['--time', '--dtype', 'float32', 'bfloat16']
+    return [sys.executable, '-m', 'mmgate.doctor', '--device', args.device, *options]
 
 
 def _measure(command: list[str], args: argparse.Namespace, csv_file: Path) -> list[str]:
@@ -275,7 +276,7 @@ STEPS: dict[str, tuple[int, Any]] = {  # seconds, and function that returns the 
     'sampler-switches': (120, partial(_measure, [*SWITCHES, OPS[0]])),
     'plug-chunks': (30, partial(_measure, [*OURS, 'plug-chunks'])),
     'plug': (90, partial(_measure, [*OURS, 'plug'])),
-    'calibration': (110, _calibrate),
+    'doctor': (110, _doctor),
     'step': (20, partial(_measure, [*OURS, 'step'])),
     'plug-switches': (40, partial(_measure, [*SWITCHES, OPS[1]])),
     **{f'training-{i}': (60, partial(_train, *configs)) for i, configs in enumerate(CONFIGS, 1)},
@@ -283,16 +284,16 @@ STEPS: dict[str, tuple[int, Any]] = {  # seconds, and function that returns the 
 PARTS: dict[str, list[str]] = {  # 480 seconds at most, each
     'correctness': ['sampler-tests', 'plug-tests', *SANITIZERS],
     'sampler': ['sampler', 'sampler-switches'],
-    'plug': ['plug-chunks', 'plug', 'calibration', 'step', 'plug-switches', 'training-1', 'training-2', 'training-3'],
+    'plug': ['plug-chunks', 'plug', 'doctor', 'step', 'plug-switches', 'training-1', 'training-2', 'training-3'],
 }
 
 
 def _page(where: str, told: list[tuple[str, str, float]], csv_file: Path) -> str:
     lines = [f'# {where}', '', '| step | how it ended | seconds |', '|---|---|---|']
     lines += [f'| {step} | {words} | {seconds:.0f} |' for step, words, seconds in told]
-    calibration = csv_file.with_suffix('.calibration.log')
-    if calibration.exists():
-        lines += ['', '## Calibration', '', '```', calibration.read_text().strip(), '```']
+    doctor = csv_file.with_suffix('.doctor.log')
+    if doctor.exists():
+        lines += ['', '## Backends', '', '```', doctor.read_text().strip(), '```']
     lines += ['', '## Times and memory', '', '| operator | input | mode | provider | metric | median | peer / ours |']
     lines += ['|---|---|---|---|---|---|---|']
     for path in filter(Path.exists, [csv_file, *sorted(csv_file.parent.glob(f'{csv_file.stem}.*.csv'))]):

@@ -23,8 +23,8 @@ compile "$folder/address.so" '-fsanitize=address,undefined -fno-sanitize-recover
 MMGATE_NATIVE=$folder/address.so ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
   LD_PRELOAD="$(preloaded libasan.so)$(preloaded libubsan.so)$(preloaded libstdc++.so)" \
   "$PY" -m pytest -q -p no:cacheprovider --capture=sys -k 'not auto_takes' \
-  tests/test_ops/test_ms_deform_attn/test_native.py \
-  tests/test_ops/test_plug_attention/test_softmax.py tests/test_ops/test_plug_attention/test_chunked.py
+  tests/test_ops/test_deformable/test_native_deformable.py \
+  tests/test_ops/test_dense/test_softmax.py tests/test_ops/test_dense/test_chunked.py
 took 'addresses and undefined behaviour'
 
 echo 'sanitize: threads'

@@ -25,7 +25,7 @@ from mmgate.layers.base.dense import DenseGate
 from mmgate.layers.base.gate import Gate
 from mmgate.layers.base.gated import GatedModule
 from mmgate.layers.base.map import MapGate
-from mmgate.ops.ms_deform_attn import attention_weights, offset_locations
+from mmgate.ops.deformable import attention_weights, offset_locations
 
 Given = dict[str, Any]  # the arguments of a call, by their names
 Read = Callable[[Any, Given], Tensor]  # takes a module and the arguments of its call

@@ -14,7 +14,7 @@ from mmgate.analysis.probes.attention import POINTS
 from mmgate.analysis.probes.recording import PREDICTIONS, Recording, Sample, best_queries, predicted, record
 from mmgate.analysis.probes.relevance import padded_size
 from mmgate.errors import ConfigError
-from mmgate.ops.ms_deform_attn.uneven import padded
+from mmgate.ops.deformable.uneven import padded
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from mmgate.layers.base.gate import Gate, Sizes
 from mmgate.layers.base.gated import GatedModule
 from mmgate.layers.base.mmcv_or_torch import MMCVMultiScaleDeformableAttention
+from mmgate.ops.backend import check_backend
+from mmgate.ops.deformable import ms_deform_attn
+from mmgate.ops.deformable.uneven import axes_of_samples, points_of_levels
 from mmgate.ops.layout import broadcasts_to, check_layout
-from mmgate.ops.ms_deform_attn import check_backend, ms_deform_attn
-from mmgate.ops.ms_deform_attn.uneven import axes_of_samples, points_of_levels
 from mmgate.registry import MODELS
 
 
@@ -36,7 +37,7 @@ class DeformableGate(Gate):
     operator = 'ms_deform_attn'
 
     def __init__(self, sizes: Sizes, *, backend: str = 'auto') -> None:
-        check_backend(backend)
+        check_backend('ms_deform_attn', backend)
         super().__init__(sizes)
         self.num_levels = sizes.levels
         self.num_points = points_of_levels(sizes.points, sizes.levels)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mmgate.layers.base.gate import StateDict
 from mmgate.layers.base.map import MapGate, Size
 from mmgate.layers.parts.resizing import resize_axis
-from mmgate.ops.agent_attention import grid_interpolation_matrix, interpolation_matrix, keeps_constants
+from mmgate.ops.agent import grid_interpolation_matrix, interpolation_matrix, keeps_constants
 from mmgate.ops.autocast import autocast_dtype, without_autocast
 
 # Side of the maps in an_bias and na_bias.

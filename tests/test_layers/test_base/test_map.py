@@ -10,8 +10,8 @@ from helpers.families import HEADS, MAP, C
 from torch import nn
 
 from mmgate.layers import AgentAttention, CrossWindowAttention, SAGAAttention
-from mmgate.ops.agent_attention import agent_attention_reference
-from mmgate.ops.gated_linear_attention import gated_linear_attention_reference
+from mmgate.ops.agent import agent_attention_reference
+from mmgate.ops.gated_linear import gated_linear_attention_reference
 
 
 def test_attention_over_a_map_heeds_a_scale_that_is_not_the_default() -> None:

@@ -26,7 +26,7 @@ from mmgate.layers import (
 from mmgate.layers.base.map import GatedMapAttention
 from mmgate.layers.linear.base import LinearGate
 from mmgate.ops import linear_attention as ops
-from mmgate.ops.gated_linear_attention import gated_linear_attention_reference
+from mmgate.ops.gated_linear import gated_linear_attention_reference
 from mmgate.registry import MODELS
 
 LINEAR = {

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from mmgate.layers.parts.resizing import resize_axis, resize_grid
-from mmgate.ops.agent_attention import interpolation_matrix
+from mmgate.ops.agent import interpolation_matrix
 
 
 @pytest.mark.parametrize(

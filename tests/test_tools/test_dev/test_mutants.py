@@ -35,9 +35,9 @@ def test_every_module_has_tests(mutants: ModuleType) -> None:
     of_all = mutants.tests_of('layers/linear/__init__.py')
     assert of_all[0] == 'tests/test_layers/test_linear/test_linear.py'
     assert sorted(of_all[: len(of_linear)]) == of_linear and of_all[len(of_linear) :] == files('test_layers')
-    folder = 'tests/test_ops/test_plug_attention'
-    assert mutants.tests_of('ops/plug_attention/chunked.py')[0] == f'{folder}/test_chunked.py'
-    assert mutants.tests_of('ops/plug_attention/__init__.py')[0] == f'{folder}/test_plug_attention.py'
+    folder = 'tests/test_ops/test_dense'
+    assert mutants.tests_of('ops/dense/chunked.py')[0] == f'{folder}/test_chunked.py'
+    assert mutants.tests_of('ops/dense/__init__.py')[0] == f'{folder}/test_dense.py'
     assert mutants.tests_of('swap.py') == ['tests/test_swap.py']
 
 

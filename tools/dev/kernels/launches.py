@@ -87,6 +87,7 @@ def sampler(
         'pre_softmax',
         # an encoder's points need no gradient, boxes that a decoder refines do
         leaf(batch, queries, len(shapes), reference).detach().requires_grad_(reference == 4) if reference else None,
+        None,  # every level has as many points
     )
     output.sum().backward()
 

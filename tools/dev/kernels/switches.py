@@ -22,9 +22,9 @@ from mmgate.benchmarks.measure import MODES, Row, Within, errors, interleaved, w
 from mmgate.benchmarks.ops import LEVELS, sampler_inputs
 from mmgate.layers.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
-from mmgate.ops.ms_deform_attn import triton as sampler
-from mmgate.ops.ms_deform_attn.blocks import Cut
-from mmgate.ops.plug_attention import triton as plug
+from mmgate.ops.deformable import triton_deformable
+from mmgate.ops.deformable.deformable_blocks import Cut
+from mmgate.ops.dense import triton_dense
 
 USUAL = 'as usual'
 EXACT = dict(ms_deform_attn='grid_sample', plug_attention='chunked')  # backends, in float64
@@ -49,7 +49,7 @@ def _otherwise(module: ModuleType, name: str, changes: Mapping[str, Callable[[An
 
 SWITCHES: dict[str, dict[str, Within]] = {
     'ms_deform_attn': _otherwise(
-        sampler,
+        triton_deformable,
         'cut_for',
         {
             'queries in line': lambda cut: cut._replace(tiled=False),
@@ -64,7 +64,7 @@ SWITCHES: dict[str, dict[str, Within]] = {
         },
     ),
     'plug_attention': _otherwise(
-        plug,
+        triton_dense,
         'blocks_for',
         {
             'one head a program': lambda blocks: blocks._replace(pair=False),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from mmgate.ops import native as library
-from mmgate.ops.ms_deform_attn import ms_deform_attn, native
-from mmgate.ops.plug_attention.softmax import gated_softmax, gated_softmax_backward
+from mmgate.ops.deformable import ms_deform_attn
+from mmgate.ops.deformable.native_deformable import why_not_native
+from mmgate.ops.dense.softmax import gated_softmax, gated_softmax_backward
 
 
 def sample() -> None:
@@ -43,7 +44,7 @@ def attend() -> None:
 def main() -> None:
     """Run both kernels on threads that they start."""
     library.OWN_THREADS = True
-    assert native.why_not(torch.empty(0)) is None, native.why_not(torch.empty(0))
+    assert why_not_native(torch.empty(0)) is None, why_not_native(torch.empty(0))
     sample()
     attend()
     print('no two threads met')

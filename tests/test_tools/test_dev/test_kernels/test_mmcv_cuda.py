@@ -25,7 +25,11 @@ done
 USE = """
 import torch
 from mmgate.benchmarks import ops
-from mmgate.ops.ms_deform_attn import mmcv, reference
+from mmgate.ops.deformable import mmcv, reference
+from mmgate.ops.deformable.samples import WeightedSamples
+
+def sample(*tensors):
+    return reference.sum_samples(WeightedSamples(*tensors))
 
 library = torch.library.Library('mmcv_alone', 'DEF')
 inputs = 'Tensor value, Tensor shapes, Tensor starts, Tensor locations, Tensor weights'
@@ -36,11 +40,11 @@ library.define(f'backward({inputs}, Tensor grad, {grads}, int step) -> ()')
 def backward(value, shapes, starts, locations, weights, grad, *outputs):
     leaves = [x.detach().requires_grad_() for x in (value, locations, weights)]
     with torch.enable_grad():
-        output = reference.sample(leaves[0], shapes, starts, *leaves[1:])
+        output = sample(leaves[0], shapes, starts, *leaves[1:])
     for to, found in zip(outputs, torch.autograd.grad(output, leaves, grad)):
         to.add_(found)
 
-library.impl('forward', lambda *x: reference.sample(*x[:5]), 'CPU')
+library.impl('forward', lambda *x: sample(*x[:5]), 'CPU')
 library.impl('backward', lambda *x: backward(*x[:9]), 'CPU')
 loaded = []
 torch.ops.load_library = loaded.append

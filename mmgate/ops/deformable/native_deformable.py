@@ -1,0 +1,257 @@
+"""CPU backend of deformable attention by mmgate's C++ kernel, as one custom operator with its gradient.
+
+Like the Triton kernel it takes logits, gate and, if wanted, offsets as they are: neither locations nor weights are
+written to memory. The loop is ``native/cpp/deformable.cpp``. 16-bit values are summed in float32; one float64 input
+makes all of it float64.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmgate.errors import UnsupportedCall
+
+from .. import native as library
+from ..custom_op import operator
+from ..native import TYPES, fields
+from .samples import SCHEMA, Samples, gradients_of_fields, save_samples, saved_samples
+
+FIVE_TENSORS = '(Tensor, Tensor, Tensor, Tensor, Tensor)'
+MOST_NUMBERS = 2**31  # rows of an image's values and their borders, which the kernel counts in 32 bits
+
+
+class Call(ctypes.Structure):
+    """The C++ kernel's arguments (sizes, strides, addresses) as a ctypes structure.
+
+    Its fields are those of the C struct ``Call`` in ``cpp/native.h``, in the same order.
+    """
+
+    _fields_ = [
+        *fields(ctypes.c_int64, 'batch tokens heads dim queries levels samples columns residual post compute'),
+        *fields(ctypes.c_int64, 'value_type points_type logits_type gate_type reference_type'),
+        ('gate_stride', ctypes.c_int64 * 5),
+        *fields(ctypes.c_int64, 'gate_summed threads widest'),
+        ('points', ctypes.POINTER(ctypes.c_int64)),
+        *fields(ctypes.c_void_p, 'value shapes starts at logits gate reference output grad'),
+        *fields(ctypes.c_void_p, 'grad_value grad_at grad_logits grad_gate grad_reference'),
+    ]
+
+
+def why_not_native(value: Tensor) -> str | None:
+    """Return the reason why this backend cannot run on ``value``, or None if it can."""
+    if value.device.type != 'cpu':
+        return f'it is for CPU tensors, value is on {value.device}'
+    return library.missing()
+
+
+def advice_for_native(value: Tensor) -> str | None:
+    """Return a hint how the user gets this backend, such as to build the library, or None."""
+    reason = why_not_native(value) if value.device.type == 'cpu' else None
+    return reason and f"'native', several times faster, does not run: {reason}"
+
+
+def attend(samples: Samples) -> Tensor:
+    """Compute deformable attention by the C++ kernel: ``(B, Q, H * D)``.
+
+    Raises:
+        UnsupportedCall: Too many values an image for 32-bit rows, or a dtype that is none of float32, float64 and the
+            two of 16 bits.
+    """
+    value = samples.value
+    points = samples.points
+    logits = samples.logits
+    reference_points = samples.reference_points
+    given = [x for x in (value, points, logits, samples.gate, reference_points) if x is not None]
+    other = [x.dtype for x in given if x.dtype not in TYPES]  # torch.compile of torch 2.7 does not take a next()
+    if other:
+        raise UnsupportedCall(f"ms_deform_attn: 'native' takes float32, float64, bfloat16 and float16, got {other[0]}.")
+    if 2 * value.shape[1] >= MOST_NUMBERS:
+        raise UnsupportedCall(f"ms_deform_attn: 'native' takes up to 2^30 tokens an image, got {value.shape[1]}.")
+    double = any(x.dtype == torch.float64 for x in given)
+    output = _operator(
+        (value.double() if double else value).contiguous(),
+        samples.spatial_shapes.long().contiguous(),
+        samples.level_start_index.long().contiguous(),
+        points.contiguous(),
+        logits.contiguous(),
+        samples.gate,
+        samples.residual,
+        samples.position,
+        None if reference_points is None else reference_points.contiguous(),
+        None if samples.num_points is None else list(samples.num_points),
+    )
+    return output.to(value.dtype)
+
+
+def _described(samples: Samples) -> Call:
+    """Fill in the C++ kernel's arguments, except for the addresses of results.
+
+    It holds addresses, and keeps no tensor alive.
+    """
+    value = samples.value
+    logits = samples.logits
+    gate = samples.gate
+    num_points = samples.num_points
+    counts = [logits.shape[4]] * logits.shape[3] if num_points is None else num_points
+    call = Call()
+    call.batch, call.tokens, call.heads, call.dim = value.shape
+    call.queries = logits.shape[1]
+    call.levels = len(counts)
+    call.samples = sum(counts)
+    call.points = (ctypes.c_int64 * len(counts))(*counts)
+    call.residual = samples.residual
+    call.post = samples.position == 'post_softmax'
+    call.compute = TYPES[_compute(value)]
+    call.threads = torch.get_num_threads()
+    call.widest = library.WIDEST
+    call.value = value.data_ptr()
+    call.value_type = TYPES[value.dtype]
+    call.shapes = samples.spatial_shapes.data_ptr()
+    call.starts = samples.level_start_index.data_ptr()
+    call.at = samples.points.data_ptr()
+    call.points_type = TYPES[samples.points.dtype]
+    call.logits = logits.data_ptr()
+    call.logits_type = TYPES[logits.dtype]
+    if gate is not None:
+        call.gate = gate.data_ptr()
+        call.gate_type = TYPES[gate.dtype]
+        if num_points is None:
+            sizes, (*others, of_level, of_point) = _axes(gate, 5)
+            # The kernel counts samples through all levels, and so takes the step of a sample for each point.
+            call.gate_stride[:] = (*others, of_level - counts[0] * of_point, of_point)
+            call.gate_summed = sizes[4] == 1
+        else:
+            _, (*others, of_sample) = _axes(gate, 4)
+            call.gate_stride[:] = (*others, 0, of_sample)
+    if samples.reference_points is not None:
+        call.columns = samples.reference_points.shape[-1]
+        call.reference = samples.reference_points.data_ptr()
+        call.reference_type = TYPES[samples.reference_points.dtype]
+    return call
+
+
+def _run(call: Call, backward: bool) -> None:
+    """Run the C++ kernel, forward or backward, on arguments that have the addresses of the results."""
+    if library.load()[0].mmgate_ms_deform_attn(ctypes.byref(call), int(backward), int(library.OWN_THREADS)):
+        raise MemoryError('ms_deform_attn: there is not enough memory for a copy of the values of a head.')
+
+
+def _compute(value: Tensor) -> torch.dtype:
+    """Return the dtype in which the kernel sums: float64 for float64 values, else float32."""
+    return torch.float64 if value.dtype == torch.float64 else torch.float32
+
+
+def _axes(gate: Tensor, axes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return a gate's sizes and strides for so many axes, with the stride 0 where it broadcasts.
+
+    Leading axes of the gate may be missing.
+    """
+    missing = axes - gate.dim()
+    sizes = (1,) * missing + gate.shape
+    strides = (0,) * missing + gate.stride()
+    return sizes, tuple(0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True))
+
+
+def _empty_output(*fields: Any) -> Tensor:
+    """Allocate the output of :func:`_operator`, whose arguments this takes."""
+    samples = Samples(*fields)
+    batch, queries, heads = samples.logits.shape[:3]
+    return samples.value.new_empty(batch, queries, heads * samples.value.shape[3])
+
+
+@operator('ms_deform_attn_native', _empty_output, f'({SCHEMA}) -> Tensor')
+def _operator(*fields: Any) -> Tensor:
+    """Run the forward pass of the C++ kernel on the fields of Samples; return the output ``(B, Q, H * D)``."""
+    output = _empty_output(*fields)
+    call = _described(Samples(*fields))
+    call.output = output.data_ptr()
+    _run(call, backward=False)
+    return output
+
+
+def _empty_gradients(
+    grad: Tensor, value_needs_grad: bool, reference_needs_grad: bool, *fields: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Allocate the gradients of values (as zeros), points, logits, gate and reference points.
+
+    Memory that is not needed is empty. The gate's gradient is a sample's, or summed over a level's points if the gate
+    has one number for them; that of the reference points is a head's.
+    """
+    samples = Samples(*fields)
+    value = samples.value
+    logits = samples.logits
+    compute = _compute(value)
+    of_value = torch.zeros_like(value if value_needs_grad else value[:0], dtype=compute)
+    of_gate = [0]
+    if samples.gate is not None:
+        of_gate = [*logits.shape]
+        if samples.num_points is None:
+            of_gate[4] = _axes(samples.gate, 5)[0][4]
+    of_reference = [0]
+    if reference_needs_grad and samples.reference_points is not None:
+        of_reference = [*logits.shape[:3], *samples.reference_points.shape[2:]]
+    return (
+        of_value,
+        torch.empty_like(samples.points),
+        torch.empty_like(logits),
+        logits.new_empty(of_gate, dtype=compute),
+        logits.new_empty(of_reference, dtype=compute),
+    )
+
+
+@operator(
+    'ms_deform_attn_native_backward',
+    _empty_gradients,
+    f'(Tensor grad, bool value_needs_grad, bool reference_needs_grad, {SCHEMA}) -> {FIVE_TENSORS}',
+)
+def _gradients(
+    grad: Tensor, value_needs_grad: bool, reference_needs_grad: bool, *fields: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Run the backward pass; return the gradients of values, points, logits, gate and reference points.
+
+    Their shapes are those of :func:`_empty_gradients`.
+    """
+    gradients = _empty_gradients(grad, value_needs_grad, reference_needs_grad, *fields)
+    of_value, of_points, of_logits, of_gate, of_reference = gradients
+    samples = Samples(*fields)
+    grad = grad.contiguous()
+    call = _described(samples)
+    call.grad = grad.data_ptr()
+    call.grad_at = of_points.data_ptr()
+    call.grad_logits = of_logits.data_ptr()
+    if value_needs_grad:
+        call.grad_value = of_value.data_ptr()
+    if samples.gate is not None:
+        call.grad_gate = of_gate.data_ptr()
+    if reference_needs_grad:
+        call.grad_reference = of_reference.data_ptr()
+    _run(call, backward=True)
+    return gradients
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    save_samples(ctx, Samples(*inputs))
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    samples, _ = saved_samples(ctx)
+    value_needs_grad = ctx.needs_input_grad[0]
+    reference_needs_grad = samples.reference_points is not None and ctx.needs_input_grad[8]
+    of_value, of_points, of_logits, of_gate, of_reference = _gradients(
+        grad, value_needs_grad, reference_needs_grad, *samples
+    )
+    return gradients_of_fields(
+        samples,
+        of_value=of_value if value_needs_grad else None,
+        of_points=of_points,
+        of_logits=of_logits,
+        of_gate=of_gate,
+        of_reference=of_reference if reference_needs_grad else None,
+    )
+
+
+_operator.differentiate(_backward, _setup_context)

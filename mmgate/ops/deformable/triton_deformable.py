@@ -1,0 +1,282 @@
+"""GPU backend of deformable attention by mmgate's Triton kernels, as one custom operator with its gradient.
+
+Unlike the other backends it takes logits, gate and, if wanted, offsets as they are: neither locations nor weights are
+written to memory. On the CPU it runs only in Triton's interpreter (``TRITON_INTERPRET=1``), for tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmgate.errors import UnsupportedCall
+
+from .. import triton_backend
+from ..backend import Place
+from ..custom_op import operator
+from ..triton_backend import interpreted, launch
+from . import deformable_blocks
+from .deformable_blocks import cut_for
+from .samples import SCHEMA, Samples, counts_like, gradients_of_fields, save_samples, saved_samples
+from .uneven import spread
+
+MOST_NUMBERS = 2**31  # an image, for 32-bit offsets
+MOST_HEADS = 65_535  # the second axis of a grid
+ORDER_BLOCK = 512
+
+
+def why_not_triton_deformable(value: Tensor) -> str | None:
+    """Return the reason why this backend cannot run on ``value``, or None if it can."""
+    if torch.are_deterministic_algorithms_enabled():
+        return 'it adds up the gradients of the values in no fixed order, and torch.use_deterministic_algorithms is on'
+    return triton_backend.why_not_triton(value)
+
+
+def place_of_triton(value: Tensor) -> Place:
+    """Return where ``auto`` looks at this backend: first on GPUs like the one that it was timed on.
+
+    On others for which our checks compile the kernels mmcv's operator comes first: it has run there, our kernels not.
+    """
+    if triton_backend.is_measured(value):
+        return 'first'
+    return 'in order' if triton_backend.is_compiled(value) else 'by name'
+
+
+def attend(samples: Samples) -> Tensor:
+    """Compute deformable attention by the Triton kernels: ``(B, Q, H * D)``.
+
+    Raises:
+        UnsupportedCall: Too many values, points or outputs an image for 32-bit offsets, or too many heads for a grid.
+    """
+    samples = _one_point_levels(samples)
+    _check_sizes(samples)
+    logits = samples.logits
+    gate = samples.gate
+    reference_points = samples.reference_points
+    if gate is not None:
+        # The kernels read a gate with its strides, unless 32-bit offsets do not reach its last number.
+        strides = gate.expand(logits.shape).stride()
+        last = sum((n - 1) * stride for n, stride in zip(logits.shape[1:], strides[1:], strict=True))
+        if last >= MOST_NUMBERS:
+            gate = gate.contiguous()
+    output, _ = _operator(
+        samples.value.contiguous(),
+        samples.spatial_shapes.contiguous(),
+        samples.level_start_index.contiguous(),
+        samples.points.contiguous(),
+        logits.contiguous(),
+        gate,
+        samples.residual,
+        samples.position,
+        None if reference_points is None else reference_points.contiguous(),
+        None,
+    )
+    return output
+
+
+def _one_point_levels(samples: Samples) -> Samples:
+    """Give each sample a level with this one point, if levels have different numbers of points.
+
+    The kernels then skip what is not there.
+    """
+    num_points = samples.num_points
+    if num_points is None:
+        return samples
+    reference_points = samples.reference_points
+    if reference_points is not None:
+        reference_points = spread(reference_points.float(), num_points, 2)  # (B, Q, N, R)
+        if reference_points.shape[-1] == 4:  # the kernels divide the sizes of boxes by one point
+            centres, sizes = reference_points.split(2, -1)
+            reference_points = torch.cat([centres, sizes / counts_like(sizes, num_points)], -1)
+    return Samples(
+        value=samples.value,
+        spatial_shapes=spread(samples.spatial_shapes, num_points, 0),
+        level_start_index=spread(samples.level_start_index, num_points, 0),
+        points=samples.points[..., None, :],  # (B, Q, H, N, 1, 2)
+        logits=samples.logits[..., None],
+        gate=None if samples.gate is None else samples.gate[..., None],
+        residual=samples.residual,
+        position=samples.position,
+        reference_points=reference_points,
+    )
+
+
+def _check_sizes(samples: Samples) -> None:
+    batch, _, heads, dim = samples.value.shape
+    sizes = {
+        'values': samples.value.shape[1:].numel(),
+        'points': samples.points.shape[1:].numel(),
+        'outputs': samples.points.shape[1] * heads * dim,
+    }
+    if samples.reference_points is not None:  # whose gradient is a head's
+        sizes['reference points'] = samples.logits.shape[1:4].numel() * samples.reference_points.shape[-1]
+    takes = "ms_deform_attn: 'triton' takes"
+    for name, size in sizes.items():
+        if size >= MOST_NUMBERS:
+            raise UnsupportedCall(
+                f"{takes} fewer than 2^31 numbers an image, the {name} are {size}; use 'mmcv' or 'torch'."
+            )
+    if batch * heads > MOST_HEADS:
+        raise UnsupportedCall(
+            f'{takes} up to {MOST_HEADS} heads of all images, got {batch} x {heads}; use a smaller batch.'
+        )
+
+
+def _launch(
+    backward: bool, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], samples: Samples, **switches: bool
+) -> None:
+    """Launch the forward or the backward kernel with its block sizes.
+
+    Args:
+        backward: The kernel of the backward pass.
+        inputs: The tensors that this pass alone reads, which come before the samples' in the kernel's signature.
+        outputs: The tensors that it writes, which come last.
+        samples: Contiguous, but for the gate, with the same number of points for each level.
+        **switches: Constants that this pass alone has.
+    """
+    import triton
+
+    from .deformable_backward import backward_kernel
+    from .deformable_kernels import forward_kernel
+
+    value = samples.value
+    points = samples.points
+    logits = samples.logits
+    gate = samples.gate
+    reference_points = samples.reference_points
+    batch, tokens, heads, dim = value.shape
+    _, queries, _, levels, count = logits.shape
+    cut = cut_for(value, logits, backward)
+    constants: dict[str, Any] = dict(
+        LEVELS=levels,
+        POINTS=count,
+        PADDED=triton.next_power_of_2(levels * count),
+        D=dim,
+        GATED=gate is not None,
+        RESIDUAL=samples.residual,
+        POST=samples.position == 'post_softmax',
+        TILED=cut.tiled,
+        REFERENCE=0 if reference_points is None else reference_points.shape[-1],
+        **switches,
+        **cut.constants(dim),
+    )
+    if interpreted():
+        constants['BLOCK_Q'] = deformable_blocks.INTERPRETED_QUERIES
+    order = points
+    if cut.tiled:
+        order = _tile_order(samples.spatial_shapes, samples.level_start_index, tokens)
+    strides = (0,) * 5 if gate is None else gate.expand(logits.shape).stride()
+    tensors = [
+        *inputs,
+        value,
+        samples.spatial_shapes,
+        samples.level_start_index,
+        order,
+        points,
+        # A kernel does not read the placeholders of missing tensors.
+        points if reference_points is None else reference_points,
+        logits,
+        logits if gate is None else gate,
+        *outputs,
+    ]
+    grid = (triton.cdiv(queries, constants['BLOCK_Q']), batch * heads)
+    kernel = backward_kernel if backward else forward_kernel
+    launch(kernel, grid, *tensors, tokens, queries, heads, *strides, **constants)
+
+
+def _tile_order(spatial_shapes: Tensor, level_start_index: Tensor, tokens: int) -> Tensor:
+    """Return the numbers of all tokens in the order in which the kernels' programs take them as queries."""
+    import triton
+
+    from .deformable_kernels import order_kernel
+
+    order = torch.empty(tokens, dtype=torch.int32, device=spatial_shapes.device)
+    grid = (triton.cdiv(tokens, ORDER_BLOCK),)
+    levels = spatial_shapes.shape[0]
+    launch(order_kernel, grid, spatial_shapes, level_start_index, order, tokens, LEVELS=levels, BLOCK=ORDER_BLOCK)
+    return order
+
+
+def _empty_outputs(*fields: Any) -> tuple[Tensor, Tensor]:
+    """Allocate the results of :func:`_operator`, whose arguments this takes."""
+    samples = Samples(*fields)
+    batch, queries, heads = samples.logits.shape[:3]
+    output = samples.value.new_empty(batch, queries, heads * samples.value.shape[3])
+    return output, samples.logits.new_empty(batch, queries, heads, dtype=torch.float32)
+
+
+@operator('ms_deform_attn_fused', _empty_outputs, f'({SCHEMA}) -> (Tensor, Tensor)')
+def _operator(*fields: Any) -> tuple[Tensor, Tensor]:
+    """Run the forward kernel on the fields of Samples.
+
+    Returns the output, and log2 of each softmax's sum, ``(B, Q, H)`` in float32.
+    """
+    samples = Samples(*fields)
+    outputs = _empty_outputs(*fields)
+    if samples.logits.numel():
+        _launch(False, (), outputs, samples)
+    return outputs
+
+
+def _empty_gradients(
+    grad: Tensor, lse: Tensor, reference_needs_grad: bool, *fields: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Allocate the results of :func:`_gradients`; a tensor is empty if there is no such gradient."""
+    samples = Samples(*fields)
+    logits = samples.logits
+    of_reference = [0]
+    if reference_needs_grad and samples.reference_points is not None:
+        of_reference = [*logits.shape[:4], samples.reference_points.shape[-1]]
+    return (
+        torch.empty_like(samples.value, dtype=torch.float32),
+        torch.empty_like(samples.points),
+        samples.points.new_empty(of_reference, dtype=torch.float32),
+        torch.empty_like(logits),
+        torch.empty_like(logits[:0] if samples.gate is None else logits, dtype=torch.float32),
+    )
+
+
+@operator(
+    'ms_deform_attn_fused_backward',
+    _empty_gradients,
+    f'(Tensor grad, Tensor lse, bool reference_needs_grad, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
+)
+def _gradients(
+    grad: Tensor, lse: Tensor, reference_needs_grad: bool, *fields: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Run the backward kernel; return the gradients of values, points, reference, logits and gate.
+
+    Those of the reference are by head, and those of the gate by logit, in float32; the caller sums them.
+    """
+    samples = Samples(*fields)
+    gradients = _empty_gradients(grad, lse, reference_needs_grad, *fields)
+    of_value = gradients[0]
+    of_value.zero_()
+    if samples.logits.numel():
+        _launch(True, (grad.contiguous(), lse), gradients, samples, GRAD_REFERENCE=reference_needs_grad)
+    return gradients
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, lse = output
+    save_samples(ctx, Samples(*inputs), lse)
+    ctx.mark_non_differentiable(lse)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    samples, (lse,) = saved_samples(ctx)
+    reference_needs_grad = samples.reference_points is not None and ctx.needs_input_grad[8]
+    of_value, of_points, of_reference, of_logits, of_gate = _gradients(grad, lse, reference_needs_grad, *samples)
+    return gradients_of_fields(
+        samples,
+        of_value=of_value,
+        of_points=of_points,
+        of_logits=of_logits,
+        of_gate=of_gate,
+        of_reference=of_reference if reference_needs_grad else None,
+    )
+
+
+_operator.differentiate(_backward, _setup_context)

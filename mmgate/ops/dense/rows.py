@@ -1,0 +1,176 @@
+r"""PLuG attention in chunks of queries as an autograd function whose backward pass computes each chunk again.
+
+With S = QK^T / sqrt(d), f = 1 + G (or G), L = S f + mask, P = softmax(L), O = P V and delta = rowsum(dO O):
+
+    dV = P^T dO;  dL = P (dO V^T - delta);  df = sum over the heads that share f of dL S;  dS = f dL
+
+and with the gate on the weights, W = P f, O = W V:  dV = W^T dO;  df = dO V^T P;  dL = dS = P (f dO V^T - delta).
+Autograd does the rest, from df to the gate: it is elementwise, on one map for all heads that share f.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ..custom_op import first_derivatives
+from .reference import gate_factor, raw_gates
+from .softmax import forms_factor, gated_softmax, gated_softmax_backward, sum_heads
+
+
+class Factor:
+    """Function that computes the factor of the logits from the gate's queries and keys, with a module's parameters.
+
+    Args:
+        modulation: Module that maps raw gates to gates.
+        names: Names of the parameters that are handed in, which replace the module's.
+        residual: True for the factor ``1 + G``, False for ``G``.
+    """
+
+    def __init__(self, modulation: nn.Module, names: Sequence[str], residual: bool) -> None:
+        self.modulation = modulation
+        self.names = list(names)
+        self.residual = residual
+
+    def __call__(self, gate_query: Tensor, gate_key: Tensor, *parameters: Tensor) -> Tensor:
+        """Compute the factor that multiplies the logits, ``(B, H|1, N, M)``."""
+        given = dict(zip(self.names, parameters, strict=True))
+        return gate_factor(gate_query, gate_key, partial(functional_call, self.modulation, given), self.residual)
+
+    def scalars(self, *parameters: Tensor) -> list[float] | None:
+        """Return the gate's scalars a, b, c, e if the factor is ``1 + tanh((a r + b) (c r + e))``, else None."""
+        gate = (getattr(self.modulation, 'variant', None), getattr(self.modulation, 'activation', None))
+        if gate != ('product', 'tanh') or not self.residual or sorted(self.names) != ['bias', 'weight']:
+            return None
+        given = dict(zip(self.names, parameters, strict=True))
+        return torch.stack([given['weight'], given['bias']], 1).flatten().tolist()
+
+
+class AttentionInChunks(torch.autograd.Function):
+    """Autograd function that computes PLuG attention in chunks of queries.
+
+    ``apply(step, post_softmax, factor, bias, query, key, value, gate_query, gate_key, *parameters)`` computes ``step``
+    rows at a time. The tensors have the layout of :func:`mmgate.ops.plug_attention`; the bias gets no gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        step: int,
+        post_softmax: bool,
+        factor: Factor,
+        bias: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        gate_query: Tensor,
+        gate_key: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
+        """Compute the output ``(B, H, N, e)``, chunk by chunk of queries."""
+        output = torch.empty((*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device)
+        chunks = _Chunks(step, query, key)
+        scalars = factor.scalars(*parameters) if not post_softmax and forms_factor(query) else None
+        for rows in chunks:
+            gate_rows = gate_query[:, :, rows]
+            if scalars is None:
+                f = factor(gate_rows, gate_key, *parameters).contiguous()
+            else:
+                f = raw_gates(gate_rows, gate_key)
+            logits = chunks.product(0, query[:, :, rows], key, query.shape[-1] ** -0.5)
+            weights = gated_softmax(logits, None if post_softmax else f, rows_of(bias, rows), logits, scalars)
+            if post_softmax:
+                weights = weights.mul_(f)
+            output[:, :, rows] = weights.to(value.dtype) @ value
+        ctx.save_for_backward(bias, query, key, value, gate_query, gate_key, output, *parameters)
+        ctx.step = step
+        ctx.post_softmax = post_softmax
+        ctx.factor = factor
+        return output
+
+    @staticmethod
+    @first_derivatives
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of queries, keys, values, the gate's queries and keys, and the gate's parameters."""
+        bias, query, key, value, gate_query, gate_key, output, *parameters = ctx.saved_tensors
+        scale = query.shape[-1] ** -0.5
+        chunks = _Chunks(ctx.step, query, key)
+        inputs = (query, key, value, gate_query, gate_key, *parameters)
+        # Sums over the chunks have at least 32 bits.
+        grads = [torch.zeros_like(x, dtype=chunks.dtype) for x in inputs]
+        grad_query, grad_key, grad_value, grad_gate_query, grad_gate_key, *grad_parameters = grads
+        for rows in chunks:
+            leaves = [x.detach().requires_grad_() for x in (gate_query[:, :, rows], gate_key, *parameters)]
+            with torch.enable_grad():
+                gate = ctx.factor(*leaves)
+            f = gate.detach().contiguous()
+            q = query[:, :, rows]
+            grad = grad_output[:, :, rows]
+            logits = chunks.product(0, q, key, scale)
+            gated = None if ctx.post_softmax else f
+            weights = gated_softmax(logits, gated, rows_of(bias, rows), chunks.like(1, logits))
+            delta = (grad * output[:, :, rows]).sum(-1, keepdim=True, dtype=chunks.dtype)
+            grad_weights = chunks.product(2, grad, value, 1.0)
+            if ctx.post_softmax:
+                grad_factor = sum_heads(torch.mul(grad_weights, weights, out=logits), gate)
+                grad_value += (weights * f).to(grad.dtype).transpose(-1, -2) @ grad
+                grad_logits = grad_weights.mul_(f).sub_(delta).mul_(weights)
+            else:
+                grad_value += weights.to(grad.dtype).transpose(-1, -2) @ grad
+                grad_logits, grad_factor = gated_softmax_backward(logits, f, weights, grad_weights, delta)
+            narrow = grad_logits.to(q.dtype)
+            grad_query[:, :, rows] = narrow @ key * scale
+            grad_key += narrow.transpose(-1, -2) @ q * scale
+            of_gate = torch.autograd.grad(gate, leaves, grad_factor.to(gate.dtype), allow_unused=True)
+            grad_gate_query[:, :, rows] = of_gate[0]
+            for total, part in zip((grad_gate_key, *grad_parameters), of_gate[1:], strict=True):
+                if part is not None:
+                    total += part
+        return None, None, None, None, *(total.to(x.dtype) for total, x in zip(grads, inputs, strict=True))
+
+
+class _Chunks:
+    """Iterator over chunks of queries (slices), with three buffers of a chunk's map that all chunks share.
+
+    New tensors for each chunk would fragment the heap, to several times the size of the tensors in use.
+    """
+
+    def __init__(self, step: int, query: Tensor, key: Tensor) -> None:
+        self.step = step
+        self.rows = query.shape[-2]
+        self.dtype = torch.float32 if query.dtype.itemsize < 4 else query.dtype
+        batch, heads = query.shape[:2]
+        self.buffers = query.new_empty(3, batch * heads * step * key.shape[-2], dtype=self.dtype)
+
+    def __iter__(self) -> Iterator[slice]:
+        for start in range(0, self.rows, self.step):
+            yield slice(start, min(start + self.step, self.rows))
+
+    def product(self, buffer: int, rows: Tensor, columns: Tensor, scale: float) -> Tensor:
+        """Compute ``rows columns^T scale``, ``(B, H, rows, M)``, in one of the buffers 0 to 2, and return it."""
+        out = self._view(buffer, (*rows.shape[:-1], columns.shape[-2]))
+        a = rows.flatten(0, 1)
+        b = columns.flatten(0, 1).transpose(-1, -2)
+        if a.dtype == self.dtype:
+            torch.baddbmm(out.flatten(0, 1), a, b, beta=0, alpha=scale, out=out.flatten(0, 1))
+        else:
+            # Scaled first, because the product may leave half precision.
+            out.copy_((a * scale @ b).view_as(out))
+        return out
+
+    def like(self, buffer: int, chunk: Tensor) -> Tensor:
+        """Return one of the buffers 0 to 2 as a tensor of the shape of ``chunk``."""
+        return self._view(buffer, chunk.shape)
+
+    def _view(self, buffer: int, shape: tuple[int, ...]) -> Tensor:
+        return self.buffers[buffer, : torch.Size(shape).numel()].view(shape)
+
+
+def rows_of(bias: Tensor | None, rows: slice) -> Tensor | None:
+    """Return the part of a bias for a chunk of queries; a bias that all queries share is returned whole."""
+    return bias if bias is None or bias.shape[-2] == 1 else bias[:, :, rows]

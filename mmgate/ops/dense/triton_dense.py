@@ -1,0 +1,213 @@
+"""GPU backend of PLuG attention by mmgate's Triton kernels, as one custom operator with its gradient.
+
+On the CPU it runs only in Triton's interpreter (``TRITON_INTERPRET=1``), for tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mmgate.errors import UnsupportedCall
+
+from .. import triton_backend
+from ..backend import Place
+from ..custom_op import operator
+from ..triton_backend import MAX_DIM, interpreted, launch, padded
+from .dense_blocks import biased, blocks_for, gate_block
+from .pairs import Modulation, Pairs
+
+# Schema of the fields of KernelTensors.
+ARGUMENTS = 'Tensor query, Tensor key, Tensor value, Tensor gate_query, Tensor gate_key, Tensor scalars, Tensor? bias'
+
+
+class KernelTensors(NamedTuple):
+    """The tensors of a call, as the kernels need them: contiguous (but for the bias), and the gate's scalars.
+
+    ``scalars`` are the gate's a, b, c and e in float32.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    gate_query: Tensor
+    gate_key: Tensor
+    scalars: Tensor
+    bias: Tensor | None
+
+
+def why_not_triton_dense(query: Tensor) -> str | None:
+    """Return the reason why this backend cannot run on ``query``, or None if it can."""
+    if torch.version.hip is not None and query.device.type == 'cuda':
+        return "its products (tf32x3) and its tanh are NVIDIA's, this torch is built for ROCm"
+    return triton_backend.why_not_triton(query)
+
+
+def place_of_triton(query: Tensor) -> Place:
+    """Return where ``auto`` looks at this backend: first on GPUs like the one that it was timed on, else not at all."""
+    return 'first' if triton_backend.is_measured(query) else 'by name'
+
+
+def check_gate(
+    modulation: Modulation, gate_width: int, residual: bool, position: str, more: dict[str, bool] | None = None
+) -> None:
+    """Raise an error for any gate but the one that the kernels compute: ``1 + tanh((a R + b)(c R + e))`` on the logits.
+
+    Args:
+        modulation: Elementwise function from raw gates to gates.
+        gate_width: Channels of the gate's queries and keys.
+        residual: See :func:`mmgate.ops.plug_attention`.
+        position: See :func:`mmgate.ops.plug_attention`.
+        more: Further features that the kernels do not have, True for those that are asked for.
+
+    Raises:
+        UnsupportedCall: The message names all features that are asked for and not there.
+    """
+    gate = (getattr(modulation, 'variant', None), getattr(modulation, 'activation', None))
+    asked = {
+        **(more or {}),
+        f'the gate {gate} (gml, activation), only (product, tanh)': gate != ('product', 'tanh'),
+        'residual=False': not residual,
+        f'position={position!r}': position != 'pre_softmax',
+        f'gates of {gate_width} channels': gate_width > MAX_DIM,
+    }
+    lacking = '; '.join(feature for feature, is_asked in asked.items() if is_asked)
+    if lacking:
+        raise UnsupportedCall(f"plug_attention: backend 'triton' does not have {lacking}. Use 'chunked'.")
+
+
+def attend(pairs: Pairs) -> Tensor:
+    """Compute PLuG attention by the Triton kernels.
+
+    Raises:
+        UnsupportedCall: See :func:`check_gate`.
+    """
+    query = pairs.query
+    bias = pairs.bias
+    value_dim = pairs.value.shape[-1]
+    more = {
+        f'dropout={pairs.dropout}': pairs.dropout > 0,
+        'a bias that needs a gradient': bias is not None and bias.requires_grad,
+        f'values of {value_dim} channels beside {query.shape[-1]}': value_dim != query.shape[-1],
+    }
+    check_gate(pairs.modulation, pairs.gate_query.shape[-1], pairs.residual, pairs.position, more)
+    product: Any = pairs.modulation
+    scalars = torch.stack([product.weight.float(), product.bias.float()], 1).flatten()  # a, b, c, e
+    tensors = (x.to(query.dtype).contiguous() for x in pairs[:5])
+    return _fused(*tensors, scalars, bias)[0]
+
+
+def _launch(name: str, tensors: KernelTensors, others: tuple[Tensor, ...]) -> None:
+    """Launch one of the three kernels on a call's tensors and on further tensors of its pass."""
+    import triton
+
+    from . import dense_kernels
+
+    query = tensors.query
+    bias = tensors.bias
+    batch, heads, rows, dim = query.shape
+    columns = tensors.key.shape[2]
+    width = tensors.gate_query.shape[3]
+    strides = (0,) * 4 if bias is None else bias.expand(batch, heads, rows, columns).stride()
+    blocks = blocks_for(name, query, tensors.gate_query, bias)
+    by_columns = name.startswith('columns')
+    programs = triton.cdiv(columns, blocks.columns) if by_columns else triton.cdiv(rows, blocks.rows)
+    grid = (programs * batch * (heads // 2 if blocks.pair else heads),)
+    # Without a bias its argument is not read, so any tensor will do.
+    given = [*tensors[:6], query if bias is None else bias, *others]
+    numbers = [heads, tensors.gate_query.shape[1], rows, columns, *strides, dim**-0.5, width**-0.5]
+    launch(
+        getattr(dense_kernels, name),
+        grid,
+        *given,
+        *numbers,
+        D=dim,
+        E=width,
+        BLOCK_D=padded(dim),
+        BLOCK_E=gate_block(name, query, tensors.gate_query),
+        PAIR=blocks.pair,
+        BLOCK_N=blocks.rows,
+        BLOCK_M=blocks.columns,
+        BIASED=biased(bias),
+        EVEN=by_columns or columns % blocks.columns == 0,
+        # NVIDIA's instruction has an error below the rounding of 16-bit inputs.
+        FAST_TANH=query.element_size() == 2 and not interpreted(),
+        INTERPRETED=interpreted(),
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )
+
+
+def _outputs(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, rows, _ = query.shape
+    return torch.empty_like(query), query.new_empty(batch, heads, 2, rows, dtype=torch.float32)
+
+
+@operator('plug_attention_fused', _outputs, f'({ARGUMENTS}) -> (Tensor, Tensor)')
+def _fused(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Run the forward kernel; return the output, and each softmax's log-sum-exp in two parts, ``(B, H, 2, N)``.
+
+    The parts are the largest exponent and log2 of the sum, in float32.
+    """
+    tensors = KernelTensors(*arguments)
+    output, lse = _outputs(*tensors)
+    if not tensors.key.shape[2]:
+        return output.zero_(), lse.zero_()
+    if output.numel():
+        _launch('forward_kernel', tensors, (output, lse))
+    return output, lse
+
+
+def _gradients(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x) for x in arguments[:6])
+
+
+@operator(
+    'plug_attention_fused_backward',
+    _gradients,
+    f'(Tensor grad, {ARGUMENTS}, Tensor output, Tensor lse) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)',
+)
+def _fused_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """Run both backward kernels; return the gradients of the five tensors and the gate's four scalars."""
+    import triton
+
+    *inputs, output, lse = arguments
+    tensors = KernelTensors(*inputs)
+    batch, heads, rows, _ = tensors.query.shape
+    if not output.numel() or not tensors.key.shape[2]:
+        return tuple(torch.zeros_like(x) for x in tensors[:6])
+    grad = grad.contiguous()
+    delta = (grad.float() * output.float()).sum(-1)
+    grad_query = torch.empty_like(tensors.query)
+    grad_key = torch.empty_like(tensors.key)
+    grad_value = torch.empty_like(tensors.value)
+    by_row = blocks_for('rows_backward_kernel', tensors.query, tensors.gate_query, tensors.bias)
+    by_column = blocks_for('columns_backward_kernel', tensors.query, tensors.gate_query, tensors.bias)
+    # Each program, of one head or two, stores its share of the gradients of the gate.
+    of_rows = _shares(tensors.gate_query, heads // 2 if by_row.pair else heads)
+    of_columns = _shares(tensors.gate_key, heads // 2 if by_column.pair else heads)
+    of_scalars = grad.new_empty(batch * of_rows.shape[1] * triton.cdiv(rows, by_row.rows), 4, dtype=torch.float32)
+    _launch('rows_backward_kernel', tensors, (lse, delta, grad, grad_query, of_rows, of_scalars))
+    _launch('columns_backward_kernel', tensors, (lse, delta, grad, grad_key, grad_value, of_columns))
+    grad_gate_query = of_rows.sum_to_size(tensors.gate_query.shape).to(tensors.gate_query.dtype)
+    grad_gate_key = of_columns.sum_to_size(tensors.gate_key.shape).to(tensors.gate_key.dtype)
+    return grad_query, grad_key, grad_value, grad_gate_query, grad_gate_key, of_scalars.sum(0)
+
+
+def _shares(gate: Tensor, heads: int) -> Tensor:
+    """Allocate the programs' shares ``(B, heads, N|M, g)`` of a gradient of the gate's queries or keys."""
+    return gate.new_empty(gate.shape[0], heads, *gate.shape[2:], dtype=torch.float32)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    return (*_fused_backward(grad, *ctx.saved_tensors), None)
+
+
+_fused.differentiate(_backward, _setup_context)

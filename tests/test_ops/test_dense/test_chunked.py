@@ -1,0 +1,121 @@
+"""PLuG attention in chunks: they are the whole, also when they are formed anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import assert_same, values_and_gradients
+from helpers.plug_inputs import PER_HEAD, SHAPES, make
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from mmgate.errors import UnsupportedCall
+from mmgate.layers import GatingModulation
+from mmgate.ops import plug_attention
+from mmgate.ops.dense import chunked
+
+CHUNKED = {
+    'shared': {},
+    'per_head': PER_HEAD,
+    'wide_values': dict(value=(2, 4, 6, 11)),
+    'bias_of_keys': dict(bias=(6,)),
+    'bias_of_pairs': dict(bias=(5, 6)),
+    'bias_of_heads': dict(bias=(4, 1, 6)),
+    'bias_of_all': dict(bias=(2, 4, 5, 6)) | PER_HEAD,
+}
+
+every_position = pytest.mark.parametrize('position', ['pre_softmax', 'post_softmax'])
+
+
+@every_position
+@pytest.mark.parametrize('residual', [True, False], ids=['residual', 'no_residual'])
+@pytest.mark.parametrize('learnt', [False, True], ids=['fixed', 'learnt'])
+@pytest.mark.parametrize('changed', CHUNKED.values(), ids=CHUNKED)
+def test_chunks_are_the_whole(
+    changed: dict[str, Any], learnt: bool, residual: bool, position: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs and all gradients, those of a learnt bias and of the gate's scalars as well."""
+    monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
+    gate = GatingModulation(activation='tanh', init='paper').double()
+    tensors = make(torch.float64, **changed)
+    differentiable = range(len(tensors) if learnt else 5)
+
+    def run(backend: str) -> dict[str, Tensor]:
+        def attend(*x: Tensor) -> Tensor:
+            options: dict[str, Any] = dict(residual=residual, position=position, backend=backend)
+            return plug_attention(*x[:5], gate, *x[5:], **options)
+
+        gate.zero_grad()
+        found = values_and_gradients(attend, list(tensors.values()), differentiable)
+        return found | {name: x.grad for name, x in gate.named_parameters()}
+
+    assert_same(run('chunked'), run('torch'), rtol=1e-9, atol=1e-10)
+
+
+def test_a_second_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would lack the part through the queries and keys that are saved."""
+    monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
+    gate = GatingModulation(init='paper').double()
+    query, *others = (x.requires_grad_() for x in make(torch.float64).values())
+    output = plug_attention(query.sin(), *others[:4], gate, backend='chunked')
+    (gradient,) = torch.autograd.grad(output.square().sum(), query, create_graph=True)
+    with pytest.raises(UnsupportedCall, match='first derivatives alone'):
+        gradient.square().sum().backward()
+
+
+class Host(nn.Module):
+    def __init__(self, gate: nn.Module) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def forward(self, backend: str, tensors: dict[str, Tensor]) -> Tensor:
+        return plug_attention(**tensors, modulation=self.gate, backend=backend)
+
+
+@pytest.mark.parametrize('learnt', [False, True], ids=['fixed', 'learnt'])
+def test_chunks_formed_anew_have_the_same_gate(learnt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a gate that is frozen in part, exchanged for the call, and in part a plain attribute as FSDP leaves it."""
+    monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
+    gate, tensors = GatingModulation('mlp', init='paper').double(), make(torch.float64, bias=(5, 6))
+    tensors['bias'].requires_grad_(learnt)
+    given = {f'gate.{name}': torch.randn_like(x).requires_grad_() for name, x in gate.named_parameters()}
+    given['gate.hidden_weight'].requires_grad_(False)
+    flat = given.pop('gate.bias')
+    del gate.bias
+    gate.bias = flat[:]
+    sought = [flat, *(x for x in given.values() if x.requires_grad)]
+
+    def run(backend: str) -> dict[str, Tensor]:
+        output = functional_call(Host(gate), given, (backend, tensors))
+        grads = torch.autograd.grad(output.square().sum(), sought, retain_graph=True)
+        return dict(zip(map(str, range(3)), grads, strict=True))
+
+    assert_same(run('chunked'), run('torch'), rtol=1e-9, atol=1e-10)
+
+
+def test_chunks_run_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 'meta', where models are counted, and which autocast does not know."""
+    monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
+    tensors = {name: x.to('meta').requires_grad_() for name, x in make().items()}
+    output = plug_attention(**tensors, modulation=GatingModulation().to('meta'), backend='chunked')
+    output.sum().backward()
+    assert output.shape == SHAPES['query']
+    assert {name: x.grad.shape for name, x in tensors.items()} == SHAPES
+
+
+def test_chunks_formed_anew_drop_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output is linear in the values, and its gradient says so."""
+    monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
+    tensors = make(torch.float64)
+    value = tensors['value'].requires_grad_()
+    output = plug_attention(**tensors, modulation=torch.tanh, dropout=0.5, backend='chunked')
+    (gradient,) = torch.autograd.grad(output.sum(), value)
+    torch.testing.assert_close((gradient * value).sum(), output.sum())
+    assert not torch.allclose(plug_attention(**tensors, modulation=torch.tanh), output)
+
+
+def test_a_gpu_gets_larger_chunks() -> None:
+    """At 4,096 tokens, 8 heads and 2 images a CPU's would be 128 of some 20 launches each."""
+    assert chunked.chunk_on(torch.device('cuda')) == 32 * chunked.chunk_on(torch.device('cpu'))
