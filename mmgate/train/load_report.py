@@ -18,7 +18,6 @@ from mmgate._environment import log
 from mmgate.checkpoints.loading import guarded_loaders
 from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import is_gate_key, named_gate_parameters
-from mmgate.layers.base.gated import current_key
 from mmgate.wrappers import unwrap_model
 
 from .resuming import refuse_other_run
@@ -90,8 +89,7 @@ class LoadReportHook(Hook):
             )
         self.log_report(runner, found, share == 1)
         own = unwrap_model(runner.model)
-        given = {current_key(own, key) for key in self._given}  # those of mmgate 0.1 among them
-        if self.gates and not given.isdisjoint(dict(named_gate_parameters(own))):
+        if self.gates and not set(self._given).isdisjoint(dict(named_gate_parameters(own))):
             log(
                 f'{self.checkpoint} has gates, which replaced those of --gates {self.gates}: the test is of the '
                 "checkpoint's. Give the vanilla checkpoint to test the file's.",
@@ -130,9 +128,7 @@ class LoadReportHook(Hook):
         log(f'{found}.', logging.INFO if fits else logging.WARNING)
         own = unwrap_model(runner.model)
         keys = own.state_dict().keys()
-        unknown = [key for key in self._given if key not in keys and is_gate_key(key)]
-        # Keys of mmgate 0.1 get their new names on loading.
-        dropped = [key for key in unknown if current_key(own, key) not in keys]
+        dropped = [key for key in self._given if key not in keys and is_gate_key(key)]
         if dropped:
             log(
                 f'{self.checkpoint} holds gates for which {type(own).__name__} has no place; their {len(dropped)} '

@@ -125,25 +125,6 @@ def test_a_run_is_not_resumed_with_other_gates(
     assert line.endswith(f'--cfg-options load_from={checkpoint}, without --resume.')
 
 
-def test_a_gated_run_of_mmgate_01_is_not_resumed(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its gates lay beside the projections; its weights start a new run."""
-    first = torch.load(checkpoint, weights_only=False)
-    first['state_dict'] = {key.replace('.gate.', '.'): value for key, value in first['state_dict'].items()}
-    file = tmp_path / 'first.pth'
-    torch.save(first, file)
-    status, _ = train(tmp_path, '', '--resume', str(file))
-    error = capsys.readouterr().err
-    line = error[error.index('error: ') :].strip()
-    assert status == 2 and '\n' not in line
-    gate = 'first.attn.gate.gate_q_proj.weight was first.attn.gate_q_proj.weight'
-    assert f'first.pth cannot be resumed: it is of a run of mmgate 0.1, where {gate}.' in line
-    assert f'Start a new run from its weights, --cfg-options load_from={file} without --resume' in line
-    status, log = train(tmp_path, f"load_from = '{file}'")
-    assert status == 0 and 'keys of StartedNet were loaded' in log and 'not loaded' not in log
-
-
 def test_rules_that_still_fit_are_warned_of(checkpoint: Path, tmp_path: Path) -> None:
     status, log = train(tmp_path, rules("gml='sum', backend='chunked'"), '--resume', str(checkpoint))
     assert status == 0
