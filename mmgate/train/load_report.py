@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmgate._environment import log
 from mmgate.checkpoints.loading import guarded_loaders
-from mmgate.errors import ConfigError
+from mmgate.errors import ConfigError, listed
 from mmgate.layers.base.gate import is_gate_key, named_gate_parameters
 from mmgate.wrappers import unwrap_model
 
@@ -84,7 +84,7 @@ class LoadReportHook(Hook):
         found, share = self.report(runner)
         if share < 0.5 and not self.allow_mismatch:
             raise ConfigError(
-                f'{found}. The checkpoint is of another model (it starts with {_first(self._given)}); test it with its '
+                f'{found}. The checkpoint is of another model (it starts with {listed(self._given)}); test it with its '
                 'own config, or give --allow-mismatch.'
             )
         self.log_report(runner, found, share == 1)
@@ -115,7 +115,7 @@ class LoadReportHook(Hook):
         if gates and (file := vars(own).get('gates_file')):
             found += f'; {len(gates)} of gates are from {file}'
             missing = [key for key in missing if key not in gates]
-        return found + (f'; not loaded: {_first(missing)}' if missing else ''), share
+        return found + (f'; not loaded: {listed(missing)}' if missing else ''), share
 
     def missing(self, runner: HasModel) -> list[str]:
         """Return the names of the model's tensors that the checkpoint did not fill."""
@@ -132,7 +132,7 @@ class LoadReportHook(Hook):
         if dropped:
             log(
                 f'{self.checkpoint} holds gates for which {type(own).__name__} has no place; their {len(dropped)} '
-                f'tensors are left out: {_first(dropped)}. Without them the attention is not the one that was trained; '
+                f'tensors are left out: {listed(dropped)}. Without them the attention is not the one that was trained; '
                 'give the rules of the config that wrote them.',
                 logging.WARNING,
             )
@@ -183,7 +183,3 @@ def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
         for key, value in unwrap_model(model).state_dict(keep_vars=True).items()
         if isinstance(value, Tensor) and not key.endswith(COUNTERS)
     }
-
-
-def _first(keys: list[str]) -> str:
-    return ', '.join(keys[:3]) + (f' and {len(keys) - 3} more' if len(keys) > 3 else '')

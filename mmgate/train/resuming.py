@@ -10,15 +10,13 @@ from mmengine.runner import Runner
 
 from mmgate._environment import log
 from mmgate.checkpoints.plain_config import literal_setting
-from mmgate.errors import ConfigError
+from mmgate.errors import ConfigError, listed
 from mmgate.finetune import gate_parameters
 from mmgate.finetune.training import frozen_parameters
 from mmgate.layers.base.gate import is_gate_key
 from mmgate.wrappers import unwrap_model
 
 from .config_file import differences
-
-MOST = 3  # settings in one message
 
 
 def refuse_other_run(runner: Runner, checkpoint: Mapping[str, Any], source: str) -> None:
@@ -40,8 +38,7 @@ def refuse_other_run(runner: Runner, checkpoint: Mapping[str, Any], source: str)
     problem = _other_gates(runner, checkpoint) or _other_groups(runner, checkpoint)
     changed = sorted(_changed(runner, checkpoint), key=lambda one: not _is_of_rules(one))
     if problem:
-        listed = '; '.join(changed[:MOST]) + (f' and {len(changed) - MOST} more' if len(changed) > MOST else '')
-        since = f' Changed since: {listed}.' if changed else ''
+        since = f' Changed since: {listed(changed, separator="; ")}.' if changed else ''
         raise ConfigError(
             f'{source} cannot be resumed: {problem}.{since} Give the config that the run began with, or start a new '
             f'run from its weights: --cfg-options load_from={source}, without --resume.'
