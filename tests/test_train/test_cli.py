@@ -70,7 +70,6 @@ def test_without_flags_nothing_changes(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_amp_switches_the_optimizer_wrapper(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, 'get_device', lambda: 'cuda')
     cfg = config_of(monkeypatch, 'train', '--amp')
     wrapper = cfg.optim_wrapper
     assert (wrapper.type, wrapper.loss_scale) == ('AmpOptimWrapper', 'dynamic')
@@ -80,6 +79,14 @@ def test_amp_switches_the_optimizer_wrapper(folder: Path, monkeypatch: pytest.Mo
     wrapper.type = 'ApexOptimWrapper'
     with pytest.raises(ConfigError, match='ApexOptimWrapper'):
         cli.enable_amp(cfg)
+
+
+def test_a_rate_to_scale_needs_the_batch_that_it_is_for() -> None:
+    cfg = Config(dict(auto_scale_lr=dict(base_batch_size=16)))
+    cli.enable_auto_scale_lr(cfg)
+    assert cfg.auto_scale_lr == dict(base_batch_size=16, enable=True)
+    with pytest.raises(ConfigError, match='needs auto_scale_lr.base_batch_size'):
+        cli.enable_auto_scale_lr(Config(dict(auto_scale_lr=dict(enable=False))))
 
 
 def test_resume_takes_a_file_or_looks_for_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Starts that cannot work, or hardly: other gates than the run had, gates on random weights, no GPU."""
+"""Starts that cannot work, or hardly: other gates than the run had, gates on random weights."""
 
 from __future__ import annotations
 
@@ -188,21 +188,3 @@ def test_frozen_parts_without_weights(options: dict[str, Any], parts: list[str])
     mmgate.train_only_gates(model)
     assert frozen_parts_without_weights(model) == parts
     assert frozen_parts_without_weights(nn.DataParallel(model)) == parts
-
-
-@pytest.mark.parametrize(
-    ('changes', 'flags'),
-    [('', ['--amp']), ("optim_wrapper = dict(type='AmpOptimWrapper')", [])],
-    ids=['flag', 'config'],
-)
-def test_mixed_precision_needs_a_gpu(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    changes: str,
-    flags: list[str],
-) -> None:
-    monkeypatch.setattr(cli, 'get_device', lambda: 'cpu')
-    status, log = train(tmp_path, changes, *flags)
-    assert status == 2 and not log
-    assert re.fullmatch(r'error: AmpOptimWrapper.*GPUs.*on cpu\. Leave --amp away.*\n', capsys.readouterr().err)
