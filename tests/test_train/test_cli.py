@@ -184,20 +184,6 @@ def test_label_maps_of_every_evaluator(folder: Path, monkeypatch: pytest.MonkeyP
     assert found == [dict(type='IoUMetric', output_dir='maps', keep_results=True)] * evaluator.count('IoU')
 
 
-@pytest.mark.parametrize('listed', [True, False], ids=['list', 'one'])
-def test_files_of_every_evaluator_are_looked_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], listed: bool
-) -> None:
-    metric = "dict(type='CocoMetric', ann_file='absent.json')"
-    absent = f'[{metric}]' if listed else metric
-    Path('config.py').write_text(SMALL.format(scope='mmdet', evaluator=absent))
-    assert cli.main(cli.test, ['config.py', 'x.pth']) == 2
-    where = 'test_evaluator.0.ann_file' if listed else 'test_evaluator.ann_file'
-    assert f'{where}: absent.json does not exist' in capsys.readouterr().err
-    (folder / 'absent.json').touch()
-    config_of(monkeypatch, 'test', 'x.pth', scope='mmdet', evaluator=absent)
-
-
 def test_predictions_of_a_detector_need_a_pickle(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path('config.py').write_text(SMALL.format(scope='mmdet', evaluator=METRIC))
     assert cli.main(cli.test, ['config.py', 'x.pth', '--out', 'out.json']) == 2
