@@ -7,9 +7,11 @@ work with torch alone.
 
 from typing import Any
 
+from . import mmcv_ext
 from ._environment import check_environment, torch_alone
 
 if not torch_alone():
+    mmcv_ext.provide()
     check_environment()
 
 from . import layers  # noqa: F401

@@ -11,10 +11,10 @@ import traceback
 from importlib.metadata import PackageNotFoundError, version
 
 INSTALL = (
-    'mmgate plugs into mmengine, mmcv (with compiled operators) and mmdet or mmseg. Where there are none of '
-    'them, type\n    pip install torch==2.13.0 && pip install --no-build-isolation "mmgate[mm]"\n'
-    "which compiles mmcv's operators (about 12 minutes on 2 cores). Where the OpenMMLab packages are installed, "
-    'repair those instead: the extra "mm" installs maintained forks under the same import names.'
+    'mmgate plugs into mmengine, mmcv and mmdet or mmseg. Where there are none of them, type\n'
+    '    pip install torch==2.13.0 && pip install "mmgate[mm]"\n'
+    'Where the OpenMMLab packages are installed, repair those instead: the extra "mm" installs maintained forks under '
+    'the same import names.'
 )
 HOSTS = ('mmdet', 'mmseg')
 EXTRAS = ('mmpretrain',)  # optional hosts
@@ -28,7 +28,7 @@ def check_environment() -> None:
     One of mmdet and mmseg is enough; a broken one is left out with a warning, and so is mmpretrain.
 
     Raises:
-        ImportError: mmengine or mmcv's operators cannot be imported, or neither mmdet nor mmseg can.
+        ImportError: mmengine, mmcv or ``mmcv.ops`` cannot be imported, or neither mmdet nor mmseg can.
     """
     found = [problem for problem in map(why_not, ('mmengine', 'mmcv', 'mmcv.ops')) if problem]
     _leave_multimodal_models_out()
@@ -82,9 +82,7 @@ def why_not(package: str) -> str | None:
             module = f'{package}.models'
             importlib.import_module(module)
     except ModuleNotFoundError as error:
-        missing = error.name or module
-        why = ' (mmcv was built without its operators)' if missing == 'mmcv._ext' else ''
-        return f'{module}: {_not_installed(missing)}{why}'
+        return f'{module}: {_not_installed(error.name or module)}'
     # Causes are operators or a torchvision for another torch, and versions that are asserted at import.
     except (ImportError, AssertionError, RuntimeError) as error:
         return f'{module}: {error}'

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
+from mmgate import mmcv_ext
 from mmgate.benchmarks.calibration import DTYPES, Row, compare, keep
 from mmgate.ops import backend as choice
 from mmgate.ops import native as library
@@ -87,7 +88,10 @@ def _packages() -> str:
 
 def before(device: torch.device, timed: bool) -> str:
     """Return the first part of the doctor's page: versions, and the reasons why backends cannot run."""
-    lines = [_packages(), choice.machine(device), '', 'Backends']
+    lines = [_packages(), choice.machine(device)]
+    if mmcv_ext.provided():
+        lines.append(f'mmcv has no compiled operators: {mmcv_ext.IN_TORCH}')
+    lines += ['', 'Backends']
     for op, backends in choice.OPERATORS.items():
         heads = torch.empty(1, 1, 1, 1, device=device)
         order = choice.ordered(backends, heads)

@@ -53,6 +53,7 @@ else:
         root.HOOKS,
         'analysis.hooks',
         'speed.hooks',
+        'speed.matching.model',
         'train.gates_hook',
         'train.reproducible',
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,6 +39,23 @@ half_on_cpu = pytest.mark.skipif(TORCH < (2, 2), reason='torch 2.1 has no matrix
 one_graph = pytest.mark.skipif(TORCH < (2, 5), reason='torch.compile breaks the graph at our operators below torch 2.5')
 needs_native = pytest.mark.skipif(no_native(torch.empty(0)) is not None, reason=f'native: {no_native(torch.empty(0))}')
 needs_mmpretrain = pytest.mark.skipif(not available('mmpretrain'), reason='needs mmpretrain: the extra "pretrain"')
+
+
+def family(path: str | Path) -> str:
+    """Return what configs share that differ in options, size or schedule: the folder, the gate and what it is in."""
+    path = Path(path)
+    words = re.split(r'-[tsmlb](?=[-_])|_', path.stem)[0].split('-')
+    return '/'.join([*(part for part in path.parent.parts if part != 'ablations'), *words[:2]])
+
+
+def one_of_each(values: Iterable[Any], kind: Callable[[Any], Any] = family) -> list[Any]:
+    """Return parameters for tests of which all but one of each kind, the plainest by its name, are slow."""
+    seen: list[Any] = []
+    params = []
+    for value in sorted(reversed([*values]), key=lambda value: len(str(value))):
+        params.append(pytest.param(value, marks=[pytest.mark.slow] * (kind(value) in seen)))
+        seen.append(kind(value))
+    return params
 
 
 def skip_unless_readable(path: str | Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import mmdet
 import pytest
-from conftest import CONFIGS, ROOT, needs_host, skip_unless_readable
+from conftest import CONFIGS, ROOT, needs_host, one_of_each, skip_unless_readable
 from helpers.metafiles import MODELS
 from mmengine import registry
 from mmengine.config import Config
@@ -26,7 +26,8 @@ from mmgate.analysis.structure import build_structure
 from mmgate.layers.base.gate import named_gate_parameters, undecayed_parameters
 
 NAMES = [str(path.relative_to(ROOT / 'configs')) for path in CONFIGS]
-PARAMETERS = {model['Config'].removeprefix('configs/'): model['Metadata']['Parameters'] for model in MODELS}
+METADATA = {model['Config'].removeprefix('configs/'): model['Metadata'] for model in MODELS}
+PARAMETERS = {name: metadata['Parameters'] for name, metadata in METADATA.items()}
 if mmdet.__version__ >= '3.5':  # the fork's DINO encodes boxes in twice the channels
     PARAMETERS['plug/dino/plug-dino-4scale_r50_8xb2-12e_coco.py'] += 2 * 256 * 256
     PARAMETERS['vanilla/dino/ungated-dino-4scale_r50_8xb2-12e_coco.py'] += 2 * 256 * 256
@@ -39,9 +40,9 @@ GATED = (
 )
 
 
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', one_of_each(NAMES))
 def test_every_config_builds(name: str) -> None:
-    """And has as many trainable parameters as its metafile says."""
+    """And has as many trainable parameters, and images a step, as its metafile says."""
     skip_unless_readable(name)
     logging.getLogger('mmengine').setLevel(logging.WARNING)
     cfg = Config.fromfile(ROOT / 'configs' / name)
@@ -61,11 +62,22 @@ def test_every_config_builds(name: str) -> None:
         assert decayed and spared == []
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert PARAMETERS.get(name) == trainable, f'the metafile of {Path(name).parts[0]} should say {trainable}'
+    check_steps(cfg, name)
     if gated and restore_attention(model):
         vanilla = settings(model, wrapper)
         shared = of_names.keys() & vanilla.keys()
         # what a config says for names, as in custom_keys, reaches what is shared as in the vanilla model
         assert shared and {key: of_names[key] for key in shared} == {key: vanilla[key] for key in shared}
+
+
+def check_steps(cfg: Config, name: str) -> None:
+    """Batch and length are those of the metafile, and the batch is that at every step."""
+    batch = re.search(r'_(\d+)xb(\d+)-', name)  # GPUs and images of each
+    length = ('Epochs', 'max_epochs') if 'max_epochs' in cfg.train_cfg else ('Iterations', 'max_iters')
+    assert METADATA[name][length[0]] == cfg.train_cfg[length[1]]
+    assert METADATA[name]['Batch Size'] == cfg.auto_scale_lr.base_batch_size
+    assert cfg.train_dataloader.batch_size == (int(batch[2]) if batch else 2)
+    assert not cfg.auto_scale_lr.get('enable', False) and 'accumulative_counts' not in cfg.optim_wrapper
 
 
 def settings(model: nn.Module, wrapper: dict[str, Any]) -> dict[str, tuple[float, float]]:

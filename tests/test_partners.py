@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, skip_unless_readable
+from conftest import ROOT, one_of_each, skip_unless_readable
 from helpers.metafiles import MODELS
 from mmengine.config import Config
 
@@ -34,7 +34,7 @@ def flat(node: Any, where: str = '') -> Iterator[tuple[str, Any]]:
         yield where, node
 
 
-@pytest.mark.parametrize('name', BACKBONES)
+@pytest.mark.parametrize('name', one_of_each(BACKBONES))
 def test_differs_from_its_partner_in_the_attention_alone(name: str) -> None:
     path = ROOT / 'configs' / name
     base = re.search(r"_base_ = (?:\[\n.*,\n    )?'(.*)'", path.read_text())[1]
@@ -52,7 +52,7 @@ def test_differs_from_its_partner_in_the_attention_alone(name: str) -> None:
 PLUG = sorted(path for path in (ROOT / 'configs/plug').rglob('*.py') if 'ablations' in path.parts)
 
 
-@pytest.mark.parametrize('path', PLUG, ids=lambda path: path.stem)
+@pytest.mark.parametrize('path', one_of_each(PLUG), ids=lambda path: path.stem)
 def test_an_ablation_of_plug_has_a_partner_of_its_start(path: Path) -> None:
     """It inherits it, and differs from it in one option of the gate."""
     skip_unless_readable(str(path.relative_to(ROOT / 'configs')))
@@ -79,7 +79,7 @@ CLASSIFIERS = sorted(
 )
 
 
-@pytest.mark.parametrize('name', CLASSIFIERS)
+@pytest.mark.parametrize('name', one_of_each(CLASSIFIERS))
 def test_classifiers_differ_from_their_partners_in_the_attention_alone(name: str) -> None:
     """But CSwin has its own depths, SAGA positions of 224 pixels, and Agent attention another rule for what decays."""
     skip_unless_readable(f'vanilla/classification/{name}')

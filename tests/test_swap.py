@@ -28,7 +28,7 @@ from mmgate.layers.base.gated import GatedModule
 from mmgate.layers.plug import PLuGDeformableGate
 from mmgate.swap import attention_modules
 
-VARIANTS = {  # name: gate parameters of SPEC 2's hosts
+VARIANTS = {  # name: parameters of the gates that PLuG adds to it
     'singlescale': 24_720,
     'singlescale-dc5': 24_720,
     '': 98_736,

@@ -1,7 +1,6 @@
 # A small Mask2Former from scratch on the generated shapes, on the CPU: the demo's, before the gates.
 # Data: python tools/dataset_converters/make_shapes.py data/shapes
-_base_ = ['import_mmgate.py', 'mmseg::mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py']
-custom_imports = dict(imports=['mmdet.models', 'mmgate'], allow_failed_imports=False)
+_base_ = 'mask2former_r50_8xb2-160k_ade20k-512x512.py'
 
 crop_size = (128, 128)
 num_classes = 6
@@ -75,6 +74,7 @@ val_dataloader = dict(
 test_dataloader = val_dataloader
 
 optim_wrapper = dict(
+    constructor='mmgate.GroupedOptimWrapperConstructor',
     optimizer=dict(lr=4e-4),
     paramwise_cfg=dict(custom_keys=dict(backbone=dict(lr_mult=1.0))))
 train_cfg = dict(max_iters=1000, val_interval=500)

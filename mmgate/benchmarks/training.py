@@ -23,6 +23,7 @@ from torch import Tensor
 import mmgate
 from mmgate.analysis.complexity import empty_sample
 from mmgate.train.config_file import host_package, mappings, read_config, type_name
+from mmgate.train.speedups import SPEEDUPS
 
 from .measure import Row, environment, interleaved, throughput
 
@@ -30,31 +31,6 @@ OBJECTS = 10  # annotated objects in an image
 Step = Callable[[Tensor], Tensor]
 # By dtype of mixed precision. At a scale of 1 no gradient overflows, so that every step is a whole one.
 LOSS_SCALES: dict[str, Any] = {'float16': 1.0, 'bfloat16': dict(enabled=False)}
-
-
-def _group(cfg: Config) -> None:
-    paramwise = cfg.optim_wrapper.setdefault('paramwise_cfg', {})
-    paramwise['grouped'] = cfg.optim_wrapper.get('constructor') or 'DefaultOptimWrapperConstructor'
-    cfg.optim_wrapper.constructor = 'mmgate.GroupedOptimWrapperConstructor'
-
-
-def _match(cfg: Config) -> None:
-    kind = cfg.model.bbox_head.type
-    host = f'mmdet.{kind}' if isinstance(kind, str) and '.' not in kind else kind
-    cfg.model.bbox_head.update(type='mmgate.MatchedOnce', host=host)
-
-
-def _hook(name: str) -> Callable[[Config], None]:
-    return lambda cfg: cfg.update(custom_hooks=[*cfg.get('custom_hooks', []), dict(type=f'mmgate.{name}')])
-
-
-# Changes to a config that make a step faster.
-SPEEDUPS: dict[str, Callable[[Config], None]] = {
-    'groups': _group,
-    'matcher': _match,
-    'channels-last': _hook('ChannelsLastHook'),
-    'compile': _hook('CompileHook'),
-}
 
 
 def benchmark_training(
@@ -71,6 +47,7 @@ def benchmark_training(
     amp: str | None = None,
     processor_time: bool = False,
     train: str = 'all',
+    tf32: bool = False,
 ) -> Iterator[Row]:
     """Measure whole training steps (losses, gradients, clipping, optimizer) on random images with random objects.
 
@@ -79,7 +56,8 @@ def benchmark_training(
         ours: Config that is compared with it; one of the peer's name and another model is ``NAME, gated`` in the rows.
         op: Operator whose backends are measured.
         backends: Backends of ``op``; ``ours`` is measured with each.
-        speedups: Keys of :data:`SPEEDUPS`, or ``'all'`` for all together; ``ours`` is measured with each.
+        speedups: Keys of :data:`~mmgate.train.speedups.SPEEDUPS`, or ``'all'`` for all together; ``ours`` is measured
+            with each.
         size: Height and width of the images.
         batch: Images in a step.
         repetitions: Steps that are measured; one more comes first, to warm up.
@@ -88,10 +66,13 @@ def benchmark_training(
             bfloat16.
         processor_time: True counts the processor seconds of all threads, for a CPU that does other work, too.
         train: Parameters of ``ours`` that train, see :func:`mmgate.train_only_gates`.
+        tf32: True lets a GPU compute all float32 products in TF32, the peer's, too; this process stays so.
 
     Yields:
         Rows of time, throughput and peak memory.
     """
+    if tf32:
+        torch.set_float32_matmul_precision('high')
     configs = [read_config(given) if isinstance(given, str) else given for given in (peer, ours)]
     names = [Path(cfg.filename).stem for cfg in configs]
     # Two readings of a config in pure Python differ, their texts do not.
@@ -109,7 +90,7 @@ def benchmark_training(
         changes = list(SPEEDUPS) if speedup == 'all' else [speedup]
         runs[name] = _step(configs[1], size, batch, device, amp, changes, train)
     within = {name: partial(environment, **values) for name, values in variables.items()}
-    x = f'{size[0]}x{size[1]}_b{batch}' + (f' {amp}' if amp else '')
+    x = f'{size[0]}x{size[1]}_b{batch}' + (f' {amp}' if amp else '') + (' tf32' if tf32 else '')
     start = [torch.zeros((), device=device)]
     clock = time.process_time if processor_time else time.perf_counter
     for row in interleaved('training', runs, x, start, 'step', repetitions, within, clock):
@@ -145,7 +126,7 @@ def _step(
     data = random_batch(cfg, size, batch)
     run = SimpleNamespace(model=model, logger=MMLogger.get_current_instance(), optim_wrapper=optimizer)
     for hook in cfg.get('custom_hooks', []):
-        if type_name(hook) in ('ChannelsLastHook', 'CompileHook', 'Float32Hook'):
+        if type_name(hook) in ('ChannelsLastHook', 'CompileHook', 'Float32Hook', 'MatchOnceHook'):
             built = HOOKS.build(hook)
             built.before_run(run)
             built.before_train(run)

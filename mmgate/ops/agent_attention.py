@@ -6,11 +6,15 @@ agents (B, H, n, d), bias1 (1|B, H, n, N), bias2 (1|B, H, N, n).
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .layout import check_qkv
+from .tracing import hides_numbers
 
 
 def agent_attention_reference(
@@ -75,18 +79,56 @@ def agent_attention(
     return F.scaled_dot_product_attention(q, agents, agent_v, attn_mask=bias2, dropout_p=dropout, scale=second)
 
 
-def interpolation_matrix(source: int, target: int, like: Tensor) -> Tensor:
+def keeps_constants(like: Tensor) -> bool:
+    """Return True if tensors computed now may be kept for later calls: none of them is traced, fake or transformed."""
+    if hides_numbers(like) or torch.jit.is_tracing():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None
+
+
+def interpolation_matrix(source: int, target: int, like: Tensor, *, ones: bool = False) -> Tensor:
     """Return the matrix ``(target, source)`` that resizes one axis bilinearly from ``source`` to ``target`` entries.
 
     It resizes as ``F.interpolate(mode='bilinear', align_corners=False)`` does. A resize is linear and separable, so it
-    may be applied to the factors of a map before they are multiplied.
+    may be applied to the factors of a map before they are multiplied. The matrix is made once; do not write to it.
 
     Args:
         source: Size of the axis.
         target: Size after the resize.
         like: Tensor whose device and dtype the matrix has.
+        ones: True adds a last column of ones, ``(target, source + 1)``.
     """
-    centres = (torch.arange(target, device=like.device, dtype=torch.float64) + 0.5) * (source / target) - 0.5
+    make = _kept_matrix if keeps_constants(like) else _matrix
+    return make(source, target, like.device, like.dtype, ones)
+
+
+def grid_interpolation_matrix(source: int, target: int, like: Tensor) -> Tensor:
+    """Return the matrix ``(target^2, source^2)`` that resizes a square grid, row by row, as its sides are resized."""
+    make = _kept_grid_matrix if keeps_constants(like) else _grid_matrix
+    return make(source, target, like.device, like.dtype)
+
+
+def _matrix(source: int, target: int, device: torch.device, dtype: torch.dtype, ones: bool) -> Tensor:
+    centres = (torch.arange(target, device=device, dtype=torch.float64) + 0.5) * (source / target) - 0.5
     centres = centres.clamp(0, source - 1)
-    distances = (centres[:, None] - torch.arange(source, device=like.device)).abs()
-    return (1 - distances).clamp(min=0).to(like.dtype)
+    distances = (centres[:, None] - torch.arange(source, device=device)).abs()
+    matrix = (1 - distances).clamp(min=0).to(dtype)
+    return torch.cat([matrix, matrix.new_ones(target, 1)], -1) if ones else matrix
+
+
+def _grid_matrix(source: int, target: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    side = _matrix(source, target, device, dtype, False)
+    return torch.kron(side, side)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kept_matrix(*key: Any) -> Tensor:
+    # A later call may need a gradient, for which torch refuses tensors of inference mode.
+    with torch.inference_mode(False):
+        return _matrix(*key)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_grid_matrix(*key: Any) -> Tensor:
+    with torch.inference_mode(False):
+        return _grid_matrix(*key)

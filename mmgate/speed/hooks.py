@@ -1,4 +1,4 @@
-"""Hooks for faster training: compile modules, use the channels-last layout, keep modules in float32 under AMP."""
+"""Hooks for faster training: compile modules, use channels last, keep modules in float32 under AMP, allow TF32."""
 
 from __future__ import annotations
 
@@ -64,9 +64,10 @@ class _PathsHook(Hook):
 
 @HOOKS.register_module()
 class CompileHook(_PathsHook):
-    """Hook that compiles modules of the model with torch.compile: by default the backbone and encoder layers.
+    """Hook that compiles modules of the model with torch.compile: by default backbone, encoder layers and decoder.
 
-    Each module is compiled by itself.
+    Each module is compiled by itself. The decoder of a detector is one module, with the refinement of its reference
+    points; of Mask2Former's, whose head goes through the layers, each layer is one.
 
     mmengine's ``compile=True`` compiles the whole step with losses and matching, whose sizes differ from image to
     image. This hook compiles modules in place, so that checkpoints keep their keys and load without it. The first
@@ -77,8 +78,8 @@ class CompileHook(_PathsHook):
     that inductor compiles, and the same seed trains the same model.
 
     Args:
-        paths: Patterns like those of ``mmgate.Gated``; by default ``'backbone'`` and ``'**encoder.layers.*'``, of which
-            at least one has to match.
+        paths: Patterns like those of ``mmgate.Gated``; by default ``'backbone'``, ``'**encoder.layers.*'``,
+            ``'decoder'`` and ``'**transformer_decoder.layers.*'``, of which at least one has to match.
         mode: Option of torch.compile.
         dynamic: Option of torch.compile; None compiles for the first size and, at the second, for any size.
         backend: Option of torch.compile.
@@ -87,7 +88,7 @@ class CompileHook(_PathsHook):
         ConfigError: ``paths`` is malformed. :meth:`before_train` raises it if a pattern matches nothing.
     """
 
-    usual = ('backbone', '**encoder.layers.*')
+    usual = ('backbone', '**encoder.layers.*', 'decoder', '**transformer_decoder.layers.*')
 
     def __init__(
         self,
@@ -161,6 +162,26 @@ class Float32Hook(_PathsHook):
         """Exempt the modules from autocast, so that they compute in float32."""
         for module in dict.fromkeys(self.modules(runner).values()):
             keep_float32(module)
+
+
+@HOOKS.register_module()
+class TF32Hook(Hook):
+    """Hook that lets a GPU round the factors of float32 products to TF32, 10 bits, during the run.
+
+    It is ``torch.set_float32_matmul_precision('high')``, for matrix products of the whole process; convolutions of
+    cuDNN use TF32 in torch anyway. Under mixed precision it concerns what stays in float32. mmgate's own kernels do not
+    change, nor does a run on a CPU.
+    """
+
+    def before_run(self, runner: Runner) -> None:
+        """Allow TF32 if there is a GPU."""
+        self._before = torch.get_float32_matmul_precision()
+        if torch.cuda.is_available():
+            torch.set_float32_matmul_precision('high')
+
+    def after_run(self, runner: Runner) -> None:
+        """Restore the precision from before the run."""
+        torch.set_float32_matmul_precision(self._before)
 
 
 def keep_float32(module: nn.Module) -> None:

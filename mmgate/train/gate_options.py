@@ -104,14 +104,16 @@ def import_mmgate(cfg: Config) -> None:
         cfg.custom_imports = dict(given, imports=['mmgate', *names])
 
 
+def type_path(kind: Any) -> str:
+    """Return the name by which a config's type is found; a dump is text, in which a class is its import path."""
+    return kind if isinstance(kind, str) else f'{kind.__module__}.{kind.__qualname__}'
+
+
 def _make_gated(cfg: Config) -> None:
     """Change a config's model so that ``mmgate.Gated`` builds it."""
     import_mmgate(cfg)
     if type_name(cfg.model) != 'Gated':
-        host: Any = cfg.model.type
-        # A config is dumped as text, in which a class has no name to be imported by.
-        named = host if isinstance(host, str) else f'{host.__module__}.{host.__qualname__}'
-        cfg.model = dict(cfg.model, type='mmgate.Gated', host=named)
+        cfg.model = dict(cfg.model, type='mmgate.Gated', host=type_path(cfg.model.type))
 
 
 def _rules_of(cfg: Config) -> list[Any]:

@@ -1,10 +1,10 @@
-"""Optimizer wrapper constructors: settings for gates (learning rate, no weight decay), and merged groups."""
+"""Optimizer wrapper constructors: merged groups, and settings for gates (learning rate, no weight decay)."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,16 +24,23 @@ GATES = 'mmgate.gates'  # in custom_keys
 TORCH = tuple(int(part) for part in torch.__version__.split('.')[:2])
 
 
-class ChangesGroups:
-    """Base class of constructors that let another one build the optimizer and then change its parameter groups.
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class GroupedOptimWrapperConstructor:
+    """Optimizer constructor that merges parameter groups of equal settings, after any other one, for faster steps.
+
+    mmengine makes a group of each parameter as soon as one differs, 300 of two settings in a Deformable DETR, and an
+    optimizer launches its kernels group by group. Every parameter keeps its settings. Schedulers, logs and checkpoints
+    see the merged groups. A checkpoint with the groups that the other constructor made, as mmengine's own write and
+    mmgate's wrote, can be resumed: its run goes on in those groups. The optimizer is fused where torch can and the
+    config does not set ``fused=False``, which computes the same to the last bits.
 
     Args:
         optim_wrapper_cfg: mmengine's optimizer wrapper config.
-        paramwise_cfg: The other constructor's ``paramwise_cfg``, and its registered name under :attr:`named`;
+        paramwise_cfg: The other constructor's ``paramwise_cfg``, and its registered name under ``grouped``;
             ``'DefaultOptimWrapperConstructor'`` by default.
     """
 
-    named: str
+    named = 'grouped'
 
     def __init__(self, optim_wrapper_cfg: dict[str, Any], paramwise_cfg: dict[str, Any] | None = None) -> None:
         self.wrapper = dict(optim_wrapper_cfg)
@@ -48,25 +55,29 @@ class ChangesGroups:
             built = OPTIM_WRAPPER_CONSTRUCTORS.build(host)(model)
         for wrapper in built.values() if isinstance(built, OptimWrapperDict) else [built]:
             self.change(wrapper.optimizer, model)
+            _merge(wrapper.optimizer)
         return built
 
     def settings(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the settings with which the other constructor builds the optimizer of a model.
 
-        They are ``optim_wrapper_cfg`` and ``paramwise_cfg``.
+        They are ``optim_wrapper_cfg``, with ``fused=True`` for the optimizer if that is possible, and
+        ``paramwise_cfg``.
         """
-        return self.wrapper, self.options
+        if 'optimizer' not in self.wrapper or not _can_fuse(self.wrapper['optimizer'], model):
+            return self.wrapper, self.options
+        return {**self.wrapper, 'optimizer': {**self.wrapper['optimizer'], 'fused': True}}, self.options
 
     def change(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """Change the parameter groups of the built optimizer in place; subclasses override this."""
-        raise NotImplementedError
+        """Change settings of the built optimizer's groups in place, before they are merged; here nothing."""
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
-class GateOptimWrapperConstructor(ChangesGroups):
+class GateOptimWrapperConstructor(GroupedOptimWrapperConstructor):
     """Optimizer constructor for gated models: another learning rate for gates, no weight decay on their biases.
 
-    It runs after any other constructor. Gates declare in ``undecayed`` which parameters get no weight decay.
+    It runs after any other constructor, and merges groups as :class:`GroupedOptimWrapperConstructor` does. Gates
+    declare in ``undecayed`` which parameters get no weight decay.
 
     mmengine's default constructor exempts only BatchNorm, InstanceNorm, GroupNorm and LayerNorm, constructors with
     layer-wise decay go by a parameter's dimensions, and a longer key of ``custom_keys``, such as ``backbone``, wins
@@ -85,9 +96,10 @@ class GateOptimWrapperConstructor(ChangesGroups):
 
     def settings(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the other constructor's settings, without the key ``'mmgate.gates'``, which it does not know."""
-        options = dict(self.options)
+        wrapper, options = super().settings(model)
+        options = dict(options)
         keys = {name: key for name, key in (options.pop('custom_keys', None) or {}).items() if not _is_of_gates(name)}
-        return self.wrapper, {**options, **({'custom_keys': keys} if keys else {})}
+        return wrapper, {**options, **({'custom_keys': keys} if keys else {})}
 
     def change(self, optimizer: Optimizer, model: nn.Module) -> None:
         """Apply the settings under ``'mmgate.gates'`` to gates, then take weight decay off the undecayed parameters."""
@@ -165,37 +177,60 @@ def _part(group: dict[str, Any], own: list[bool], taken: bool) -> dict[str, list
     return {key: [value for value, is_own in zip(group[key], own, strict=True) if is_own is taken] for key in lists}
 
 
-@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
-class GroupedOptimWrapperConstructor(ChangesGroups):
-    """Optimizer constructor that merges parameter groups of equal settings, after any other one, for faster steps.
+def _merge(optimizer: Optimizer) -> None:
+    """Merge an optimizer's parameter groups of equal settings, in the order of their first members."""
+    single = list(optimizer.param_groups)
+    settings: list[dict[str, Any]] = []
+    members: list[list[nn.Parameter]] = []
+    for group in single:
+        own = {key: value for key, value in group.items() if key != 'params'}
+        if own not in settings:
+            settings.append(own)
+            members.append([])
+        members[settings.index(own)] += group['params']
+    if len(settings) == len(single):
+        return
+    optimizer.param_groups[:] = [{'params': params, **own} for params, own in zip(members, settings, strict=True)]
+    optimizer.register_load_state_dict_pre_hook(_Separate(single))
 
-    mmengine makes a group of each parameter as soon as one differs, 300 of two settings in a Deformable DETR, and an
-    optimizer launches its kernels group by group. The computation stays the same, and schedulers, logs and checkpoints
-    see the merged groups: resume a run with the constructor that it began with. The optimizer is fused where torch can
-    and the config does not set ``fused=False``.
 
-    ``paramwise_cfg`` is the other constructor's, with its registered name under ``grouped``.
+class _Separate:
+    """Hook of ``optimizer.load_state_dict`` that restores the groups before their merger if the state dict has those.
+
+    The run of such a checkpoint goes on in its groups: torch numbers parameters group by group, and schedulers keep a
+    value of each group. A setting ``fused`` is this optimizer's, not the checkpoint's.
+
+    Args:
+        single: The groups before they were merged.
     """
 
-    named = 'grouped'
+    def __init__(self, single: list[dict[str, Any]]) -> None:
+        self.single = single
 
-    def settings(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the other constructor's settings, with ``fused=True`` for the optimizer if that is possible."""
-        if 'optimizer' not in self.wrapper or not _can_fuse(self.wrapper['optimizer'], model):
-            return self.wrapper, self.options
-        return {**self.wrapper, 'optimizer': {**self.wrapper['optimizer'], 'fused': True}}, self.options
+    def __call__(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Restore the groups, and return the state dict with this optimizer's ``fused``; or None for no change."""
+        if sizes(state['param_groups']) == sizes(optimizer.param_groups) or not self.fits(state):
+            return None
+        own = {key: value for key, value in optimizer.defaults.items() if key == 'fused'}
+        optimizer.param_groups[:] = [dict(group) for group in self.single]
+        return {**state, 'param_groups': [{**group, **own} for group in state['param_groups']]}
 
-    def change(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """Merge parameter groups of equal settings, in the order of their first members."""
-        settings: list[dict[str, Any]] = []
-        members: list[list[nn.Parameter]] = []
-        for group in optimizer.param_groups:
-            own = {key: value for key, value in group.items() if key != 'params'}
-            if own not in settings:
-                settings.append(own)
-                members.append([])
-            members[settings.index(own)] += group['params']
-        optimizer.param_groups[:] = [{'params': params, **own} for params, own in zip(members, settings, strict=True)]
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Return True if a state dict has as many parameters in each group as these groups."""
+        return sizes(state['param_groups']) == sizes(self.single)
+
+
+def sizes(groups: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Return the number of parameters in each parameter group."""
+    return [len(group['params']) for group in groups]
+
+
+def groups_for(optimizer: Optimizer, state: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the groups into which an optimizer loads a state dict, merged or as before that; None if it cannot."""
+    if sizes(state['param_groups']) == sizes(optimizer.param_groups):
+        return optimizer.param_groups
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks.values()
+    return next((hook.single for hook in hooks if isinstance(hook, _Separate) and hook.fits(state)), None)
 
 
 def _can_fuse(optimizer: dict[str, Any], model: nn.Module) -> bool:

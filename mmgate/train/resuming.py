@@ -17,6 +17,7 @@ from mmgate.layers.base.gate import is_gate_key
 from mmgate.wrappers import unwrap_model
 
 from .config_file import differences
+from .parameter_groups import groups_for, sizes
 
 
 def refuse_other_run(runner: Runner, checkpoint: Mapping[str, Any], source: str) -> None:
@@ -78,13 +79,13 @@ def _other_gates(runner: Runner, checkpoint: Mapping[str, Any]) -> str:
 def _other_groups(runner: Runner, checkpoint: Mapping[str, Any]) -> str:
     """Return a message if the optimizer's parameter groups differ from the checkpoint's, or an empty text."""
     state = checkpoint.get('optimizer')
-    groups = getattr(getattr(getattr(runner, 'optim_wrapper', None), 'optimizer', None), 'param_groups', None)
+    optimizer = getattr(getattr(runner, 'optim_wrapper', None), 'optimizer', None)
     given = state.get('param_groups') if isinstance(state, Mapping) else None
-    if not groups or not given:
+    if state is None or optimizer is None or not given or not getattr(optimizer, 'param_groups', None):
         return ''
-    counts = [[len(group['params']) for group in listed] for listed in (given, groups)]
-    if counts[0] == counts[1]:
+    if groups_for(optimizer, state) is not None:
         return ''
+    counts = sizes(given), sizes(optimizer.param_groups)
     there, here = [f'{sum(count)} parameters in {len(count)} groups' for count in counts]
     return f"its optimizer has {there}, this run's {here}"
 
@@ -105,9 +106,10 @@ def _changed(runner: Runner, checkpoint: Mapping[str, Any]) -> list[str]:
 def _drop_state_of_frozen(runner: Runner, checkpoint: Mapping[str, Any]) -> int:
     """Remove the optimizer's state of parameters that ``train`` has frozen from a checkpoint; return their number."""
     saved = checkpoint.get('optimizer')
-    groups = getattr(getattr(getattr(runner, 'optim_wrapper', None), 'optimizer', None), 'param_groups', None)
-    if not groups or not isinstance(saved, Mapping) or not saved.get('state'):
+    optimizer = getattr(getattr(runner, 'optim_wrapper', None), 'optimizer', None)
+    if optimizer is None or not isinstance(saved, Mapping) or not saved.get('state'):
         return 0
+    groups = groups_for(optimizer, saved) or []
     model = unwrap_model(runner.model)
     frozen = {id(model.get_parameter(name)) for name in frozen_parameters(model)}
     dropped = 0

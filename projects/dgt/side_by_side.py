@@ -67,9 +67,7 @@ class Training:
                 for module in compiled:
                     module._compiled_call_impl = None
                 self._warm_up()
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode='thread_local'):
-                self._step()
+            self.graph = self._captured()
             self.restart()
 
     def _warm_up(self) -> None:
@@ -79,6 +77,12 @@ class Training:
             for _ in range(3):
                 self._step()
         torch.cuda.synchronize()
+
+    def _captured(self) -> torch.cuda.CUDAGraph | None:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode='thread_local'):
+            self._step()
+        return graph
 
     def _step(self) -> None:
         """Train with the batch and the rate of the step that a counter on the device has; nothing waits for the GPU."""

@@ -42,8 +42,16 @@ class Levels(Network):
 
 
 @exports
-@pytest.mark.parametrize('num_points', [4, [3, 6]], ids=str)
-@pytest.mark.parametrize('name, grids', [('gather', 0), ('grid', 2)])  # a node a level
+@pytest.mark.parametrize(
+    'name, grids, num_points',
+    [
+        ('gather', 0, [3, 6]),
+        ('grid', 2, 4),  # a node a level
+        pytest.param('gather', 0, 4, marks=pytest.mark.slow),
+        pytest.param('grid', 2, [3, 6], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_sampling_computes_what_pytorch_does(
     name: str, grids: int, num_points: int | list[int], tmp_path: Path
 ) -> None:

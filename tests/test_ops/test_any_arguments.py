@@ -255,6 +255,6 @@ def sampled(given: dict[str, Any], spoilt: str | None, backend: str) -> None:
 
 
 @every_number_of_examples
-@pytest.mark.parametrize('backend', ['torch', 'cpu', 'grid_sample', pytest.param('native', marks=needs_native)])
+@pytest.mark.parametrize('backend', ['cpu', 'grid_sample', pytest.param('native', marks=needs_native)])
 def test_sampling_is_right_or_refused(backend: str, examples: int) -> None:
     hold(examples, lambda call: sampled(*call, backend), call=samplings())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import TORCH
 from helpers import zoo
 from helpers.small_demo import DEMO
 from mmcv.ops import RoIAlign
@@ -18,6 +19,7 @@ from mmengine.model import BaseModel
 from mmengine.registry import HOOKS, MODELS, init_default_scope
 from mmengine.runner import Runner
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 import mmgate.layers.base.deformable as layer_file
 from mmgate.errors import ConfigError
@@ -246,7 +248,9 @@ def test_all_parts_work_together() -> None:
     fast = Config.fromfile(DEMO.with_name('plug-deformable-detr-refine-fast-bf16_r50_8xb4-50e_coco.py'))
     model = detector(type=fast.model.bbox_head.type, host=fast.model.bbox_head.host)
     plain = deepcopy(model)
-    run = SimpleNamespace(model=model, logger=SimpleNamespace(info=lambda line: None))
+    lines: list[str] = []
+    run = SimpleNamespace(model=model, logger=SimpleNamespace(info=lines.append))
+    counters.clear()
     for each in fast.custom_hooks:
         hook = HOOKS.build(dict(each, backend='eager') if each.type == 'mmgate.CompileHook' else each)
         hook.before_run(run)
@@ -255,6 +259,29 @@ def test_all_parts_work_together() -> None:
     for name, loss in actual.items():
         torch.testing.assert_close(loss, expected[name], rtol=0.05, atol=0.02, msg=lambda m, n=name: f'{n}: {m}')
     assert list(model.state_dict()) == list(plain.state_dict())
+    assert lines == [
+        'CompileHook: backbone, encoder.layers.0, encoder.layers.1, decoder are compiled as they are first called.'
+    ]
+    # The decoder is one graph, with the refinement of its reference points, and so is each other part.
+    assert TORCH < (2, 5) or not counters['graph_break']
+
+
+def test_each_decoder_layer_of_a_masked_transformer_is_compiled() -> None:
+    """Its head goes through the layers, so that a compiled decoder would never be called."""
+    layers = nn.ModuleDict(dict(layers=nn.ModuleList([nn.Linear(2, 2)])))
+    head = nn.ModuleDict(dict(pixel_decoder=nn.Linear(2, 2), transformer_decoder=layers))
+    (line,) = run(CompileHook(), nn.ModuleDict(dict(decode_head=head)))
+    assert line.startswith('CompileHook: decode_head.transformer_decoder.layers.0 are')
+
+
+def test_tf32_is_allowed_during_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_gpu, during in ((False, 'highest'), (True, 'high')):
+        monkeypatch.setattr(torch.cuda, 'is_available', lambda found=has_gpu: found)
+        hook = HOOKS.build(dict(type='mmgate.TF32Hook'))
+        hook.before_run(None)
+        assert torch.get_float32_matmul_precision() == during
+        hook.after_run(None)
+        assert torch.get_float32_matmul_precision() == 'highest'
 
 
 def test_channels_last_changes_no_result() -> None:

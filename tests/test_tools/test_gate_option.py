@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, over_shapes, run_python, tool
+from conftest import ROOT, over_shapes, tool
 from helpers.small_demo import CONFIG, DEMO
 from mmengine.config import Config
 from shapes import write_shapes
@@ -22,41 +23,41 @@ VANILLA = ROOT / 'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py'
 GATE = 'encoder.layers.*.self_attn,decoder.layers.*.cross_attn=PLuGMultiScaleDeformableAttention(gml="sum")'
 
 
-@pytest.fixture(scope='module')
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with data and a vanilla config of one epoch."""
-    folder = tmp_path_factory.mktemp('project')
-    write_shapes(folder / 'data/shapes', num_train=4, num_val=2, size=64)
-    (folder / 'vanilla.py').write_text(CONFIG.replace(str(DEMO), str(VANILLA)).replace('EPOCHS', '1'))
-    return folder
+def run(command: Callable[[list[str]], None], work_dir: str, *arguments: str) -> str:
+    """Run a command in this process, for whose life mmengine keeps what has a name, and return its log."""
+    named = [f'experiment_name=gate_option_{work_dir}', f'visualizer.name=gate_option_{work_dir}']
+    options = ['--work-dir', work_dir, '--cfg-options', 'randomness.seed=0', *named]
+    assert cli.main(command, [*arguments, *options]) == 0
+    return ''.join(log.read_text() for log in Path(work_dir).glob('*/*.log'))
 
 
-def test_a_gated_run_and_the_config_that_it_dumps(project: Path) -> None:
+def test_a_gated_run_and_the_config_that_it_dumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The dumped config is trained by the same tool, from another folder's work dir, and the gates are tested."""
+    monkeypatch.chdir(tmp_path)
+    write_shapes('data/shapes', num_train=2, num_val=1, size=64)
+    Path('vanilla.py').write_text(CONFIG.replace(str(DEMO), str(VANILLA)).replace('EPOCHS', '1'))
     gates = ['--gate', GATE, '--train', 'attention']
-    seed = ['--cfg-options', 'randomness.seed=0']
-    run_python(ROOT / 'tools/train.py', 'vanilla.py', *gates, '--work-dir', 'gated', *seed, cwd=project)
-    dumped = Config.fromfile(str(project / 'gated/vanilla.py'))
+    run(cli.train, 'gated', 'vanilla.py', *gates)
+    dumped = Config.fromfile('gated/vanilla.py')
     assert (dumped.model.type, dumped.model.host, dumped.model.train) == ('mmgate.Gated', 'DeformableDETR', 'attention')
-    run_python(ROOT / 'tools/train.py', 'gated/vanilla.py', '--work-dir', 'again', cwd=project)
-    logs = [next((project / run).glob('*/vis_data/scalars.json')).read_text() for run in ('gated', 'again')]
+    run(cli.train, 'again', 'gated/vanilla.py')
+    logs = [next(Path(name).glob('*/vis_data/scalars.json')).read_text() for name in ('gated', 'again')]
     losses = [[row['loss'] for row in map(json.loads, log.splitlines()) if 'loss' in row] for log in logs]
     assert losses[0] and losses[0] == losses[1]
-    checkpoint = project / 'gated/epoch_1.pth'
-    tested = run_python(ROOT / 'tools/test.py', 'vanilla.py', checkpoint, *gates, '--work-dir', 'tested', cwd=project)
-    assert re.search(r'(\d+) of \1 keys of DeformableDETR were loaded', tested.stdout + tested.stderr)
-    extract = [ROOT / 'tools/model_converters/gates.py', 'extract', 'vanilla.py', checkpoint, 'gates.safetensors']
-    run_python(*extract, *gates, cwd=project)
-    on_file = ['--gates', 'gates.safetensors', '--work-dir', 'from_file']
-    run_python(ROOT / 'tools/train.py', 'vanilla.py', *on_file, cwd=project)
-    assert Config.fromfile(str(project / 'from_file/vanilla.py')).model.gates == 'gates.safetensors'
+    tested = run(cli.test, 'tested', 'vanilla.py', 'gated/epoch_1.pth', *gates)
+    assert re.search(r'(\d+) of \1 keys of DeformableDETR were loaded', tested)
+    extract = ['extract', 'vanilla.py', 'gated/epoch_1.pth', 'gates.safetensors', *gates]
+    assert cli.main(tool('gates', 'model_converters').main, extract) == 0
+    run(cli.train, 'from_file', 'vanilla.py', '--gates', 'gates.safetensors')
+    assert Config.fromfile('from_file/vanilla.py').model.gates == 'gates.safetensors'
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
-    """The demo's vanilla config over one small image."""
+    """The demo's vanilla config with a layer of each kind, over one small image."""
     write_shapes(tmp_path / 'shapes', num_train=1, num_val=1, size=64)
-    (tmp_path / 'vanilla.py').write_text(over_shapes('configs/_base_/' + VANILLA.name, tmp_path / 'shapes'))
+    (tmp_path / 'base.py').write_text(over_shapes('configs/_base_/' + VANILLA.name, tmp_path / 'shapes'))
+    (tmp_path / 'vanilla.py').write_text(CONFIG.replace(str(DEMO), 'base.py').replace('EPOCHS', '1'))
     return str(tmp_path / 'vanilla.py')
 
 
@@ -82,7 +83,7 @@ def test_counting_and_listing(config: str, capsys: pytest.CaptureFixture[str]) -
     vanilla, gated, alone = counts
     assert gated - vanilla == alone > 0
     assert cli.main(tool('list_attention').main, [config, '--gate', GATE]) == 0
-    assert capsys.readouterr().out.count('gated by PLuGDeformableGate') == 4
+    assert capsys.readouterr().out.count('gated by PLuGDeformableGate') == 2
 
 
 OUTSIDE = """
@@ -111,7 +112,7 @@ def test_a_gate_of_another_package_is_named_from_the_command_line(
     assert 'outside_gates' in (said := capsys.readouterr().err) and 'PYTHONPATH' in said
     monkeypatch.syspath_prepend(str(tmp_path))
     assert cli.main(tool('list_attention').main, command) == 0
-    assert capsys.readouterr().out.count('gated by PLuGDeformableGate') == 2
+    assert capsys.readouterr().out.count('gated by PLuGDeformableGate') == 1
     cfg = read_config(config)
     merge_options(cfg, {'custom_imports.imports': 'outside_gates'})
     put_gates(cfg, gate[1:])
@@ -127,6 +128,7 @@ def test_the_benchmark_of_a_training_step_gates_its_peer(config: str, tmp_path: 
     assert names == {'vanilla', 'vanilla, gated, auto'}
 
 
+@pytest.mark.slow
 def test_export_of_a_gated_model(config: str, tmp_path: Path) -> None:
     pytest.importorskip('onnxruntime')
     out = tmp_path / 'gated.pt2'

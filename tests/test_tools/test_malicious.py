@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -88,15 +89,16 @@ WAYS: dict[str, Callable[[], Any]] = {
     'MMSegInferencer': guarded_loaders()(segmentor),
     'ImageClassificationInferencer': guarded_loaders()(classifier),
 }
-# Scripts, with their arguments before the checkpoint.
+# Scripts and a module, with their arguments around the checkpoint.
 SCRIPTS = {
-    'train': ('tools/train.py', 'config.py', '--resume'),
-    'test': ('tools/test.py', 'config.py'),
-    'module': ('-m', 'mmgate.tools.test', 'config.py'),
-    "mmdet's": ('tools/mm.py', 'mmdet:test', 'config.py'),
-    'gates': ('tools/model_converters/gates.py', 'extract', 'config.py'),
-    'figure': ('tools/analysis_tools/plot_gates.py', 'config.py'),
+    'train': ('tools/train.py', 'config.py', '--resume', 'evil.pth'),
+    'test': ('tools/test.py', 'config.py', 'evil.pth'),
+    'module': ('mmgate.tools.test', 'config.py', 'evil.pth'),
+    'gates': ('tools/model_converters/gates.py', 'extract', 'config.py', 'evil.pth', 'gates.safetensors'),
+    'figure': ('tools/analysis_tools/plot_gates.py', 'config.py', 'evil.pth', '--out', 'figures'),
+    "mmdet's": ('tools/mm.py', 'mmdet:test', 'config.py', 'evil.pth'),
 }
+REFUSED = 'checkpoint evil.pth asks for posix.mkdir'
 
 
 @pytest.fixture
@@ -122,14 +124,28 @@ def test_no_way_in(way: str) -> None:
 
 @pytest.mark.parametrize('script', SCRIPTS)
 @pytest.mark.usefixtures('evil')
-def test_no_way_in_by_a_script(script: str) -> None:
+def test_no_way_in_by_a_script(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     program, *arguments = SCRIPTS[script]
-    if program != '-m':
-        program = str(ROOT / program)
-    out = dict(gates=['gates.safetensors'], figure=['--out', 'figures'])
-    run = run_python(program, *arguments, 'evil.pth', *out.get(script, []), fails=True, PYTHONPATH=str(ROOT))
-    assert 'checkpoint evil.pth asks for posix.mkdir' in run.stderr and 'it was not loaded' in run.stderr
-    assert run.returncode == 2 and not Path('code_ran').exists()
+    monkeypatch.setattr('sys.argv', [program, *arguments])
+    with pytest.raises(SystemExit) as end:
+        if program.endswith('.py'):
+            monkeypatch.syspath_prepend(str((ROOT / program).parent))
+            runpy.run_path(str(ROOT / program), run_name='__main__')
+        else:
+            runpy.run_module(program, run_name='__main__')
+    said = capsys.readouterr().err
+    assert REFUSED in said and 'it was not loaded' in said
+    assert end.value.code == 2 and not Path('code_ran').exists()
+
+
+@pytest.mark.slow  # a process for what is one above
+@pytest.mark.usefixtures('evil')
+def test_no_way_in_by_a_script_in_a_process_of_its_own() -> None:
+    program, *arguments = SCRIPTS["mmdet's"]
+    run = run_python(ROOT / program, *arguments, fails=True, PYTHONPATH=str(ROOT))
+    assert run.returncode == 2 and REFUSED in run.stderr and not Path('code_ran').exists()
 
 
 def test_mmengines_loaders_are_back_after_a_guarded_block() -> None:

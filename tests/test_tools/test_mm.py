@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import mmseg
 import pytest
 import torch
-from conftest import ROOT, run_python
+from conftest import ROOT
 from mmengine.hub import get_config
 from mmengine.registry import MODELS, init_default_scope
 from shapes import write_shapes
 
 from mmgate.errors import ConfigError
 from mmgate.tools import mm
+from mmgate.train import cli
 
 DETECTOR = 'mmgate::plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
 SEGMENTOR = 'mmgate::plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py'
@@ -32,10 +35,14 @@ DRAWS = pytest.mark.skipif(mmseg.__version__ == '1.2.2', reason='mmseg 1.2.2 han
 
 
 @pytest.mark.parametrize('config', [DETECTOR, pytest.param(SEGMENTOR, marks=DRAWS)], ids=['mmdet', 'mmseg'])
-def test_mms_browse_dataset_shows_our_configs(project: Path, tmp_path: Path, config: str) -> None:
-    arguments = ['browse_dataset', config, '--not-show', '--output-dir', tmp_path]
-    done = run_python(ROOT / 'tools/mm.py', *arguments, cwd=project)
-    assert 'browse_dataset.py' in done.stderr.partition('\n')[0]
+def test_mms_browse_dataset_shows_our_configs(
+    project: Path, tmp_path: Path, config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(project)
+    for name in ('argv', 'path'):  # which a script's folder and arguments go into
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
+    assert cli.main(mm.run, ['browse_dataset', config, '--not-show', '--output-dir', str(tmp_path)]) == 0
+    assert 'browse_dataset.py' in capsys.readouterr().err.partition('\n')[0]
     assert len(list(tmp_path.rglob('*.*'))) >= 3
 
 
@@ -87,9 +94,13 @@ def test_one_host_alone_and_a_checkout_of_it(
     assert lines[:4] == ['mmdet', '  train', 'mmseg', 'mmgate'] and '  analysis_tools/list_attention' in lines
 
 
-def test_ours_run_as_modules(tmp_path: Path) -> None:
-    for tool in ('train', 'test', 'mm'):
-        assert 'config' in run_python('-m', f'mmgate.tools.{tool}', '--help', cwd=tmp_path).stdout
+@pytest.mark.filterwarnings('ignore:.*found in sys.modules:RuntimeWarning')
+@pytest.mark.parametrize('tool', ['train', 'test', 'mm'])
+def test_ours_run_as_modules(tool: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, 'argv', [tool, '--help'])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(f'mmgate.tools.{tool}', run_name='__main__')
+    assert not end.value.code and 'config' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('path', [DETECTOR, SEGMENTOR], ids=['DetInferencer', 'MMSegInferencer'])

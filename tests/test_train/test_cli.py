@@ -89,6 +89,11 @@ def test_a_rate_to_scale_needs_the_batch_that_it_is_for() -> None:
         cli.enable_auto_scale_lr(Config(dict(auto_scale_lr=dict(enable=False))))
 
 
+def test_speedups_change_the_config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config_of(monkeypatch, 'train', '--speedups')
+    assert cfg.optim_wrapper.constructor == 'mmgate.GroupedOptimWrapperConstructor'
+
+
 def test_resume_takes_a_file_or_looks_for_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = config_of(monkeypatch, 'train', '--resume', 'x.pth')
     assert cfg.resume is True and cfg.load_from == 'x.pth'

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from mmengine.config import ConfigDict
+from helpers.small_demo import DEMO
+from mmengine.config import Config, ConfigDict
 from mmengine.logging import MMLogger
 from mmengine.optim import DefaultOptimWrapperConstructor, MultiStepLR, build_optim_wrapper
-from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
+from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, init_default_scope
 from torch import nn
 
 import mmgate
@@ -148,23 +152,88 @@ def build(net: nn.Module, constructor: str, **optimizer: Any) -> Any:
     return build_optim_wrapper(net, dict(optimizer=options, paramwise_cfg=PARAMWISE, constructor=constructor))
 
 
+def vanilla(gated: Any) -> dict[str, Any]:
+    return {**{key: part for key, part in gated.items() if key not in ('host', 'attention')}, 'type': gated.host}
+
+
+def steps(net: nn.Module, wrapper: Any, schedule: Any, seeds: Iterable[int]) -> None:
+    layers: Any = net[0]
+    for seed in seeds:
+        x = torch.randn(5, 3, generator=torch.Generator().manual_seed(seed))
+        y = layers['last'](layers['norm'](layers['slow'](layers['first'](x))))
+        wrapper.update_params(y.square().mean())
+        schedule.step()
+
+
 def test_same_steps_from_fewer_groups() -> None:
     results = []
     for constructor in (PLAIN, MERGED):
         net = ungated()
         wrapper = build(net, constructor)
-        schedule = MultiStepLR(wrapper, milestones=[2], gamma=0.1)
-        layers: Any = net[0]
-        for seed in range(3):
-            x = torch.randn(5, 3, generator=torch.Generator().manual_seed(seed))
-            y = layers['last'](layers['norm'](layers['slow'](layers['first'](x))))
-            wrapper.update_params(y.square().mean())
-            schedule.step()
+        steps(net, wrapper, MultiStepLR(wrapper, milestones=[2], gamma=0.1), range(3))
         results.append((len(wrapper.optimizer.param_groups), wrapper.get_lr(), list(net.parameters())))
     (plain, plain_lr, expected), (merged, lr, actual) = results
     assert (plain, merged) == (8, 3)
     assert set(map(float, lr['lr'])) == set(map(float, plain_lr['lr'])) and lr.get('base_lr') == plain_lr.get('base_lr')
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_from_before_the_merger_goes_on_in_its_groups() -> None:
+    """The same rates and steps as if nothing had changed, with the schedule's state; and so does the run after it."""
+    nets, saved = [], {}
+    for constructors in ([PLAIN] * 3, [PLAIN, MERGED, MERGED]):
+        net = ungated()
+        for number, constructor in enumerate(constructors):
+            wrapper = build(net, constructor)
+            schedule = MultiStepLR(wrapper, milestones=[3], gamma=0.1)
+            if number:
+                wrapper.load_state_dict(saved['optimizer'])
+                schedule.load_state_dict(saved['schedule'])
+            steps(net, wrapper, schedule, range(2 * number, 2 * number + 2))
+            saved = deepcopy(dict(optimizer=wrapper.state_dict(), schedule=schedule.state_dict()))
+        assert len(wrapper.optimizer.param_groups) == 8
+        assert len(wrapper.get_lr()['lr']) == 8 and min(wrapper.get_lr()['lr']) == pytest.approx(1e-4)
+        nets.append(net)
+    assert wrapper.optimizer.param_groups[0]['fused'] is (True if TORCH >= (2, 4) else None)
+    torch.testing.assert_close(list(nets[1].parameters()), list(nets[0].parameters()), rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_with_other_groups_is_not_taken_for_one_from_before() -> None:
+    saved = build(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)), PLAIN).state_dict()
+    wrapper = build(ungated(), MERGED)
+    with pytest.raises(ValueError, match='different number of parameter groups'):
+        wrapper.load_state_dict(saved)
+    assert len(wrapper.optimizer.param_groups) == 3
+
+
+@pytest.mark.parametrize('name', ['detr', 'gated'])
+def test_each_parameter_keeps_the_settings_of_the_config(name: str) -> None:
+    """A Deformable DETR's rates and decays, and its first update bit for bit where both are not fused."""
+    cfg = Config.fromfile(DEMO)
+    cfg.optim_wrapper.paramwise_cfg.custom_keys.backbone.lr_mult = 0.1
+    cfg.optim_wrapper.optimizer.fused = False
+    gated = name == 'gated'
+    init_default_scope('mmdet')
+    torch.manual_seed(0)
+    net = MODELS.build(cfg.model if gated else vanilla(cfg.model))
+    settings, updates = [], []
+    for constructor in (PLAIN, 'mmgate.GateOptimWrapperConstructor' if gated else MERGED):
+        copy = deepcopy(net)
+        wrapper = build_optim_wrapper(copy, dict(cfg.optim_wrapper, constructor=constructor))
+        names = {id(parameter): key for key, parameter in copy.named_parameters()}
+        spared = {key for key, _ in undecayed_parameters(copy)}
+        groups = wrapper.optimizer.param_groups
+        settings.append({names[id(p)]: {**g, 'params': None} for g in groups for p in g['params']})
+        for key, parameter in copy.named_parameters():
+            numbers = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+            parameter.grad = torch.randn(parameter.shape, generator=numbers)
+        wrapper.optimizer.step()
+        updates.append(dict(copy.named_parameters()))
+    assert len(groups) <= 3 and bool(spared) == gated
+    for key, expected in settings[0].items():
+        decay = 0.0 if key in spared else expected['weight_decay']
+        assert settings[1][key] == {**expected, 'weight_decay': decay}, key
+        assert torch.equal(updates[1][key], updates[0][key]) or key in spared, key
 
 
 def test_fused_is_the_configs_to_refuse() -> None:
@@ -190,7 +259,7 @@ def test_together_with_the_decay_of_gates() -> None:
         optimizer = build_optim_wrapper(net, cfg).optimizer
         decay = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
         assert [decay[id(p)] for p in gate.attn.gate.gml.parameters()] == [0.0, 0.0] and decay[id(net[0].weight)] == 0.1
-        assert (len(optimizer.param_groups) == 2) == (constructor == MERGED)
+        assert len(optimizer.param_groups) == 2
 
 
 def test_frozen_parameters_are_counted_in_one_line(caplog: pytest.LogCaptureFixture) -> None:

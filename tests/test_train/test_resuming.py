@@ -125,6 +125,24 @@ def test_a_run_is_not_resumed_with_other_gates(
     assert line.endswith(f'--cfg-options load_from={checkpoint}, without --resume.')
 
 
+def test_a_run_from_before_groups_were_merged_is_resumed(tmp_path: Path) -> None:
+    """It goes on in the groups in which it began, where a new run has them merged."""
+    paramwise = 'paramwise_cfg=dict(custom_keys=dict(head=dict(lr_mult=0.1)))'
+    sizes = []
+    for constructor, length in (('DefaultOptimWrapperConstructor', 1), ('mmgate.GroupedOptimWrapperConstructor', 2)):
+        (tmp_path / 'config.py').write_text(
+            CONFIG.replace('LAST', str(length)).replace('mmgate.GateOptimWrapperConstructor', constructor)
+            + f'optim_wrapper.update({paramwise})\n'
+        )
+        arguments = [str(tmp_path / 'config.py'), '--work-dir', str(tmp_path), '--resume']
+        arguments += ['--cfg-options', f'experiment_name={tmp_path.name}{length}']
+        assert cli.main(cli.train, arguments) == 0
+        saved = torch.load(tmp_path / f'iter_{length}.pth', weights_only=False)['optimizer']
+        sizes.append([len(group['params']) for group in saved['param_groups']])
+    assert len(sizes[0]) > 2 and sizes[1] == sizes[0]
+    assert {float(state['step']) for state in saved['state'].values()} == {2.0}
+
+
 def test_rules_that_still_fit_are_warned_of(checkpoint: Path, tmp_path: Path) -> None:
     status, log = train(tmp_path, rules("gml='sum', backend='chunked'"), '--resume', str(checkpoint))
     assert status == 0

@@ -8,11 +8,12 @@ import torch
 from mmengine.logging import MMLogger
 
 from mmgate.benchmarks.measure import told, write_csv
-from mmgate.benchmarks.training import LOSS_SCALES, SPEEDUPS, benchmark_training
+from mmgate.benchmarks.training import LOSS_SCALES, benchmark_training
 from mmgate.finetune import TRAINS
 from mmgate.train import cli
 from mmgate.train.config_file import read_config
 from mmgate.train.gate_options import add_gate_option, put_gates
+from mmgate.train.speedups import SPEEDUPS
 
 CONFIGS = Path(__file__).parents[2] / 'configs'
 OURS = CONFIGS / 'plug/deformable_detr/plug-deformable-detr-refine_r50_8xb4-50e_coco.py'
@@ -21,9 +22,7 @@ OURS = CONFIGS / 'plug/deformable_detr/plug-deformable-detr-refine_r50_8xb4-50e_
 def main(argv: list[str]) -> None:
     """Parse arguments, measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        '--peer', default=str(CONFIGS / 'vanilla/deformable_detr/deformable-detr-refine_r50_8xb4-50e_coco.py')
-    )
+    parser.add_argument('--peer', default='mmdet::deformable_detr/deformable-detr-refine_r50_16xb2-50e_coco.py')
     parser.add_argument('--ours', help="default: PLuG's Deformable DETR, and with --gate the peer's config")
     add_gate_option(parser)
     parser.add_argument('--op', choices=['ms_deform_attn', 'plug_attention'], default='ms_deform_attn')
@@ -46,6 +45,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         '--amp', nargs='?', choices=list(LOSS_SCALES), const='float16', help='mixed precision (float16 if not named)'
     )
+    parser.add_argument('--tf32', action='store_true', help='float32 products in TF32 on both sides')
     parser.add_argument('--out', type=Path, default=Path('work_dirs/benchmark_training.csv'), help='CSV to write')
     args = parser.parse_args(argv)
     if args.device.startswith('cuda'):
@@ -58,6 +58,7 @@ def main(argv: list[str]) -> None:
     put_gates(ours, args.gate)
     options = dict(op=args.op, backends=args.backends, speedups=args.speedups, size=tuple(args.size), batch=args.batch)
     options |= dict(amp=args.amp, device=args.device, processor_time=args.processor_time, train=args.train)
+    options |= dict(tf32=args.tf32)
     write_csv(told(benchmark_training(args.peer, ours, repetitions=args.repetitions, **options)), args.out)
     print(f'written to {args.out}')
 

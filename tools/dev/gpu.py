@@ -44,7 +44,7 @@ OPS = ('ms_deform_attn', 'plug_attention')
 SMALL_TESTS = 'equals_the_reference and (default or shared)'
 CONFIGS = (  # a vanilla config, ours beside it, and the images' size
     (
-        'configs/vanilla/deformable_detr/deformable-detr-refine_r50_8xb4-50e_coco.py',
+        'mmdet::deformable_detr/deformable-detr-refine_r50_16xb2-50e_coco.py',
         'configs/plug/deformable_detr/plug-deformable-detr-refine_r50_8xb4-50e_coco.py',
         (800, 1333),
     ),

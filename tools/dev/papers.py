@@ -53,7 +53,7 @@ INTRODUCTION = """# The papers, row by row
 
 This page lists every table and figure of the five papers. For each row it names what reproduces that row with mmgate:
 a config, a command, an option, or the reason why there is none. Figures are those that the paper prints, never ours:
-we have trained nothing on ImageNet, COCO, ADE20K, CIFAR or SVHN. For an ImageNet classifier the recipe is
+we have trained nothing on ImageNet, COCO, ADE20K or SVHN, and little on CIFAR. For an ImageNet classifier the recipe is
 named, too. `python tools/dev/papers.py` writes the page from [papers.yml](papers.yml) and
 `configs/*/metafile.yml`.
 """

@@ -6,7 +6,7 @@ model = dict(
     head=dict(in_channels=768))
 # CSwin-B's own decay; the authors' ImageNet code decays the agent biases, too.
 optim_wrapper = dict(
-    constructor='DefaultOptimWrapperConstructor',
+    constructor='mmgate.GroupedOptimWrapperConstructor',
     optimizer=dict(weight_decay=0.1))
 # The authors evaluate averaged weights, with 0.99992 a step of 512 images.
 custom_hooks = [dict(type='EMAHook', momentum=1.6e-4, priority='ABOVE_NORMAL')]

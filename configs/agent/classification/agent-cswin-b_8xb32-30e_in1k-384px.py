@@ -21,7 +21,7 @@ val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
 test_dataloader = val_dataloader
 # The authors' own: no warm-up, 20 epochs of cosine and 10 at its end; their ImageNet code decays the agent biases.
 optim_wrapper = dict(
-    constructor='DefaultOptimWrapperConstructor',
+    constructor='mmgate.GroupedOptimWrapperConstructor',
     optimizer=dict(lr=2.5e-6))
 param_scheduler = [
     dict(type='CosineAnnealingLR', eta_min=2.5e-7, by_epoch=True, end=20, convert_to_iter_based=True)

@@ -7,4 +7,4 @@ model = dict(
 # The authors evaluate averaged weights.
 custom_hooks = [dict(type='EMAHook', momentum=1.6e-4, priority='ABOVE_NORMAL')]
 # The authors' ImageNet code decays the agent biases.
-optim_wrapper = dict(constructor='DefaultOptimWrapperConstructor')
+optim_wrapper = dict(constructor='mmgate.GroupedOptimWrapperConstructor')

@@ -5,5 +5,5 @@ model = dict(
         type='mmgate.AgentPVT', arch='large', out_indices=(3,), drop_path_rate=0.3))
 # The authors' ImageNet code decays the agent biases.
 optim_wrapper = dict(
-    constructor='DefaultOptimWrapperConstructor',
+    constructor='mmgate.GroupedOptimWrapperConstructor',
     clip_grad=dict(max_norm=1.0))

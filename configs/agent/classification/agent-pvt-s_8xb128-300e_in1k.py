@@ -4,4 +4,4 @@ model = dict(
     backbone=dict(
         type='mmgate.AgentPVT', arch='small', out_indices=(3,), drop_path_rate=0.1))
 # The authors' ImageNet code decays the agent biases.
-optim_wrapper = dict(constructor='DefaultOptimWrapperConstructor')
+optim_wrapper = dict(constructor='mmgate.GroupedOptimWrapperConstructor')

@@ -3,4 +3,4 @@ _base_ = '../../vanilla/classification/swin-s_8xb64-300e_in1k-288px.py'
 
 model = dict(backbone=dict(type='mmgate.AgentSwin'))
 # The authors' ImageNet code decays the agent biases.
-optim_wrapper = dict(constructor='DefaultOptimWrapperConstructor')
+optim_wrapper = dict(constructor='mmgate.GroupedOptimWrapperConstructor')

@@ -7,3 +7,4 @@ model = dict(
         type='mmgate.AgentPVT',
         agent_nums=(144, 256, 784, 784),
         init_cfg=dict(checkpoint='https://cloud.tsinghua.edu.cn/f/36b8be9a8863456685a3/?dl=1')))
+optim_wrapper = dict(constructor='mmgate.GroupedOptimWrapperConstructor')

@@ -7,3 +7,4 @@ model = dict(
         type='mmgate.AgentPVT',
         agent_nums=(144, 256, 784, 784),
         init_cfg=dict(checkpoint='https://cloud.tsinghua.edu.cn/f/13fdf0e0a7c5498c934f/?dl=1')))
+optim_wrapper = dict(constructor='mmgate.GroupedOptimWrapperConstructor')

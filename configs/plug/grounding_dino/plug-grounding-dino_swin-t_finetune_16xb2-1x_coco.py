@@ -9,4 +9,5 @@ model = dict(
             type='PLuGMultiScaleDeformableAttention',
             path=['encoder.layers.*.self_attn', 'decoder.layers.*.cross_attn']),
         dict(type='PLuGMultiheadAttention', path='encoder.fusion_layers.*.attn')])
+custom_hooks = [dict(type='mmgate.MatchOnceHook')]
 optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')

@@ -7,4 +7,5 @@ model = dict(
     attention=dict(
         type='PLuGMultiheadAttention',
         path='panoptic_head.transformer_decoder.layers.*.self_attn'))
+custom_hooks = [dict(type='mmgate.MatchOnceHook'), dict(type='mmgate.ChannelsLastHook')]
 optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')

@@ -10,4 +10,4 @@ model = dict(
 # gates start as the identity, and at a trained model's learning rate hardly move in so few steps
 optim_wrapper = dict(
     paramwise_cfg=dict(custom_keys={'mmgate.gates': dict(lr_mult=20.0)}))
-custom_hooks = [dict(type='mmgate.GateStatisticsHook', interval=75)]
+custom_hooks = [*_base_.custom_hooks, dict(type='mmgate.GateStatisticsHook', interval=75)]

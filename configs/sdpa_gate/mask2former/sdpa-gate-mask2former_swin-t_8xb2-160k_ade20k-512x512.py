@@ -1,8 +1,4 @@
-_base_ = [
-    '../../_base_/import_mmgate.py',
-    'mmseg::mask2former/mask2former_swin-t_8xb2-160k_ade20k-512x512.py'
-]
-custom_imports = dict(imports=['mmdet.models', 'mmgate'], allow_failed_imports=False)
+_base_ = '../../_base_/mask2former_swin-t_8xb2-160k_ade20k-512x512.py'
 model = dict(
     type='mmgate.Gated',
     host='mmseg.EncoderDecoder',

@@ -1,2 +1,2 @@
 _base_ = '../../real/camvid/sdpa-gate-mask2former_lite0_1xb4-1k_camvid-160x128.py'
-custom_hooks = [dict(type='mmgate.GateStatisticsHook', interval=100)]
+custom_hooks = [*_base_.custom_hooks, dict(type='mmgate.GateStatisticsHook', interval=100)]

@@ -1,5 +1,6 @@
 # Swin's cascade: four convolutions and one linear layer in each box head, GIoU, multi-scale training with crops.
 _base_ = 'mmdet::cascade_rcnn/cascade-mask-rcnn_r50_fpn_1x_coco.py'
+custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 
 
 def bbox_head(stds):
@@ -71,6 +72,7 @@ train_pipeline = [
 train_dataloader = dict(dataset=dict(pipeline=train_pipeline))
 
 optim_wrapper = dict(
+    constructor='mmgate.GroupedOptimWrapperConstructor',
     paramwise_cfg=dict(
         custom_keys=dict(
             absolute_pos_embed=dict(decay_mult=0.),

@@ -2,6 +2,7 @@ _base_ = [
     '../../_base_/import_mmgate.py',
     'mmseg::sem_fpn/fpn_r50_4xb4-160k_ade20k-512x512.py'
 ]
+custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 
 model = dict(
     pretrained=None,
@@ -16,6 +17,7 @@ train_dataloader = dict(batch_size=2)
 optim_wrapper = dict(
     _delete_=True,
     type='OptimWrapper',
+    constructor='mmgate.GroupedOptimWrapperConstructor',
     optimizer=dict(type='AdamW', lr=2e-4, weight_decay=1e-4))
 param_scheduler = [
     dict(type='PolyLR', eta_min=0.0, power=0.9, begin=0, end=40000, by_epoch=False)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from mmgate.layers.base.gate import StateDict
 from mmgate.layers.base.map import MapGate, Size
 from mmgate.layers.parts.resizing import resize_axis
-from mmgate.ops.agent_attention import interpolation_matrix
-from mmgate.ops.autocast import without_autocast
+from mmgate.ops.agent_attention import grid_interpolation_matrix, interpolation_matrix, keeps_constants
+from mmgate.ops.autocast import autocast_dtype, without_autocast
 
 # Side of the maps in an_bias and na_bias.
 BLOCK = 7
@@ -17,6 +19,28 @@ BIASES = ('an_bias', 'na_bias', 'ah_bias', 'aw_bias', 'ha_bias', 'wa_bias')
 CLASS_BIASES = ('ac_bias', 'ca_bias')
 # Axis of a row or column bias that runs along the map.
 AXES = {'ah_bias': 3, 'aw_bias': 4, 'ha_bias': 2, 'wa_bias': 3}
+
+Factors = tuple[Tensor, Tensor, Tensor]
+
+
+class Kept(NamedTuple):
+    """Factors of the biases, and what they were computed from.
+
+    Attributes:
+        hw_shape: Height and width of the map.
+        dtype: Autocast's dtype, or None.
+        versions: torch's count of changes of each parameter.
+        parameters: The parameters.
+        values: Their memory, which is not used for other tensors as long as it is kept here.
+        factors: The factors.
+    """
+
+    hw_shape: Size
+    dtype: torch.dtype | None
+    versions: list[int]
+    parameters: list[Tensor]
+    values: list[Tensor]
+    factors: Factors
 
 
 class AgentBiases(MapGate):
@@ -44,6 +68,7 @@ class AgentBiases(MapGate):
     wa_bias: nn.Parameter
     ac_bias: nn.Parameter
     ca_bias: nn.Parameter
+    _kept: Kept | None = None
 
     def make_biases(self, bias: bool) -> None:
         """Create the parameters of the biases; without ``bias`` their names are registered as None."""
@@ -87,64 +112,95 @@ class AgentBiases(MapGate):
         bias = self.an_bias.new_zeros(1, self.num_heads, self.grid**2, tokens)
         return bias, bias.transpose(2, 3)
 
+    def train(self, mode: bool = True) -> AgentBiases:
+        """Switch between training and evaluation, and forget what was interpolated."""
+        self._kept = None
+        return super().train(mode)
+
     def biases(self, hw_shape: Size) -> tuple[Tensor, Tensor]:
         """Return both position biases for a map of size ``hw_shape``: B1 ``(1, H, n, N)`` and B2 ``(1, H, N, n)``.
 
         The class token comes first.
+
+        In evaluation without gradients, the small factors of the biases are interpolated once for a size of map, and
+        again after a parameter changed. A change in place through ``parameter.data``, which torch does not count, shows
+        after the next ``train()`` or ``eval()``.
         """
-        heads = self.num_heads
-        agents = self.grid**2
-        rows1 = self.ah_bias[0, ..., 0]  # (H, n, h)
-        columns1 = self.aw_bias[0, :, :, 0]  # (H, n, w)
-        rows2 = self.ha_bias[0, :, :, 0].transpose(1, 2)  # (H, n, h)
-        columns2 = self.wa_bias[0, :, 0].transpose(1, 2)  # (H, n, w)
-        # Under autocast the factors are computed as without it.
-        with without_autocast(self.an_bias.device.type):
-            map1, columns1, basis = self._factors(self.an_bias, rows1, columns1, hw_shape)
-            map2, columns2, _ = self._factors(self.na_bias, rows2, columns2, hw_shape)
-        # B1 (H n, h, w) = map1 (H n, h, 8) basis (8, w) + columns
-        map1 = map1.flatten(0, 1)
-        columns1 = columns1.flatten(0, 1)[:, None]
-        bias1 = torch.baddbmm(columns1, map1, basis.expand(len(map1), -1, -1)).view(1, heads, agents, -1)
-        # B2 (H h, w, n) = basis^T (w, 8) map2 (H h, 8, n) + columns
-        map2 = map2.permute(0, 2, 3, 1).flatten(0, 1)
-        columns2 = columns2.transpose(1, 2)[:, None].expand(-1, hw_shape[0], -1, -1).flatten(0, 1)
-        bias2 = torch.baddbmm(columns2, basis.t().expand(map2.shape[0], -1, -1), map2).view(1, heads, -1, agents)
+        terms, columns, basis = self._factors_once(hw_shape)
+        basis = basis.expand(len(terms) // 2, -1, -1)
+        # Each bias (H n, h, w) = terms (H n, h, 8) basis (8, w) + columns (H n, 1, w)
+        shape = 1, self.num_heads, self.grid**2, hw_shape[0] * hw_shape[1]
+        bias1, bias2 = (
+            torch.baddbmm(added, factor, basis).view(shape)
+            for added, factor in zip(columns.chunk(2), terms.chunk(2), strict=True)
+        )
+        bias2 = bias2.transpose(2, 3).contiguous()
         if not self.class_tokens:
             return bias1, bias2
         class_key = self._resize_agents(self.ac_bias[0]).to(bias1.dtype)  # (H, n, class tokens)
-        class_query = self._resize_agents(self.ca_bias[0].transpose(1, 2).contiguous()).to(bias2.dtype)
+        class_query = self._resize_agents(self.ca_bias[0].transpose(1, 2)).to(bias2.dtype)
         class_query = class_query.transpose(1, 2)  # (H, class tokens, n)
         return torch.cat([class_key[None], bias1], -1), torch.cat([class_query[None], bias2], -2)
 
-    def _factors(self, block: Tensor, rows: Tensor, columns: Tensor, hw_shape: Size) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the three factors of a resized bias: ``(H, n, h, 8)``, ``(H, n, w)`` and ``(8, w)``.
+    def _factors_once(self, hw_shape: Size) -> Factors:
+        """Return :meth:`_factors`, kept from the last call if size and parameters are still those."""
+        if self.training or torch.is_grad_enabled() or not keeps_constants(self.an_bias):
+            return self._factors(hw_shape)
+        parameters = [getattr(self, name) for name in BIASES]
+        # Tensors of inference mode do not count their changes.
+        if any(one.is_inference() for one in parameters):
+            return self._factors(hw_shape)
+        dtype = autocast_dtype(self.an_bias.device.type)
+        versions = [one._version for one in parameters]
+        kept = self._kept
+        if (
+            kept is None
+            or (kept.hw_shape, kept.dtype, kept.versions) != (hw_shape, dtype, versions)
+            or any(
+                now is not then or now.data_ptr() != values.data_ptr()
+                for now, then, values in zip(parameters, kept.parameters, kept.values, strict=True)
+            )
+        ):
+            # A later call may need a gradient, for which torch refuses tensors of inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                terms, columns, basis = (one.to(dtype or one.dtype) for one in self._factors(hw_shape))
+                values = [one.detach() for one in parameters]
+            kept = Kept(hw_shape, dtype, versions, parameters, values, (terms, columns, basis))
+            self._kept = kept
+        return kept.factors
 
-        The bias is the first times the last, plus the second. A bilinear resize multiplies each axis by a small matrix,
+    def _factors(self, hw_shape: Size) -> Factors:
+        """Return both resized biases as factors, B1's before B2's: ``(2 H n, h, 8)``, ``(2 H n, 1, w)``, ``(8, w)``.
+
+        A bias is the first times the last, plus the second. A bilinear resize multiplies each axis by a small matrix,
         so the axes may come in any order, and values that are constant along an axis stay so. The rows are an eighth
         term of the product, which saves a pass over the large result.
 
-        Args:
-            block: Map of the bias ``(H, n, 7, 7)``.
-            rows: Row bias ``(H, n, h)`` of pre-training.
-            columns: Column bias ``(H, n, w)`` of pre-training.
-            hw_shape: Height and width of the present map.
+        Under autocast they are computed as without it.
         """
-        height = interpolation_matrix(BLOCK, hw_shape[0], block)
-        width = interpolation_matrix(BLOCK, hw_shape[1], block)
-        of_rows = interpolation_matrix(self.bias_size[0], hw_shape[0], block)
-        of_columns = interpolation_matrix(self.bias_size[1], hw_shape[1], block)
-        block = height @ self._resize_agents(block.flatten(2)).unflatten(-1, (BLOCK, BLOCK))  # (H, n, h, 7)
-        rows = self._resize_agents(rows) @ of_rows.t()
-        columns = self._resize_agents(columns) @ of_columns.t()
-        ones = width.new_ones(1, width.shape[0])
-        return torch.cat([block, rows[..., None]], -1), columns, torch.cat([width.t(), ones])
+        height, width = hw_shape
+        map_height, map_width = self.bias_size
+        with without_autocast(self.an_bias.device.type):
+            # In each bias (H, n, .) the map, the rows and the columns, side by side
+            packed1 = torch.cat([self.an_bias.flatten(2), self.ah_bias[0, ..., 0], self.aw_bias[0, :, :, 0]], -1)
+            rows2 = self.ha_bias[0, :, :, 0].transpose(1, 2)
+            columns2 = self.wa_bias[0, :, 0].transpose(1, 2)
+            packed2 = torch.cat([self.na_bias.flatten(2), rows2, columns2], -1)
+            packed = self._resize_agents(torch.cat([packed1, packed2])).flatten(0, 1)  # (2 H n, 49 + rows + columns)
+            block, rows, columns = packed.split([BLOCK**2, map_height, map_width], -1)
+            block = block.unflatten(-1, (BLOCK, BLOCK))
+            to_height = interpolation_matrix(BLOCK, height, block)
+            block = torch.bmm(to_height.expand(len(block), -1, -1), block)  # (2 H n, h, 7)
+            if map_height != height:
+                rows = rows @ interpolation_matrix(map_height, height, rows).t()
+            if map_width != width:
+                columns = columns @ interpolation_matrix(map_width, width, columns).t()
+            basis = interpolation_matrix(BLOCK, width, block, ones=True).t()
+            return torch.cat([block, rows[..., None]], -1), columns[:, None], basis
 
     def _resize_agents(self, x: Tensor) -> Tensor:
         """Resize a bias ``(H, n, x)`` from the agents of pre-training to the number of agents in use."""
         if self.pretrain_grid == self.grid:
             return x
-        side = self.pretrain_grid
-        agents = interpolation_matrix(side, self.grid, x)
-        x = x.view(self.num_heads, side, side, -1)
-        return torch.einsum('ia,jb,habx->hijx', agents, agents, x).reshape(self.num_heads, self.grid**2, -1)
+        matrix = grid_interpolation_matrix(self.pretrain_grid, self.grid, x)
+        return torch.bmm(matrix.expand(len(x), -1, -1), x)

@@ -148,7 +148,7 @@ def _sample_backward(
         grad_locations[part], grad_weights[part] = _coordinate_gradients(dots, bilinear, *chunk, spatial_shapes)
         if value_needs_grad:
             del dots, bilinear
-            _add_by_row(grad_rows, index, full.flatten(), grad_part)
+            add_by_row(grad_rows, index, full.flatten(), grad_part)
     return grad_rows.view(value.shape), grad_locations.view(locations.shape), grad_weights.view(weights.shape)
 
 
@@ -163,7 +163,7 @@ def _dots(rows: Tensor, index: Tensor, grad_bags: Tensor) -> Tensor:
     )
 
 
-def _add_by_row(grad_rows: Tensor, index: Tensor, weights: Tensor, grad_bags: Tensor) -> None:
+def add_by_row(grad_rows: Tensor, index: Tensor, weights: Tensor, grad_bags: Tensor) -> None:
     """Add the gradient of each sample, ``weights * grad_bags``, to the value row from which it was read."""
     order = index.flatten().sort()
     counts = torch.bincount(order.values, minlength=len(grad_rows))

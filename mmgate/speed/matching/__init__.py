@@ -1,4 +1,4 @@
-"""Faster Hungarian matching in mmdet's DETR-like heads, with one GPU synchronisation for each training step."""
+"""Faster Hungarian matching and losses in mmdet's heads, with one GPU synchronisation for each training step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ if TYPE_CHECKING:
 
 @MODELS.register_module()
 def MatchedOnce(*, host: str, **host_cfg: Any) -> nn.Module:
-    """Build a new DETR-like head, of the class ``host``, that matches all of a step with one GPU synchronisation.
+    """Build a new DETR-like or Mask2Former head, of the class ``host``, that matches a step with one synchronisation.
 
-    Assignments equal mmdet's, losses equal mmdet's up to rounding, and the state dict is the host's. mmdet's heads wait
-    for the device eleven times for each image and layer, and five times for each layer. Here all costs are copied in
-    one transfer, and nothing else waits. Parts that a host overrides wait as before: Grounding DINO's targets and
-    losses (but not its costs), DINO's and DDQ's denoising, DDQ's distinct queries.
+    Losses and gradients equal mmdet's up to rounding, and the state dict is the host's. mmdet's heads wait for the
+    device eleven times for each image and layer, and five times for each layer. Here the costs of all layers and
+    images are computed together and copied in one transfer, and the losses of all layers, of the encoder's proposals
+    and of DINO's denoising queries are one batch. What a host overrides is computed by the host's code: Grounding
+    DINO's targets and losses, DDQ's distinct queries, heads with QualityFocalLoss or a loss that is not mmdet's.
 
     Args:
-        host: Registered name of a head that derives from mmdet's DETRHead, with its scope.
+        host: Registered name of a head that derives from mmdet's DETRHead or Mask2FormerHead, with its scope.
         **host_cfg: The host's config.
 
     Returns:

@@ -90,19 +90,26 @@ def as_result(matched: Tensor, queries: int, labels: Tensor) -> AssignResult:
 
 
 class AsynchronousConstants(TorchFunctionMode):
-    """Torch function mode in which ``tensor.new_tensor(numbers)`` does not wait for the GPU.
+    """Torch function mode in which ``tensor.new_tensor(numbers)`` and ``tensor.to(device)`` do not wait for the GPU.
 
-    mmdet's costs, heads and losses make tensors of image sizes, counts and epsilons with it.
+    mmdet's costs, heads and losses make tensors of image sizes, counts and epsilons with the former, its detectors
+    tensors of the sizes of feature maps with the latter.
     """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call a torch function; ``new_tensor`` is replaced by a copy that does not wait for the GPU."""
+        """Call a torch function; ``new_tensor`` and ``to`` copy without waiting for the GPU."""
         kwargs = kwargs or {}
+        moves = func is Tensor.to and not kwargs and len(args) == 2 and isinstance(args[1], torch.device)
+        if moves and args[0].device.type == 'cpu':
+            return to_device(*args)
         if func is not Tensor.new_tensor or not set(kwargs) <= {'dtype', 'device'}:
             return func(*args, **kwargs)
         like, numbers = args
+        # Sizes of images on their device, where torch.vmap computes all images together.
+        if isinstance(numbers, list) and numbers and all(isinstance(number, Tensor) for number in numbers):
+            return torch.stack(numbers).to(kwargs.get('dtype') or like.dtype)
         # Numbers on a device may not have been computed yet.
         if isinstance(numbers, Tensor) and numbers.device.type != 'cpu':
             return func(*args, **kwargs)

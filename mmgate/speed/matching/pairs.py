@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +19,8 @@ from mmgate.ops.autocast import autocast_dtype
 
 # The width of a box, for which the order of the sum is known.
 SIDES = 4
+# Pairs of prediction and object, which take about a millisecond.
+IN_THREADS = 100_000
 NARROW = (torch.float16, torch.bfloat16)
 
 
@@ -35,7 +40,7 @@ def match_pairs(
         ConfigError: A cost is NaN or minus infinity, or no pairs of finite cost match all; the message names the costs.
     """
     try:
-        return np.stack(linear_sum_assignment(cost.numpy()))
+        return _solve(cost)
     except ValueError as error:
         costs = [('the cost', cost)] if parts is None else parts()
         counts = [(name, int((~one.isfinite()).sum())) for name, one in costs]
@@ -56,6 +61,34 @@ def match_pairs(
             f'The predictions of {place} cannot be matched to objects: {", ".join(faults)}. {remedy} Weights that are '
             'NaN stay so: go on from a checkpoint before that.'
         ) from error
+
+
+class Problem(NamedTuple):
+    """Assignment problem: the arguments of :func:`match_pairs`."""
+
+    cost: Tensor
+    place: str
+    parts: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
+
+
+def match_all(problems: Sequence[Problem]) -> list[np.ndarray]:
+    """Solve many assignment problems as :func:`match_pairs` does one, large ones in parallel threads."""
+    # SciPy releases the interpreter's lock. Small problems are solved before threads would start.
+    if sum(problem.cost.numel() for problem in problems) >= IN_THREADS:
+        try:
+            return list(_threads().map(_solve, [problem.cost for problem in problems]))
+        except ValueError:
+            pass  # told below, in the thread that knows of autocast
+    return [match_pairs(*problem) for problem in problems]
+
+
+def _solve(cost: Tensor) -> np.ndarray:
+    return np.stack(linear_sum_assignment(cost.numpy()))
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), 'mmgate-matching')
 
 
 def to_device(numbers: Tensor, device: torch.device | str) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import traffic
 from conftest import DEVICES, assert_same, one_graph
-from helpers.samplings import CASES, REAL, TINY, agree, by_backend, exactly, make, results, run, unevenly
+from helpers.samplings import CASES, REAL, TINY, Problem, agree, by_backend, exactly, make, results, run, unevenly
 from helpers.samplings import compare as compare_results
 from torch import Tensor
 
@@ -19,6 +19,15 @@ from mmgate.ops.ms_deform_attn import triton as fused
 
 pytest.importorskip('triton', minversion='3.2')
 pytestmark = pytest.mark.usefixtures('on_device')
+
+
+def small(**case: Any) -> dict[str, Any]:
+    """Leave out the second head where a case is not about heads: the interpreter takes its time for each program."""
+    return case if case.get('gate') or case == CASES['default'] else dict(heads=1) | case
+
+
+def programs(given: Problem) -> int:
+    return given.logits.shape[:3].numel()
 
 
 def compare(inputs: list[Tensor | None], tolerance: float, **options: Any) -> None:
@@ -33,6 +42,8 @@ def test_equals_the_reference(name: str, device: str) -> None:
     options = {key: case.pop(key) for key in ('residual', 'position') if key in case}
     if device == 'cuda':
         case = dict(dict(levels=REAL, points=4, dim=32, queries=2000, heads=8), **case)
+    else:
+        case = small(**case)
     # a logit of 2 * 10^4 has a rounding of 10^-3, by which its weight is off
     compare(make(device, **case), 5e-3 if name == 'huge_logits' else 2e-5, **options)
 
@@ -40,7 +51,7 @@ def test_equals_the_reference(name: str, device: str) -> None:
 @pytest.mark.parametrize('columns', [0, 2, 4], ids=['locations', 'points', 'boxes'])
 @pytest.mark.usefixtures('poisoned_memory')
 def test_levels_with_different_numbers_of_points(columns: int) -> None:
-    """Random problems, of which one has its tokens as queries."""
+    """The smallest of random problems that have several heads, and that have their tokens as queries."""
     problems = [(seed, unevenly(seed)) for seed in range(200)]
     chosen = [
         (seed, given)
@@ -48,20 +59,25 @@ def test_levels_with_different_numbers_of_points(columns: int) -> None:
         if len(set(given.num_points or ())) > 1
         and columns == (0 if given.reference_points is None else given.reference_points.shape[-1])
     ]
+    of_heads = [(seed, given) for seed, given in chosen if given.logits.shape[2] > 1]
     of_tokens = [(seed, given) for seed, given in chosen if given.logits.shape[1] == given.value.shape[1]]
-    for seed, given in [*chosen[:2], of_tokens[0]]:
+    for seed, given in (min(some, key=lambda one: programs(one[1])) for some in (of_heads, of_tokens)):
         compare_results(f'problem {seed}', by_backend(given, 'triton'), exactly(given), 1e-4)
 
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_of_levels_with_different_numbers_of_points(dtype: torch.dtype) -> None:
     """Boxes are divided by the numbers of points in float32."""
-    given = next(
-        given
-        for given in map(unevenly, range(200))
-        if given.reference_points is not None
-        and given.reference_points.shape[-1] == 4
-        and len(set(given.num_points or ())) > 1
+    given = min(
+        (
+            given
+            for given in map(unevenly, range(200))
+            if given.reference_points is not None
+            and given.reference_points.shape[-1] == 4
+            and len(set(given.num_points or ())) > 1
+            and given.logits.shape[2] > 1
+        ),
+        key=programs,
     )
     step = 2.0**-10 if dtype is torch.float16 else 2.0**-7
     # both read the same rounded numbers
@@ -91,7 +107,7 @@ def test_blocks_as_on_a_gpu(name: str, scalars: bool, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize('reference', [0, 2], ids=['locations', 'offsets'])
 def test_half_precision(dtype: torch.dtype, reference: int, device: str) -> None:
     """What comes in and goes out is rounded to 16 bits, nothing between."""
-    inputs = make(device, reference=reference, dtype=dtype)
+    inputs = make(device, reference=reference, dtype=dtype, heads=1)
     actual, expected = results('triton', inputs, dtype), results('torch', inputs, torch.float32)
     step = 2.0**-10 if dtype is torch.float16 else 2.0**-7
     for name, value in expected.items():
@@ -105,7 +121,7 @@ def test_half_precision(dtype: torch.dtype, reference: int, device: str) -> None
 @pytest.mark.parametrize('reference', [2, 4], ids=['points', 'boxes'])
 def test_reference_points_without_a_gradient(reference: int, device: str) -> None:
     """Detached ones, as a decoder's, leave the other gradients as they are."""
-    inputs = make(device, reference=reference)
+    inputs = make(device, reference=reference, heads=1, queries=3)
     inputs[3].requires_grad_()
     (alone,) = torch.autograd.grad(run('triton')(*inputs).square().sum(), inputs[3])
     inputs[6].requires_grad_()
@@ -121,7 +137,7 @@ def test_reference_points_without_a_gradient(reference: int, device: str) -> Non
 )
 def test_locations_that_are_no_numbers_or_far_off_add_nothing(bad: float, reference: int, device: str) -> None:
     """As in the reference: the rest of the row stays as it is, and so do the gradients."""
-    inputs = make(device, reference=reference)
+    inputs = make(device, reference=reference, heads=1, queries=3)
     inputs[3][0, 0, 0, 0, 0, 0] = bad
     inputs[3][0, 1] = bad
     leaves = inputs[0].requires_grad_(), inputs[4].requires_grad_()
@@ -134,7 +150,7 @@ def test_locations_that_are_no_numbers_or_far_off_add_nothing(bad: float, refere
 @one_graph
 @pytest.mark.parametrize('device', DEVICES)
 def test_registered_op(device: str) -> None:
-    value, shapes, starts, points, logits, gate, reference = make(device, reference=2)
+    value, shapes, starts, points, logits, gate, reference = make(device, reference=2, heads=1, queries=3)
     leaves = [t.requires_grad_() for t in (value, points, reference, logits, gate)]
     inputs = (value, shapes, starts, points, logits, gate, True, 'pre_softmax', reference)
     torch.library.opcheck(torch.ops.mmgate.ms_deform_attn_fused.default, inputs)
@@ -144,7 +160,7 @@ def test_registered_op(device: str) -> None:
 @one_graph
 @pytest.mark.parametrize('device', DEVICES)
 def test_compiles_without_a_graph_break(device: str) -> None:
-    inputs = make(device)
+    inputs = make(device, heads=1)
     backend = 'aot_eager' if device == 'cpu' else 'inductor'
     compiled = torch.compile(run('triton'), fullgraph=True, backend=backend)
     torch.testing.assert_close(compiled(*inputs), run('triton')(*inputs))
@@ -179,7 +195,7 @@ def test_a_gate_that_lies_far_apart() -> None:
 
 @pytest.mark.parametrize('device', DEVICES)
 def test_recomputation_and_autocast(device: str) -> None:
-    inputs = make(device)
+    inputs = make(device, heads=1, queries=3)
     value = inputs[0].requires_grad_()
     plain = torch.autograd.grad(run('triton')(*inputs).square().sum(), value)
     output = torch.utils.checkpoint.checkpoint(run('triton'), *inputs, use_reentrant=False)
@@ -250,9 +266,15 @@ def test_tokens_go_down_the_columns_of_bands(levels: list[tuple[int, int]], devi
     assert torch.equal(order.cpu().long(), traffic.banded(levels))
 
 
-@pytest.mark.parametrize('scalars', [True, False], ids=['scalars', 'vectors'])
 @pytest.mark.parametrize(
-    'name', ['default', 'post_softmax', 'ungated', 'offsets_from_points', 'offsets_from_boxes', 'tokens_as_queries']
+    'name, scalars',
+    [
+        ('post_softmax', True),
+        ('ungated', False),
+        ('offsets_from_points', True),
+        ('offsets_from_boxes', False),
+        ('tokens_as_queries', True),
+    ],
 )
 @pytest.mark.usefixtures('poisoned_memory', 'within_bounds')
 def test_without_pairs_of_queries(name: str, scalars: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +289,7 @@ def test_without_pairs_of_queries(name: str, scalars: bool, monkeypatch: pytest.
     monkeypatch.setattr(fused, 'cut_for', apart)
     case = dict(CASES[name])
     options = {key: case.pop(key) for key in ('residual', 'position') if key in case}
-    compare(make(**case), 2e-5, **options)
+    compare(make(**small(**case)), 2e-5, **options)
     assert set(seen) == {False, True}
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from helpers.matching import BOXES, CLASSES, COSTS, LAYERS, META, QUERIES, Waits, objects
 from mmdet.models.dense_heads import detr_head
+from mmdet.structures.bbox import bbox_cxcywh_to_xyxy
 from mmengine.registry import MODELS, init_default_scope
+from mmengine.structures import InstanceData
 from torch import Tensor
 
 import mmgate  # noqa: F401
@@ -134,28 +135,28 @@ def test_grounding_dino_keeps_its_own_losses() -> None:
     torch.testing.assert_close(results[1], results[0])
 
 
-def test_layers_matched_as_one_are_matched_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU does, where a number's last bit is the same anywhere in a tensor."""
+def test_layers_matched_as_one_are_matched_alike() -> None:
+    """Layers that share their objects are one batch, and each pair is the one that mmdet's assigner finds."""
     head = build('Deformable', type='mmgate.MatchedOnce', host='')
+    metas = [META, dict(img_shape=(48, 50)), META]
     for seed in range(20):
         torch.manual_seed(seed)
         gts, other = ([objects(torch.default_generator, count) for count in (4, 0, 7)] for _ in range(2))
         layers = [
-            heads.Layer(torch.randn(3, queries, CLASSES), torch.rand(3, queries, 4), given, [META] * 3)
-            for queries, given in ((9, gts), (9, gts), (30, gts), (9, other))
+            heads.Layer(torch.randn(3, queries, CLASSES), torch.rand(3, queries, 4), given, metas)
+            for queries, given in ((9, gts), (9, gts), (30, gts), (9, other), (3, gts))
         ]
-        apart = heads.match(head.assigner, layers)
-        assert heads._groups(layers) == [[0], [1], [2], [3]]  # on a CPU
-        elsewhere = [layer._replace(boxes=layer.boxes.to('meta')) for layer in layers]
-        assert heads._groups(elsewhere) == [[0, 1, 2], [3]]
-        with monkeypatch.context() as patch:
-            patch.setattr(heads, '_groups', lambda layers: [[0, 1, 2], [3]])
-            together = heads.match(head.assigner, layers)
-        for one, two in zip(apart, together, strict=True):
-            assert all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
+        for layer, found in zip(layers, heads.match(head.assigner, heads.Batch(layers)), strict=True):
+            for image, (rows, columns) in enumerate(found):
+                height, width = metas[image]['img_shape']
+                corners = bbox_cxcywh_to_xyxy(layer.boxes[image]) * torch.tensor([width, height, width, height])
+                predicted = InstanceData(scores=layer.scores[image], bboxes=corners)
+                expected = head.assigner.assign(predicted, layer.objects[image], metas[image]).gt_inds
+                assert expected.nonzero().flatten().tolist() == rows.tolist()
+                assert (expected[rows] - 1).tolist() == columns.tolist()
 
 
-@pytest.mark.parametrize('name', ['DETR', 'Deformable', 'Deformable_twostage'])
+@pytest.mark.parametrize('name', ['DETR', 'Deformable', 'Deformable_twostage', 'DINO'])
 def test_a_step_waits_once(name: str) -> None:
     head = build(name, type='mmgate.MatchedOnce', host='')
     leaves, rest = loss_inputs(name, (3, 0, 5))
@@ -172,7 +173,7 @@ def test_pairs_go_to_the_device_in_one_copy(name: str, monkeypatch: pytest.Monke
         usual = module.to_device
 
         def counted(numbers: Tensor, device: Any, usual: Any = usual) -> Tensor:
-            if numbers.dtype == torch.long and numbers.dim() == 2:
+            if numbers.dtype == torch.long and numbers.shape[0] == 2:
                 copies.append(numbers.shape)
             return usual(numbers, device)
 

@@ -82,7 +82,7 @@ def test_an_interval_is_explained_where_one_is_drawn(seeds: int, monkeypatch: py
     monkeypatch.setattr('compare_runs.legend', lambda figure, *, note: notes.append(note))
     monkeypatch.setattr('compare_runs.save', lambda figure, out: out)
     draw_differences(dict(a=[0.1, 0.2, 0.3][:seeds], b=[0.2, 0.2, 0.5][:seeds]), {}, 'AP', Path('x'))
-    assert notes[0].startswith('Points: seeds.') and ('interval' in notes[0]) == (seeds > 1)
+    assert ('interval' in notes[0]) == (seeds > 1)
 
 
 @pytest.mark.parametrize(

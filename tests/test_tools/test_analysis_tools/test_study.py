@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, tool
+from conftest import ROOT, one_of_each, tool
 from mmengine.config import Config
 
 from mmgate.errors import ConfigError
@@ -160,7 +160,11 @@ STUDIES = sorted(x for x in (ROOT / 'configs/studies').glob('*.py') if not x.ste
 OTHER_DATA = ('digits', 'pvt_shapes_256', 'bccd', 'camvid', 'facemask')
 
 
-@pytest.mark.parametrize('path', STUDIES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    'path',
+    one_of_each(STUDIES, lambda path: [name for name in OTHER_DATA if name in path.stem]),
+    ids=lambda path: path.stem,
+)
 def test_studies_of_the_repository(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their configs can be read, and differ."""
     monkeypatch.chdir(ROOT)

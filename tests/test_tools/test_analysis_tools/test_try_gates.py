@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT, run_python, tool
 from helpers.small_demo import CONFIG, DEMO
 from mmengine.config import Config
 from shapes import write_shapes
 
+from mmgate.analysis.loading import load_model
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 
@@ -43,8 +45,67 @@ def command(*more: str) -> list[str]:
     return [*shared, '--validations', '2', '--repetitions', '1', *more]
 
 
+def in_this_process(processes: int, command: list[str], quiet: bool = False) -> None:
+    """Stand for ``run_tool``: mmengine keeps loggers and visualizers by their names for a process's life."""
+    name = command[command.index('--work-dir') + 1].replace('/', '_')
+    options = [] if '--cfg-options' in command else ['--cfg-options']
+    named = [*command[1:], *options, f'experiment_name={name}', f'visualizer.name={name}']
+    assert processes == 1 and cli.main(getattr(cli, command[0]), named) == 0
+
+
+def draw_in_this_process(command: list[str]) -> None:
+    """Stand for ``run_quietly``."""
+    if cli.main(tool(Path(command[0]).stem).main, command[1:]):
+        raise ConfigError(f'{command[0]} refuses')
+
+
+def test_from_a_checkpoint_to_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first command prints the gate of the second; a run with a result is not repeated."""
+    monkeypatch.chdir(tmp_path)
+    write_shapes(tmp_path / 'data/shapes', num_train=2, num_val=1, size=64)
+    Path('vanilla.py').write_text(CONFIG.replace(str(DEMO), str(VANILLA)).replace('EPOCHS', '1'))
+    weights = load_model(Config.fromfile('vanilla.py'), 'untrained').model.state_dict()
+    torch.save(dict(state_dict=weights), 'start.pth')
+    assert cli.main(tool('list_attention').main, ['vanilla.py']) == 0
+    assert f"--gate '{PLUG}'" in capsys.readouterr().out
+
+    monkeypatch.setattr(try_gates, 'run_tool', in_this_process)
+    monkeypatch.setattr(try_gates, 'run_quietly', draw_in_this_process)
+    arguments = ['vanilla.py', '--checkpoint', 'start.pth', '--gate', PLUG, '--seeds', '1', '--max-images', '1']
+    arguments += ['--iters', '2', '--validations', '1', '--repetitions', '1', '--out', 'trial']
+    assert cli.main(try_gates.main, arguments) == 0
+    said = capsys.readouterr().out
+    assert '2 models with 1 seed go on from start.pth, for 2 iterations each' in said
+    assert "gates learn at 20 times the model's rate" in said and 'run 2 of 2: plug, seed 0; 1 to do' in said
+    table = Path('trial/table.md').read_text()
+    assert table in said and '| start | 1 |' in table and '| plug | 1 |' in table
+    assert 'gates moved' in table and '| visible | time | memory |' in table
+    rows = list(csv.DictReader(Path('trial/results.csv').read_text().splitlines()))
+    assert [(row['name'], row['seed']) for row in rows] == [('start', ''), ('vanilla', '0'), ('plug', '0')]
+    html = Path('trial/index.html').read_text()
+    assert 'sampling points' in html and not re.search(r'(src|href)="(?!data:|#)', html)
+    # The page begins with the conclusion, explains the columns, and its commands can be pasted.
+    assert html.index('plug against vanilla') < html.index('<table>') < html.index('Gates moved is')
+    assert 'plot_sampling_points.py trial/vanilla.py' in html and f'--gate &#x27;{PLUG}&#x27; --max-images' in html
+    # The pair starts alike and sees the same images: the first losses agree to the gates' rounding.
+    logs = [next(Path(f'trial/{name}/seed0').glob('*/vis_data/scalars.json')) for name in ('vanilla', 'plug')]
+    losses = [[row['loss'] for row in map(json.loads, log.read_text().splitlines()) if 'loss' in row] for log in logs]
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-4) and len(losses[0]) == 2
+
+    # The study that it saved is the same trial, of which nothing is left to do; another length is another trial.
+    assert cli.main(tool('study').main, ['trial/study.py', '--out', 'trial']) == 0
+    again = capsys.readouterr().out
+    assert 'run ' not in again.split('| |')[0] and '| plug | 1 |' in again
+    arguments[arguments.index('--iters') + 1] = '3'
+    assert cli.main(try_gates.main, arguments) == 2
+    assert 'runs in trial are of another trial: ' in capsys.readouterr().err
+
+
+@pytest.mark.slow  # a process for each of its 19 commands
 def test_three_commands_from_a_vanilla_checkpoint_to_the_table(project: Path) -> None:
-    """Nothing is written by hand: the gate of the third command is printed by the first."""
+    """As a user types them, with a Ctrl-C between, which the test above leaves out."""
     listed = run_python(TOOLS / 'list_attention.py', 'vanilla.py', cwd=project).stdout
     assert f"--gate '{PLUG}'" in listed
     arguments = command('--iters', '4', '--out', 'trial')

@@ -16,7 +16,6 @@ triton = pytest.importorskip('triton', minversion='3.2')
 import listings  # noqa: E402  (needs Triton)
 from warpgroups import hazards  # noqa: E402
 
-DTYPES = ('fp32', 'bf16')
 SPILLED = 24  # bytes of a thread, at most: KERNELS.md has the counts
 KERNELS = ('forward_kernel', 'backward_kernel', 'rows_backward_kernel', 'columns_backward_kernel')
 
@@ -36,14 +35,19 @@ def run_tool(out: Path, *arguments: str) -> list[dict[str, Any]]:
     return json.loads(out.read_text())
 
 
+@pytest.fixture(scope='module', params=[pytest.param('fp32', marks=pytest.mark.slow), 'bf16'])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope='module')
-def code(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """Listings at 32 channels by operator, kernel and dtype."""
+def code(dtype: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+    """Listings at 32 channels by operator and kernel."""
     out = tmp_path_factory.mktemp('code') / 'rows.json'
     return {
-        (op, row['kernel'], row['dtype']): row
+        (op, row['kernel']): row
         for op in listings.OPS
-        for row in run_tool(out, '--op', op, '--dim', '32', '--dtype', *DTYPES)
+        for row in run_tool(out, '--op', op, '--dim', '32', '--dtype', dtype)
     }
 
 
@@ -51,9 +55,8 @@ def count(row: dict[str, Any], start: str) -> int:
     return sum(number for opcode, number in row['opcodes'].items() if opcode.startswith(start))
 
 
-@pytest.mark.parametrize('dtype', DTYPES)
 def test_sampler_moves_whole_vectors_and_does_not_spill(code: dict, dtype: str) -> None:
-    forward, backward = (code['ms_deform_attn', kernel, dtype] for kernel in KERNELS[:2])
+    forward, backward = (code['ms_deform_attn', kernel] for kernel in KERNELS[:2])
     assert forward['spilled'] == backward['spilled'] == 0
     assert count(forward, 'LDG.E.128') >= 32  # two pieces of four corners of four points
     assert count(backward, 'LDG.E.128' if dtype == 'fp32' else 'LDG.E.64') >= 16  # as many lanes as float32 sums
@@ -63,21 +66,22 @@ def test_sampler_moves_whole_vectors_and_does_not_spill(code: dict, dtype: str) 
     assert forward['instructions'] <= 18 and backward['instructions'] <= (42 if dtype == 'fp32' else 48)
 
 
-@pytest.mark.parametrize('dtype', DTYPES)
 def test_plug_multiplies_pairs_of_heads_by_warpgroups_and_hardly_spills(code: dict, dtype: str) -> None:
     for kernel in (KERNELS[0], *KERNELS[2:]):
-        row = code['plug_attention', kernel, dtype]
+        row = code['plug_attention', kernel]
         assert count(row, 'HGMMA') and not count(row, 'HMMA')
         assert row['shared'] <= 99 * 1024  # every GPU since sm_80 has it
         if dtype == 'bf16':
             assert row['spilled'] <= SPILLED and count(row, 'MUFU.TANH') and row['block'].endswith('2 heads')
-    forward = code['plug_attention', KERNELS[0], 'bf16']
-    assert forward['instructions'] <= 11 and forward['special'] <= 1.6
-    assert forward['shared'] <= listings.SHARED[90] / 3 * 1024  # three programs a multiprocessor
+    if dtype == 'bf16':
+        forward = code['plug_attention', KERNELS[0]]
+        assert forward['instructions'] <= 11 and forward['special'] <= 1.6
+        assert forward['shared'] <= listings.SHARED[90] / 3 * 1024  # three programs a multiprocessor
     assert not any(row['hazards'] for row in code.values()), 'a register of a product in flight is touched'
 
 
-@pytest.mark.parametrize('capability', [89, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('capability', [89, 120])
 def test_plug_by_pairs_of_heads_before_and_after_hopper(tmp_path: Path, capability: int) -> None:
     arguments = ('--op', 'plug_attention', '--dim', '32', '--dtype', 'bf16', '--capability', str(capability))
     for row in run_tool(tmp_path / 'rows.json', *arguments):
@@ -85,7 +89,8 @@ def test_plug_by_pairs_of_heads_before_and_after_hopper(tmp_path: Path, capabili
         assert row['shared'] <= (listings.SHARED[capability] - 1) / 2 * 1024  # two programs a multiprocessor
 
 
-@pytest.mark.parametrize('capability', [90, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('capability', [80, 90])
 def test_a_narrow_gate_beside_wide_heads_does_not_spill(tmp_path: Path, capability: int) -> None:
     """Of 32 channels beside 128, with a bias of each head, where it once spilled 4.3 kB a thread."""
     arguments = ('--op', 'plug_attention', '--dim', '128', '--width', '32', '--bias', '3', '--dtype', 'bf16')
@@ -132,7 +137,8 @@ def test_the_widest_plug_fits_the_smallest_shared_memory(
     assert len(rows) == 3 and all(row['shared'] <= listings.SHARED[capability] * 1024 for row in rows)
 
 
-@pytest.mark.parametrize('capability', [89, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('capability', [80, 89])
 def test_sampler_where_floats_are_added_one_by_one(tmp_path: Path, capability: int) -> None:
     """One channel of a piece a lane: reductions are of neighbouring floats, and no barrier is in the loop."""
     arguments = ('--op', 'ms_deform_attn', '--dim', '32', '64', '--dtype', 'fp32', '--capability', str(capability))

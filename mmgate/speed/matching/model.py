@@ -1,0 +1,195 @@
+"""Let whole models of mmdet and mmseg do a training step with few waits: heads, denoising, sizes, the sum of losses."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from mmdet.models.dense_heads import DETRHead, Mask2FormerHead
+from mmdet.models.detectors import DeformableDETR
+from mmdet.models.layers import CdnQueryGenerator, DeformableDetrTransformerEncoder, MSDeformAttnPixelDecoder
+from mmengine.hooks import Hook
+from mmengine.model import BaseModel
+from mmengine.runner import Runner
+from torch import Tensor, nn
+
+from mmgate.errors import ConfigError
+from mmgate.registry import HOOKS
+from mmgate.wrappers import unwrap_model
+
+from .assigner import AsynchronousConstants
+from .head import match_once
+from .pairs import to_device
+
+
+@HOOKS.register_module()
+class MatchOnceHook(Hook):
+    """Hook that lets a DETR-like detector or Mask2Former match and compute its losses once a step, and rarely wait.
+
+    The head becomes what :func:`mmgate.speed.matching.MatchedOnce` builds. Sizes of feature maps stay on the host,
+    DINO's denoising queries are made without waiting for the device, and all losses are summed in one operation.
+    Values are mmdet's up to rounding. Labels of denoising queries are as random as mmdet's, by other numbers. The
+    state dict does not change. Parts that the model's classes override stay as they are.
+    """
+
+    def before_train(self, runner: Runner) -> None:
+        """Change the classes of the model's head, detector and layers in place.
+
+        Raises:
+            ConfigError: The model has no head that derives from DETRHead or Mask2FormerHead.
+            TypeError: The head assigns by another class than HungarianAssigner.
+        """
+        model = unwrap_model(runner.model)
+        modules = list(model.modules())
+        heads = [module for module in modules if isinstance(module, (DETRHead, Mask2FormerHead))]
+        if not heads:
+            raise ConfigError(
+                f'MatchOnceHook: {type(model).__name__} has no head that derives from mmdet.DETRHead or '
+                'mmdet.Mask2FormerHead. Remove the hook.'
+            )
+        for head in heads:
+            match_once(head)
+        for module in modules:
+            for mixin, fits in MIXINS.items():
+                if fits(module) and not isinstance(module, mixin):
+                    kind: Any = type(module)
+                    module.__class__ = _derived(mixin, kind)
+
+
+class KnownSizesDetector(DeformableDETR):
+    """Mixin for DeformableDETR and DINO that keeps the sizes of feature maps on the host beside their tensor."""
+
+    def pre_transformer(self, mlvl_feats: Sequence[Tensor], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Prepare the inputs of encoder and decoder, as mmdet."""
+        with AsynchronousConstants():
+            encoder, decoder = super().pre_transformer(mlvl_feats, *args, **kwargs)
+        encoder['spatial_shapes'].on_host = [tuple(feature.shape[-2:]) for feature in mlvl_feats]
+        return encoder, decoder
+
+    def gen_encoder_output_proposals(self, memory: Tensor, memory_mask: Tensor | None, spatial_shapes: Tensor) -> Any:
+        """Propose boxes from the encoder's memory, as mmdet."""
+        with AsynchronousConstants():
+            return super().gen_encoder_output_proposals(memory, memory_mask, on_host(spatial_shapes))
+
+
+class KnownSizesEncoder(DeformableDetrTransformerEncoder):
+    """Mixin for the encoder of DeformableDETR and DINO that reads the sizes of feature maps from the host."""
+
+    def get_encoder_reference_points(self, spatial_shapes: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the reference points of the encoder, as mmdet."""
+        return super().get_encoder_reference_points(on_host(spatial_shapes), *args, **kwargs)
+
+
+def on_host(spatial_shapes: Tensor) -> Any:
+    """Return the sizes that a KnownSizesDetector has left beside a tensor of sizes, or the tensor."""
+    return getattr(spatial_shapes, 'on_host', spatial_shapes)
+
+
+class KnownSizesPixelDecoder(MSDeformAttnPixelDecoder):
+    """Mixin for Mask2Former's pixel decoder that splits its memory by sizes which the host knows."""
+
+    def forward(self, feats: Sequence[Tensor]) -> Any:
+        """Decode features, as mmdet."""
+        sizes = [tuple(feature.shape[-2:]) for feature in feats[::-1][: self.num_encoder_levels]]
+        with _KnownSizes(sizes):
+            return super().forward(feats)
+
+
+class _KnownSizes(AsynchronousConstants):
+    """Torch function mode for a pixel decoder's forward pass, in which sizes come from the host.
+
+    mmdet splits and reshapes its memory by numbers on the device, and mmcv's attention compares their product with the
+    number of values.
+    """
+
+    def __init__(self, sizes: Sequence[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self._next: Iterator[tuple[int, ...]] = iter(sizes)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.split and isinstance(args[1], list) and isinstance(args[1][0], Tensor):
+            args = (args[0], [height * width for height, width in self.sizes])
+        elif func is Tensor.reshape and isinstance(args[-1], Tensor) and args[2] == -1:
+            args = (*args[:-2], *next(self._next))
+        elif func is Tensor.__eq__ and isinstance(args[1], int) and not args[0].dim():
+            return args[1] == sum(height * width for height, width in self.sizes)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class DenoisingWithoutWaits(CdnQueryGenerator):
+    """Mixin for DINO's generator of denoising queries that knows the number of objects and waits for nothing."""
+
+    _counts: list[int]
+
+    def __call__(self, batch_data_samples: Sequence[Any]) -> tuple[Any, ...]:
+        """Generate denoising queries; arguments and results are those of mmdet."""
+        self._counts = [len(sample.gt_instances) for sample in batch_data_samples]
+        with AsynchronousConstants():
+            return super().__call__(batch_data_samples)
+
+    def generate_dn_label_query(self, gt_labels: Tensor, num_groups: int) -> Tensor:
+        """Embed the labels of all groups, some of which are replaced by random ones."""
+        labels = gt_labels.repeat(2 * num_groups)
+        chosen = torch.rand(labels.shape, device=labels.device) < self.label_noise_scale * 0.5
+        noisy = torch.where(chosen, torch.randint_like(labels, self.num_classes), labels)
+        return self.label_embedding(noisy)
+
+    def collate_dn_queries(
+        self, input_label_query: Tensor, input_bbox_query: Tensor, batch_idx: Tensor, batch_size: int, num_groups: int
+    ) -> tuple[Tensor, Tensor]:
+        """Place the queries of all objects and groups into those of each image, ``(B, N, C)`` and ``(B, N, 4)``."""
+        counts = self._counts
+        width = 2 * num_groups * max(counts)
+        firsts = np.repeat(np.arange(batch_size) * width, counts)
+        own = np.concatenate([np.arange(count) for count in counts])
+        groups = np.arange(2 * num_groups)[:, None] * max(counts)
+        places = to_device(torch.from_numpy((firsts + own + groups).ravel()), batch_idx.device)
+        queries = []
+        for given in (input_label_query, input_bbox_query):
+            empty = torch.zeros(batch_size * width, given.shape[1], device=given.device)
+            queries.append(
+                empty.index_copy(0, places, given.to(empty.dtype)).reshape(batch_size, width, given.shape[1])
+            )
+        return queries[0], queries[1]
+
+    def generate_dn_mask(self, max_num_target: int, num_groups: int, device: torch.device | str) -> Tensor:
+        """Return the mask of self attention: True where a query must not see a denoising query of another group."""
+        denoising = max_num_target * 2 * num_groups
+        queries = torch.arange(denoising + self.num_matching_queries, device=device)
+        groups = queries // max(max_num_target * 2, 1)
+        return (groups[:, None] != groups) & (queries < denoising)
+
+
+class SummedLosses(BaseModel):
+    """Mixin for a model that sums all losses in one operation."""
+
+    def parse_losses(self, losses: dict[str, Any]) -> tuple[Tensor, Any]:
+        """Sum the losses of a step; the numbers for the log are the losses themselves, with their names."""
+        if not all(isinstance(loss, Tensor) and loss.numel() == 1 for loss in losses.values()):
+            return super().parse_losses(losses)
+        numbers = {name: loss.reshape(()) for name, loss in losses.items()}
+        total = torch.stack([number for name, number in numbers.items() if 'loss' in name]).sum()
+        return total, OrderedDict(loss=total, **numbers)
+
+
+# The mixin of each part, and a check of the modules that it is for.
+MIXINS: dict[Any, Callable[[nn.Module], bool]] = {
+    KnownSizesDetector: lambda module: isinstance(module, DeformableDETR),
+    KnownSizesEncoder: lambda module: isinstance(module, DeformableDetrTransformerEncoder),
+    KnownSizesPixelDecoder: lambda module: isinstance(module, MSDeformAttnPixelDecoder),
+    DenoisingWithoutWaits: lambda module: type(module) is CdnQueryGenerator,
+    SummedLosses: lambda module: getattr(type(module), 'parse_losses', None) is BaseModel.parse_losses,
+}
+
+
+@functools.cache
+def _derived(mixin: Any, kind: Any) -> type[nn.Module]:
+    """Return the subclass of a module's class with a mixin."""
+    return type(kind.__name__, (mixin, kind), {})

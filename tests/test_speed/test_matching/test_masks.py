@@ -1,0 +1,116 @@
+"""Mask2Former's losses: all layers as one batch, equal to those of mmdet's code, with one wait."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from helpers.matching import Waits
+from mmengine.registry import MODELS, init_default_scope
+from mmengine.structures import InstanceData, PixelData
+from mmseg.structures import SegDataSample
+from torch import Tensor
+
+from mmgate.speed.matching import head as heads
+from mmgate.speed.matching import masks
+from mmgate.train.config_file import read_config
+
+CONFIG = 'mmseg::mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py'
+LAYERS, QUERIES, CLASSES = 3, 6, 150
+
+
+def build(matched: bool, **more: Any) -> Any:
+    init_default_scope('mmseg')
+    cfg = read_config(CONFIG).model.decode_head
+    cfg.train_cfg.num_points = 40
+    head = MODELS.build(deepcopy(cfg) | dict(num_queries=QUERIES) | more)
+    head.init_weights()
+    return heads.match_once(head) if matched else head
+
+
+def inputs(counts: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor], list[InstanceData], list[dict[str, Any]]]:
+    generator = torch.Generator().manual_seed(sum(counts))
+    images = len(counts)
+    scores = [torch.randn(images, QUERIES, CLASSES + 1, generator=generator) for _ in range(LAYERS)]
+    predicted = [torch.randn(images, QUERIES, 8, 9, generator=generator) for _ in range(LAYERS)]
+    objects = [
+        InstanceData(
+            labels=torch.randint(CLASSES, (count,), generator=generator),
+            masks=(torch.rand(count, 32, 36, generator=generator) > 0.5).long(),
+        )
+        for count in counts
+    ]
+    for leaf in (*scores, *predicted):
+        leaf.requires_grad_()
+    return scores, predicted, objects, [{}] * images
+
+
+CASES = {'usual': (3, 0, 5), 'more_than_queries': (9, 2), 'one': (1,), 'none': (0, 0)}
+
+
+@pytest.mark.parametrize('parts', ['together', 'apart'])
+@pytest.mark.parametrize('case', CASES)
+def test_losses_are_mmdets(case: str, parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Points and all: on a CPU the same numbers are drawn. Also where layers are too large to be one tensor."""
+    if parts == 'apart':
+        monkeypatch.setattr(masks, 'NUMBERS', 1)
+    results = []
+    for matched in (False, True):
+        given = inputs(CASES[case])
+        head = build(matched)
+        torch.manual_seed(0)
+        losses = head.loss_by_feat(*given)
+        sum(loss.sum() for loss in losses.values()).backward()
+        grads = [leaf.grad for leaf in (*given[0], *given[1])]
+        results.append(({name: loss.detach().view(()) for name, loss in losses.items()}, grads))
+    (expected, grads), (actual, our_grads) = results
+    assert list(actual) == list(expected)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(our_grads, grads, rtol=1e-5, atol=1e-6)
+
+
+def test_losses_wait_once() -> None:
+    head = build(True)
+    with Waits() as waits:
+        head.loss_by_feat(*inputs((3, 0, 5)))
+    assert waits.counts == {'cpu': 1}
+
+
+def test_classes_become_masks_as_in_mmseg() -> None:
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for classes in (3, CLASSES, 1):
+        labels = torch.randint(classes, (1, 8, 9), generator=generator)
+        labels[torch.rand(1, 8, 9, generator=generator) > 0.7] = 255
+        samples.append(SegDataSample(gt_sem_seg=PixelData(data=labels), metainfo=dict(img_shape=(8, 9))))
+    samples.append(SegDataSample(gt_sem_seg=PixelData(data=torch.full((1, 8, 9), 255))))
+    expected, _ = build(False)._seg_data_to_instance_data(samples)
+    with Waits() as waits:
+        actual, metas = build(True)._seg_data_to_instance_data(samples)
+    assert metas == [sample.metainfo for sample in samples]
+    for one, two in zip(actual, expected, strict=True):
+        order = two.labels.argsort()
+        assert torch.equal(one.labels, two.labels[order]) and torch.equal(one.masks, two.masks[order])
+        assert one.masks.dtype == two.masks.dtype and one.labels.dtype == two.labels.dtype
+    assert waits.counts['cpu'] == 1
+
+
+def test_a_class_of_another_loss_keeps_mmdets_code() -> None:
+    """What a subclass overrides is not replaced."""
+
+    class Other(type(build(False))):  # type: ignore[misc]
+        def _loss_by_feat_single(self, *args: Any) -> Any:
+            return tuple(3 * loss for loss in super()._loss_by_feat_single(*args))
+
+    results = []
+    for scale, matched in ((3, False), (1, True)):
+        head = build(False)
+        if matched:
+            head.__class__ = Other
+            head = heads.match_once(head)
+        torch.manual_seed(0)
+        losses = head.loss_by_feat(*inputs((2, 1)))
+        results.append({name: scale * loss.detach().view(()) for name, loss in losses.items()})
+    torch.testing.assert_close(*results)

@@ -1,0 +1,176 @@
+"""Whole training steps: the same losses in fewer operators, and with at most three waits for the device."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.matching import objects
+from mmdet.models.layers import CdnQueryGenerator
+from mmdet.structures import DetDataSample
+from mmengine.config import Config
+from mmengine.model import BaseModel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mmgate.benchmarks import training
+from mmgate.errors import ConfigError
+from mmgate.speed.matching import model as models
+from mmgate.train.config_file import read_config
+
+PEERS = {
+    'deformable_detr': 'vanilla/deformable_detr/deformable-detr-refine_r50_8xb4-50e_coco.py',
+    'dino': 'mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py',
+    'mask2former': 'mmseg::mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py',
+}
+OURS = {
+    'deformable_detr': 'plug/deformable_detr/plug-deformable-detr-refine_r50_8xb4-50e_coco.py',
+    'dino': 'plug/dino/plug-dino-4scale_r50_8xb2-12e_coco.py',
+    'mask2former': 'plug/mask2former/plug-mask2former_r50_8xb2-160k_ade20k-512x512.py',
+}
+# Operators of which no kernel is started.
+EMPTY = ('empty', 'empty_like', 'empty_strided', 'new_empty', 'detach', '_local_scalar_dense', 'is_same_size')
+WAITS = ('_local_scalar_dense', 'nonzero', '_unique2', 'masked_select', 'equal')
+# Functions that wait on a CPU only (one-hot labels of focal loss, among others), or read what is on the host anyway.
+ON_HOST = ('stack_batch', '_get_value', 'multi_scale_deformable_attn_pytorch')
+
+
+def config(name: str) -> Config:
+    cfg = read_config(name if '::' in name else f'configs/{name}')
+    if 'dino' in name:
+        cfg.model.num_queries = 50
+    return cfg
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that start a kernel on a GPU, and those that wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.waits: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix('aten::')
+        view = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+        self.count += not view and name not in EMPTY
+        if name in WAITS:
+            frames = [frame for frame in traceback.extract_stack() if 'torch' not in frame.filename]
+            callers = [frame.name for frame in frames]
+            if not set(ON_HOST) & set(callers) and not any('focal_loss.py' in frame.filename for frame in frames):
+                self.waits[' > '.join(callers[-4:-1])] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Copies(TorchFunctionMode):
+    """Counts copies to the host."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.Tensor.cpu
+        return func(*args, **(kwargs or {}))
+
+
+def operators(cfg: Config, *speedups: str) -> tuple[int, Counter[str]]:
+    """Return the number of operators of a training step, and its waits by where they are."""
+    step = training._step(cfg, (64, 64), 2, 'cpu', None, speedups)
+    step(torch.zeros(()))
+    with Operators() as counted, Copies() as copies:
+        step(torch.zeros(()))
+    return counted.count, counted.waits + Counter(copies=copies.count)
+
+
+# The most operators of a step, over mmdet's or mmseg's.
+MOST = {'deformable_detr': 0.4, 'dino': 0.4, 'mask2former': 0.45}
+
+
+@pytest.mark.parametrize('name', PEERS)
+def test_a_step_has_few_operators_and_waits(name: str) -> None:
+    peer, _ = operators(config(PEERS[name]))
+    ours, waits = operators(config(OURS[name]), 'groups', 'matcher')
+    assert ours <= MOST[name] * peer, f'{ours} of {peer}'
+    assert waits.total() <= 3, waits
+
+
+def draw_boxes_anew(generator: Any) -> None:
+    """Seed the noise of boxes. Before it mmdet draws as many numbers as labels are replaced, ours one a label."""
+    boxes = generator.generate_dn_bbox_query
+    generator.generate_dn_bbox_query = lambda *args: (torch.manual_seed(1), boxes(*args))[1]
+
+
+def detection_samples(counts: tuple[int, ...]) -> list[DetDataSample]:
+    generator = torch.Generator().manual_seed(0)
+    meta = dict(img_shape=(64, 96))
+    return [DetDataSample(gt_instances=objects(generator, count), metainfo=meta) for count in counts]
+
+
+@pytest.mark.parametrize('counts', [(3, 0, 5), (1,), (0, 0)], ids=str)
+def test_denoising_queries_are_mmdets(counts: tuple[int, ...]) -> None:
+    """All but the random labels, which are drawn in other numbers: here from one class."""
+    results = []
+    for kind in (CdnQueryGenerator, models._derived(models.DenoisingWithoutWaits, CdnQueryGenerator)):
+        torch.manual_seed(0)
+        generator = kind(1, 8, 12, group_cfg=dict(num_dn_queries=20))
+        samples = detection_samples(counts)
+        for sample in samples:
+            sample.gt_instances.labels.zero_()
+        draw_boxes_anew(generator)
+        results.append(generator(samples))
+    torch.testing.assert_close(results[1][:3], results[0][:3])
+    assert results[1][3] == results[0][3]
+
+
+def test_labels_of_denoising_queries_are_as_noisy_as_mmdets() -> None:
+    kind = models._derived(models.DenoisingWithoutWaits, CdnQueryGenerator)
+    generator = kind(50, 1, 12, label_noise_scale=0.5)
+    generator.label_embedding.weight.data = torch.arange(50.0)[:, None]
+    labels = torch.full((500,), 7)
+    noisy = generator.generate_dn_label_query(labels, 10)[:, 0]
+    assert len(noisy) == 10_000 and 0.23 < (noisy != 7).float().mean() < 0.26
+    assert len(noisy.unique()) == 50
+
+
+@pytest.mark.parametrize('name', PEERS)
+def test_a_step_has_mmdets_losses(name: str) -> None:
+    """Names, order and values, in images of unequal size; denoising's random labels are left out."""
+    cfg = config(PEERS[name])
+    if name == 'dino':
+        cfg.model.dn_cfg.label_noise_scale = 1e-9
+    training.init_default_scope(cfg.default_scope)
+    torch.manual_seed(0)
+    training._drop_pretrained(cfg.model)
+    model = training.MODELS.build(deepcopy(cfg.model))
+    model.init_weights()
+    if name == 'dino':
+        draw_boxes_anew(model.dn_query_generator)
+    model.eval()
+    for module in model.modules():
+        module.training = module is model
+    data = training.random_batch(cfg, (64, 96), 2)
+    if name != 'mask2former':
+        data['inputs'][1] = data['inputs'][1][:, :50, :70].contiguous()
+        data['data_samples'][1].set_metainfo(dict(img_shape=(50, 70)))
+    results = []
+    for _ in range(2):
+        batch = model.data_preprocessor(deepcopy(data), True)
+        torch.manual_seed(0)
+        results.append(model.parse_losses(model(**batch, mode='loss')))
+        models.MatchOnceHook().before_train(SimpleNamespace(model=model))
+    (total, log), (our_total, our_log) = results
+    assert list(our_log) == list(log)
+    torch.testing.assert_close(our_total, total, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(dict(our_log), {k: v.reshape(()) for k, v in log.items()}, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_without_such_a_head_is_refused() -> None:
+    class Model(BaseModel):
+        def forward(self) -> None: ...
+
+    with pytest.raises(ConfigError, match='Model has no head'):
+        models.MatchOnceHook().before_train(SimpleNamespace(model=Model()))
