@@ -9,7 +9,7 @@ DEMO := configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_sh
 DEMO_BACKBONES := configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py \
 	configs/saga/mask_rcnn/saga-mask-rcnn_swin-demo_1xb8-8e_shapes.py
 
-.PHONY: setup setup-demo sanitize demo demo-seg demo-backbones demo-pretrain report test test-slow test-originals test-transformers test-torch mutants lint docs bench gpu dist audit
+.PHONY: setup setup-demo sanitize demo demo-seg demo-backbones demo-pretrain report test test-slow test-originals test-transformers test-torch mutants lint docs bench gpu dist
 export PYTHON VENV
 
 setup:
@@ -99,7 +99,3 @@ gpu: setup
 # The wheel, the source archive, a bill of materials and their checksums, in dist.
 dist: setup
 	@$(PY) tools/dev/dist.py
-
-# Known vulnerabilities of the packages in this environment; asks the package index.
-audit: setup
-	@$(PY) tools/dev/audit.py

@@ -26,7 +26,7 @@ from .finetune import (
 from .hosts import adapts
 from .swap import list_attention, swap_attention
 
-__version__ = '0.1.0'
+__version__ = '0.2.0'
 __all__ = [
     'Gated',
     '__version__',

@@ -1,9 +1,19 @@
 """Exceptions for mistakes that a user can mend: command lines print the message without a traceback."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 def first_line(error: Exception) -> str:
     """Return an exception's class and the first line of its message, as a reason why something was left out."""
     return f'{type(error).__name__}: {error}'.split('\n')[0]
+
+
+def listed(items: Sequence[str], most: int = 3, *, separator: str = ', ') -> str:
+    """Return the first items of a list for a message, and the number of the others."""
+    others = f' and {len(items) - most} more' if len(items) > most else ''
+    return separator.join(items[:most]) + others
 
 
 class ConfigError(ValueError):

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from mmgate._environment import log
-from mmgate.errors import ConfigError
+from mmgate.errors import ConfigError, listed
 from mmgate.layers.base.gate import Gate, named_gate_parameters
 from mmgate.wrappers import unwrap_model
 
@@ -114,8 +114,7 @@ def _warn_of_frozen_gates(model: nn.Module) -> None:
     told = []
     for kind, names in resting.items():
         start = 'which starts as the vanilla attention' if kind.identity_start else 'whose weights are drawn at random'
-        more = f' and {len(names) - MOST_NAMES} others' if len(names) > MOST_NAMES else ''
-        told.append(f'{kind.__name__}, {start}, in {", ".join(names[:MOST_NAMES])}{more}')
+        told.append(f'{kind.__name__}, {start}, in {listed(names, MOST_NAMES)}')
     total = sum(1 for _ in named_gate_parameters(model))
     log(
         f'{tensors} of {total} tensors of gates stay as they start, because the parts around them are frozen '

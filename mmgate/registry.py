@@ -52,11 +52,9 @@ else:
     HOOKS = _child(
         root.HOOKS,
         'analysis.hooks',
-        'train.data_check_hook',
         'speed.hooks',
         'speed.matching.model',
         'train.gates_hook',
-        'train.interrupt_hook',
         'train.reproducible',
     )
     OPTIM_WRAPPER_CONSTRUCTORS = _child(root.OPTIM_WRAPPER_CONSTRUCTORS, 'train.parameter_groups')

@@ -13,7 +13,6 @@ TESTS = ROOT / 'tests'
 # Test files about more than one module: about configs, pages, several processes, and what holds for every gate.
 CROSSING = {
     'test_architecture.py',
-    'test_checkpoints/test_old_names.py',
     'test_configs.py',
     'test_downstream_project.py',
     'test_fake_tensors.py',
@@ -116,7 +115,7 @@ def test_every_path_and_attribute_that_it_names_exists() -> None:
     for name in re.findall(r'`((?:ops|layers|hosts)/[\w/]+\.py)`', PAGE):
         assert (ROOT / 'mmgate' / name).is_file(), name
     code = ''.join(path.read_text() for path in (ROOT / 'mmgate').rglob('*.py'))
-    for name in ('leaves_out', 'current_name', 'gate_type', 'gates_disabled', 'restore_attention', 'modulate', 'mix'):
+    for name in ('leaves_out', 'gate_type', 'gates_disabled', 'restore_attention', 'modulate', 'mix'):
         assert name in PAGE and re.search(rf'\b{name}\b', code), name
 
 

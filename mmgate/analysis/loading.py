@@ -29,9 +29,9 @@ from mmgate.errors import ConfigError
 from mmgate.train.config_file import (
     add_trust_option,
     check_checkpoint,
-    check_data,
     config_parser,
     host_package,
+    innermost,
     merge_options,
     read_config,
     type_name,
@@ -69,7 +69,7 @@ class LoadedModel:
         loader = self.cfg.get(f'{args.split}_dataloader') or self.cfg.get('test_dataloader')
         if loader is None:
             raise ConfigError(f'{self.cfg.filename} has no {args.split}_dataloader.')
-        tests = _innermost((self.cfg.get('test_dataloader') or loader).dataset)
+        tests = innermost((self.cfg.get('test_dataloader') or loader).dataset)
         if args.images:
             steps = _still(tests.pipeline)
             loads = [step for step in steps if type_name(step).endswith('LoadImageFromFile')]
@@ -77,9 +77,8 @@ class LoadedModel:
             run = Compose([*(loads or [dict(type='LoadImageFromFile')]), *others])
             paths = [path for given in args.images for path in find_images(given)]
             return [partial(run, dict(img_path=path, img_id=number)) for number, path in enumerate(paths)]
-        check_data(self.cfg, [args.split])
         data = deepcopy(loader.dataset)
-        own = _innermost(data)
+        own = innermost(data)
         # Pictures of training images go through the test pipeline, which crops nothing at random.
         own.pipeline = _still((tests if args.split == 'train' else own).pipeline)
         dataset = DATASETS.build(data)
@@ -91,13 +90,6 @@ def _still(pipeline: Sequence[Any]) -> list[Any]:
     steps = [deepcopy(step) for step in pipeline if type_name(step) != 'RandomFlip']
     # Annotations that are loaded after a resize keep the pixels of the image on disk.
     return sorted(steps, key=lambda step: (type_name(step).startswith('Pack'), type_name(step) == 'LoadAnnotations'))
-
-
-def _innermost(dataset: Any) -> Any:
-    """Return the config of the data set inside wrappers such as RepeatDataset."""
-    while 'pipeline' not in dataset and 'dataset' in dataset:
-        dataset = dataset.dataset
-    return dataset
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -184,7 +176,7 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', *, whole: bool
     """
     init_default_scope(host_package(cfg) or 'mmdet')
     if checkpoint != UNTRAINED:
-        check_checkpoint(checkpoint, sharded=False)
+        check_checkpoint(checkpoint)
     torch.manual_seed(0)
     # Hosts write into the config that they are built from.
     model = MODELS.build(deepcopy(cfg.model))
@@ -202,7 +194,7 @@ def class_names(cfg: Config) -> tuple[str, ...]:
     loader = cfg.get('test_dataloader')
     if loader is None:
         return ()
-    dataset = _innermost(loader.dataset)
+    dataset = innermost(loader.dataset)
     with DATASETS.switch_scope_and_registry(cfg.get('default_scope')) as registry:
         kind = registry.get(dataset.type) if isinstance(dataset.type, str) else dataset.type
     return tuple((dataset.get('metainfo') or {}).get('classes') or getattr(kind, 'METAINFO', {}).get('classes', ()))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mmgate._environment import log
-from mmgate.errors import ConfigError
+from mmgate.errors import ConfigError, listed
 
 from .safetensors_file import read_safetensors
 
@@ -69,10 +69,9 @@ class GatesFile:
                 different.append(f'{name} is {tuple(shapes[name])} instead of {tuple(shape)}')
         different += [f'{name} is not known there' for name in shapes if name not in self.shapes]
         if different:
-            more = f' and {len(different) - 3} more' if len(different) > 3 else ''
             raise ConfigError(
                 f'{path} holds gates of a {self.host} of other tensors than this {host}: '
-                f'{"; ".join(different[:3])}{more}. Give the config and the checkpoint that they were trained with.'
+                f'{listed(different, separator="; ")}. Give the config and the checkpoint that they were trained with.'
             )
 
     def warn_of_other_values(self, path: str | os.PathLike[str], state: Mapping[str, Tensor]) -> None:

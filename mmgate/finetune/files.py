@@ -6,7 +6,6 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from mmgate._environment import log
 from mmgate.checkpoints.gates_file import GatesFile, checksum, read_gates, write_gates
 from mmgate.errors import ConfigError
-from mmgate.layers.base.gated import current_key, gated_modules
+from mmgate.layers.base.gated import gated_modules
 from mmgate.registry import MODELS
 from mmgate.starts import initialise_gates_last
 from mmgate.swap import swap_attention
@@ -126,7 +125,6 @@ def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
             # One by one: gates of an earlier call of swap_attention may have been there when a later one was made.
             for rule in wanted[prefix]:
                 swap_attention(module, rule)
-        content = _by_current_names(model, content)
         _fill(model, content.tensors)
     except (RuntimeError, TypeError, ValueError) as error:
         restore(added)
@@ -178,13 +176,6 @@ def _named(kind: str | type[nn.Module]) -> str:
     )
 
 
-def _by_current_names(model: nn.Module, content: GatesFile) -> GatesFile:
-    """Translate the names of gates in a file from mmgate 0.1, where they lay beside the projections, to today's."""
-    names = {key: current_key(model, key) for key in content.gates}
-    tensors = {names.get(key, key): tensor for key, tensor in content.tensors.items()}
-    return replace(content, tensors=tensors, gates=list(names.values()))
-
-
 def _gate_names(model: nn.Module) -> set[str]:
     """Return the names of the gates' parameters in the form that gates files have."""
     names = {vanilla_name(model, name) for name in gate_parameters(model)}
@@ -209,9 +200,7 @@ def _meet_checkpoint(
     """
     inside = [key.removeprefix(prefix) for key in state if key.startswith(prefix)]
     here = {vanilla: f'{prefix}{name}' for name in inside if (vanilla := vanilla_name(model, name)) is not None}
-    # In checkpoints of mmgate 0.1 gates have other names.
-    former = here.keys() - vanilla_state(model).keys()
-    if not {*here, *(current_key(model, name) for name in former)}.isdisjoint(content.gates):
+    if not here.keys().isdisjoint(content.gates):
         return
     content.warn_of_other_values(path, {name: state[key] for name, key in here.items()})
     state.update({here[name]: tensor for name, tensor in content.host_tensors.items() if name in here})

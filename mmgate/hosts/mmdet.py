@@ -108,8 +108,6 @@ class GatedBiMultiHeadAttention(DenseHost):
     each. The host clamps logits to +-50000 to keep half precision finite. Here they are formed in float32 instead.
     """
 
-    old_names = {'gate_v.': 'gate.vision.', 'gate_l.': 'gate.language.'}
-
     v_proj: nn.Module
     l_proj: nn.Module
     values_v_proj: nn.Module

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from mmgate.hosts.relative_positions import GatedRelativeAttention
 from mmgate.hosts.table import adapts
-from mmgate.hosts.window import OLD_NAMES, adapt_swin
+from mmgate.hosts.window import adapt_swin
 from mmgate.layers.base.dense import DenseGate, DenseHost
 from mmgate.layers.base.gate import Gate, Sizes
 from mmgate.layers.base.map import MapGate, MapHost, Size
@@ -115,8 +115,6 @@ def refuse_extras(host: Any) -> None:
 @adapts(DenseGate, MultiheadAttention)
 class GatedTokenAttention(DenseHost):
     """Adapter that lets dense gates into mmpretrain's ``MultiheadAttention``, as in its ViTs."""
-
-    old_names = OLD_NAMES
 
     num_heads: int
     qkv: nn.Module

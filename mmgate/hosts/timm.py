@@ -5,10 +5,10 @@ mmpretrain, mmdet and mmseg have them through their ``TIMMBackbone``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mmgate.hosts.table import adapts
 from mmgate.hosts.window import GatedWindowMSA
 from mmgate.layers.base.dense import DenseGate, DenseHost
-from mmgate.layers.base.gate import Gate, Sizes
+from mmgate.layers.base.gate import Gate, Sizes, StateDict
 from mmgate.layers.base.map import MapGate, MapHost, Size
 
 # By name, as timm has moved its classes between files.
@@ -147,7 +147,6 @@ class TokenProjections(DenseHost):
 
     host_signature = True
     own_gates = OWN_GATES
-    old_names = OF_TIMM_GATES
 
     num_heads: int
     qkv: nn.Linear | None
@@ -167,6 +166,12 @@ class TokenProjections(DenseHost):
         if gate.adds_queries and not isinstance(host.q_norm, nn.Identity):
             return f'the gate {gate.attends_twice}, but this {type(host).__name__} normalises its queries (qk_norm)'
         return None
+
+    def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: object, **kwargs: object) -> None:
+        for theirs, ours in OF_TIMM_GATES.items():
+            if f'{prefix}{theirs}' in state_dict:
+                state_dict[f'{prefix}{ours}'] = state_dict.pop(f'{prefix}{theirs}')
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project tokens to queries, keys (normalised where timm does so) and values, ``(B, H|h, N, d)`` each.
@@ -262,8 +267,6 @@ class GatedRotaryAttention(TokenProjections):
 @adapts(DenseGate, WINDOWS)
 class GatedWindowAttention(GatedWindowMSA):
     """Adapter that lets dense gates into the windows' attention of timm's Swin."""
-
-    old_names: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:

@@ -31,11 +31,6 @@ class GatedReducedAttention(MapHost):
     """Adapter that lets attention over the whole map replace the spatial-reduction attention of PVT, MiT and Twins."""
 
     leaves_out = ('sr', 'norm')
-    old_names = {
-        'qkv.weight': 'attn.in_proj_weight',
-        'qkv.bias': 'attn.in_proj_bias',
-        'proj.': 'attn.out_proj.',
-    }
 
     attn: nn.MultiheadAttention
     proj_drop: nn.Module

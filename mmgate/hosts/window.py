@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -12,13 +11,6 @@ from mmgate.layers.base.dense import DenseGate, DenseHost, refuses_scale
 from mmgate.layers.base.gate import Gate, Sizes
 from mmgate.layers.base.map import MapGate, MapHost, Size
 
-# Names in checkpoints of mmgate 0.1, which held a module of torch's.
-OLD_NAMES = {
-    'attn.in_proj_weight': 'qkv.weight',
-    'attn.in_proj_bias': 'qkv.bias',
-    'attn.out_proj.': 'proj.',
-    'attn.': '',
-}
 # By the class that shifts windows, the class of the attention in them, an entry a package.
 WINDOWS: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -45,8 +37,6 @@ class GatedWindowMSA(DenseHost):
 
     The relative position bias and the mask ``(nW, N, N)`` of shifted windows are added to the logits after the gate.
     """
-
-    old_names: ClassVar[Mapping[str, str]] = OLD_NAMES
 
     num_heads: int
     qkv: nn.Module
@@ -76,7 +66,6 @@ class GatedShiftWindowMSA(MapHost):
     """Adapter that lets attention over the whole map replace Swin's ``ShiftWindowMSA``."""
 
     leaves_out = ('w_msa.relative_position_bias_table', 'w_msa.relative_position_index')
-    old_names = {'qkv.': 'w_msa.qkv.', 'proj.': 'w_msa.proj.'}
 
     w_msa: Any
     drop: nn.Module

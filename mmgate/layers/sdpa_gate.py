@@ -51,8 +51,7 @@ class SDPAGate(DenseGate):
             not possible at G5, where there are no heads.
         head_shared: False (default) for scores of each head; no other value is possible at G5. ``'average'``, the
             paper's: all heads take the mean of the heads' scores, with as many parameters as without sharing.
-            ``'projection'``, ours: one projection, as wide as a head, makes the scores of all heads. True, as in
-            mmgate 0.1, is ``'projection'``.
+            ``'projection'``, ours: one projection, as wide as a head, makes the scores of all heads.
         form: ``'multiplicative'`` (default): ``y * s``, or ``'additive'``: ``y + s``.
         act: ``'sigmoid'`` (default), ``'silu'`` or ``'ns_sigmoid'``: ``0.5 + 0.5 sigmoid``, the paper's NS-sigmoid.
         scale: Factor of the score; 1 in the paper (default).
@@ -63,8 +62,7 @@ class SDPAGate(DenseGate):
             (default), the paper's, reads all. modded-nanogpt reads 12 of 768, headwise.
 
     Raises:
-        ConfigError: An option is unknown. Also on loading, a checkpoint with ``head_shared='projection'`` for a gate
-            with ``'average'``, or of a gate with other ``gate_channels``.
+        ConfigError: An option is unknown. Also on loading, a checkpoint of a gate with other ``gate_channels``.
         ValueError: ``granularity`` or ``head_shared`` need heads at G5, or the options rule out an identity start, or
             ``gate_channels`` is below 1 or above the channels of ``x``.
 
@@ -94,7 +92,6 @@ class SDPAGate(DenseGate):
         act = 'ns_sigmoid' if act == 'NS-sigmoid' else act
         check_option('act', act, tuple(ACTIVATIONS))
         check_option('init', init, INITS)
-        head_shared = 'projection' if head_shared is True else head_shared
         check_option('head_shared', head_shared, SHARED)
         if position == 'G5' and (granularity == 'headwise' or head_shared):
             raise ValueError(
@@ -140,16 +137,7 @@ class SDPAGate(DenseGate):
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: object, **kwargs: object) -> None:
         weight = state_dict.get(f'{prefix}gate_weight')
-        # In mmgate 0.1 the weight had one dimension.
-        if weight is not None and weight.dim() == 1 and weight.numel() == self.gate_weight.numel():
-            state_dict[f'{prefix}gate_weight'] = weight.view_as(self.gate_weight)
-        elif weight is not None and self.head_shared == 'average' and weight.shape[0] == self.gate_shape[1]:
-            raise ConfigError(
-                f"{prefix}gate_weight {tuple(weight.shape)} is of head_shared='projection' (True in mmgate 0.1), but "
-                f"head_shared='average' has {tuple(self.gate_weight.shape)}. Set head_shared='projection' for this "
-                'checkpoint.'
-            )
-        elif weight is not None and self._reads_others(weight):
+        if weight is not None and self._reads_others(weight):
             raise ConfigError(
                 f'{prefix}gate_weight {tuple(weight.shape)} reads {weight.shape[1]} channels, but this gate reads '
                 f'{self.gate_channels}. Set gate_channels={weight.shape[1]} for this checkpoint.'

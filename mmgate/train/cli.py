@@ -1,7 +1,4 @@
-"""The command lines of tools/train.py and tools/test.py, and what their options change in a config.
-
-Missing data and checkpoints are reported before the Runner exists, so that such a start leaves no work dir.
-"""
+"""The command lines of tools/train.py and tools/test.py, and what their options change in a config."""
 
 from __future__ import annotations
 
@@ -27,9 +24,15 @@ from mmgate.finetune.training import frozen_parts_without_weights, warn_of_rando
 from mmgate.layers.base.gate import Gate
 from mmgate.ops.backend import candidates
 
-from .accumulation import enable_auto_accumulate, enable_auto_scale_lr
-from .config_file import add_trust_option, check_files, config_parser, host_package, load_config, mappings, type_name
-from .data_check_hook import DataCheckHook, refuse_foreign_classes
+from .config_file import (
+    add_trust_option,
+    check_checkpoint,
+    config_parser,
+    host_package,
+    innermost,
+    load_config,
+    type_name,
+)
 from .gate_options import add_gate_options, put_gates
 from .load_report import LoadReportHook
 from .processes import prepare_processes
@@ -74,17 +77,8 @@ def train(argv: list[str]) -> None:
         help="the same training by the faster step of mmgate's own configs: parameter groups merged, optimizer fused, "
         'one matching, channels last',
     )
-    batch = parser.add_mutually_exclusive_group()
-    batch.add_argument(
-        '--auto-scale-lr',
-        action='store_true',
-        help='scale the learning rate to the images of a step (processes x batch x accumulation)',
-    )
-    batch.add_argument(
-        '--auto-accumulate',
-        action='store_true',
-        help='accumulate gradients until a step has auto_scale_lr.base_batch_size images; what the config counts in '
-        'iterations (max_iters, warm-up, intervals) is stretched alike, so that the optimizer steps stay as many',
+    parser.add_argument(
+        '--auto-scale-lr', action='store_true', help='scale the learning rate to processes x batch, as mmdet does'
     )
     parser.add_argument(
         '--resume', nargs='?', const='auto', help='go on from this checkpoint, or from the last one in the work dir'
@@ -92,22 +86,18 @@ def train(argv: list[str]) -> None:
     args = _parse(parser, argv)
     cfg = load_config(args)
     replaced = put_gates(cfg, args.gate, gates=args.gates, train=args.train)
-    notes = []
-    if args.speedups:
-        notes.append(speed_up(cfg))
+    note = speed_up(cfg) if args.speedups else ''
     if args.amp:
         enable_amp(cfg)
-    check_amp(cfg)
-    if args.auto_accumulate:
-        notes.append(enable_auto_accumulate(cfg))
     if args.auto_scale_lr:
-        notes.append(enable_auto_scale_lr(cfg))
+        enable_auto_scale_lr(cfg)
     if args.resume is not None:
         last = find_latest_checkpoint(cfg.work_dir) if args.resume == 'auto' else args.resume
         # A first start has no checkpoint to resume from.
         cfg.resume = last is not None
         cfg.load_from = last or cfg.get('load_from')
-    check_files(cfg, ('train', 'val'))
+    if cfg.get('load_from'):
+        check_checkpoint(cfg.load_from, sharded='strategy' in cfg)
     runner = build_runner(cfg)
     if not starts_from_checkpoint(cfg):
         parts = frozen_parts_without_weights(runner.model)
@@ -117,13 +107,9 @@ def train(argv: list[str]) -> None:
     add_gate_statistics(runner)
     if replaced:
         runner.logger.warning(replaced)
-    for note in notes:
+    if note:
         runner.logger.info(note)
-    try:
-        runner.train()
-    except ValueError:
-        refuse_foreign_classes(cfg, runner)
-        raise
+    runner.train()
 
 
 def test(argv: list[str]) -> None:
@@ -157,7 +143,7 @@ def test(argv: list[str]) -> None:
     if args.out and not pickled:
         for evaluator in cfg.test_evaluator if isinstance(cfg.test_evaluator, list) else [cfg.test_evaluator]:
             evaluator.update(output_dir=args.out, keep_results=True)
-    check_files(cfg, ('test',))
+    check_checkpoint(args.checkpoint, sharded='strategy' in cfg)
     runner = build_runner(cfg)
     if note:
         runner.logger.warning(note)
@@ -172,11 +158,10 @@ def test(argv: list[str]) -> None:
 
 
 def build_runner(cfg: Config) -> Runner | FlexibleRunner:
-    """Build the Runner of a config, and add the hooks of mmgate's command lines.
+    """Build the Runner of a config, with its model.
 
     Args:
-        cfg: The config; ``runner_type`` names a registered runner, such as mmengine's FlexibleRunner, and
-            ``check_data=False`` leaves :class:`~mmgate.train.data_check_hook.DataCheckHook` out.
+        cfg: The config; ``runner_type`` names a registered runner, such as mmengine's FlexibleRunner.
 
     Raises:
         ConfigError: A launcher or a backend cannot work here, or a rule does not fit the model.
@@ -187,8 +172,6 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
     if isinstance(runner, FlexibleRunner):  # else it builds the model only when it starts
         runner.model = runner.strategy.build_model(runner.model)
     check_backends(runner.model)
-    if cfg.get('check_data', True) and not any(isinstance(hook, DataCheckHook) for hook in runner.hooks):
-        runner.register_hook(DataCheckHook())
     return runner
 
 
@@ -236,18 +219,15 @@ def enable_amp(cfg: Config) -> None:
     cfg.optim_wrapper.setdefault('loss_scale', 'dynamic')
 
 
-def check_amp(cfg: Config) -> None:
-    """Raise ConfigError if the config asks for mixed precision on a device for which mmengine has none.
+def enable_auto_scale_lr(cfg: Config) -> None:
+    """Let mmengine scale a config's learning rate by processes x batch, for the option ``--auto-scale-lr``.
 
     Raises:
-        ConfigError: The run is on such a device.
+        ConfigError: The config names no base batch size.
     """
-    wrappers = [one for _, one in mappings(cfg.get('optim_wrapper')) if type_name(one) == 'AmpOptimWrapper']
-    if wrappers and get_device() in ('cpu', 'mps'):
-        raise ConfigError(
-            f"AmpOptimWrapper, which --amp sets, is mmengine's for GPUs, and this run is on {get_device()}. Leave "
-            "--amp away; in a config write optim_wrapper type='OptimWrapper', without loss_scale and dtype."
-        )
+    if (cfg.get('auto_scale_lr') or {}).get('base_batch_size') is None:
+        raise ConfigError('--auto-scale-lr needs auto_scale_lr.base_batch_size in the config, the batch its lr is for.')
+    cfg.auto_scale_lr.enable = True
 
 
 def starts_from_checkpoint(cfg: Config) -> bool:
@@ -288,9 +268,7 @@ def enable_tta(cfg: Config) -> None:
     elif host == 'mmpretrain':
         model = dict(type='mmpretrain.AverageClsScoreTTA')
         pack = {}
-    dataset = cfg.test_dataloader.dataset
-    while 'dataset' in dataset:
-        dataset = dataset.dataset
+    dataset = innermost(cfg.test_dataloader.dataset)
     if 'tta_pipeline' not in cfg:
         *steps, last = deepcopy(dataset.pipeline)
         # Annotations stay outside, because they must not be flipped.

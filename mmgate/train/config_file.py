@@ -1,29 +1,22 @@
-"""Read the config that a command line names, merge ``--cfg-options`` into it, and check its files.
-
-Missing data and checkpoints are reported before anything is built.
-"""
+"""Read the config that a command line names, and merge ``--cfg-options`` into it."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import os.path as osp
-import re
-import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
 from mmengine.config import Config, DictAction
-from mmengine.registry import DATASETS, METRICS
 from mmengine.utils import import_modules_from_strings
 
-from mmgate._environment import EXTRAS, HOSTS, MM, why_not
+from mmgate._environment import EXTRAS, HOSTS, why_not
 from mmgate.checkpoints.loading import TRUST
 from mmgate.errors import ConfigError
 
 MMPRETRAIN = 'pip install "mmgate[pretrain]" (beside OpenMMLab\'s own packages: mmpretrain==1.2.0)'
-PACKAGES = (*MM, 'mmgate')
 
 
 def config_parser(description: str | None) -> argparse.ArgumentParser:
@@ -173,6 +166,13 @@ def host_package(cfg: Config) -> str | None:
     return None
 
 
+def innermost(dataset: Any) -> Any:
+    """Return the config of the data set inside wrappers such as RepeatDataset."""
+    while 'pipeline' not in dataset and 'dataset' in dataset:
+        dataset = dataset.dataset
+    return dataset
+
+
 def add_trust_option(parser: argparse.ArgumentParser) -> None:
     """Add the option ``--trust-checkpoint`` to a parser; it holds for this process and those that it starts."""
     parser.add_argument(
@@ -188,103 +188,17 @@ class _Trust(argparse.Action):
         os.environ[TRUST] = '1'
 
 
-def check_files(cfg: Config, splits: Sequence[str]) -> None:
-    """Raise ConfigError if data, pretrained weights or the checkpoint of a config are missing or unreadable.
-
-    Raises:
-        ConfigError: A file cannot be used; the message has its setting and the reason.
-    """
-    check_data(cfg, splits)
-    if 'train' in splits:
-        check_pretrained(cfg)
-    if cfg.get('load_from'):
-        check_checkpoint(cfg.load_from, sharded='strategy' in cfg)
-
-
-def check_data(cfg: Config, splits: Sequence[str]) -> None:
-    """Raise ConfigError if local annotation files or data folders that a config names are missing.
-
-    Raises:
-        ConfigError: A file or folder is missing; the message has its setting and its path.
-    """
-    for split in splits:
-        if cfg.get(f'{split}_cfg') is None:
-            continue
-        loader = cfg.get(f'{split}_dataloader') or {}
-        entries = [*mappings(loader.get('dataset'), f'{split}_dataloader.dataset')]
-        if split != 'train':
-            entries += mappings(cfg.get(f'{split}_evaluator'), f'{split}_evaluator')
-        for where, entry in entries:
-            # A user's data set may find its files otherwise, and some of mmpretrain's download or list theirs.
-            theirs = 'split' in entry or entry.get('download') or entry.get('backend_args')
-            if not theirs and _is_of_packages(entry, cfg.get('default_scope')):
-                _check_files(entry, where)
-
-
-def _is_of_packages(entry: Mapping[str, Any], scope: str | None) -> bool:
-    for registry in (DATASETS, METRICS):
-        kind = entry.get('type')
-        if isinstance(kind, str):
-            with registry.switch_scope_and_registry(scope) as found:
-                kind = found.get(kind)
-        if str(getattr(kind, '__module__', '')).partition('.')[0] in PACKAGES:
-            return True
-    return False
-
-
-def _check_files(entry: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError if the annotation file of a data set or metric, or its data folders, are missing."""
-    root = entry.get('data_root') or ''
-    ann_file = entry.get('ann_file')
-    prefix = entry.get('data_prefix')
-    named = {'ann_file': ann_file} if ann_file else {'data_prefix': prefix}
-    if not ann_file and isinstance(prefix, Mapping):
-        named = {f'data_prefix.{key}': prefix[key] for key in ('img', 'img_path') if prefix.get(key)}
-    named = {key: path for key, path in named.items() if path and isinstance(path, str)} or {'data_root': ''}
-    for key, name in named.items():
-        path = osp.join(root, name) if name else root
-        if path and '://' not in path and not osp.exists(path):
-            raise ConfigError(
-                f'{where}.{key}: {path} does not exist (looked for {osp.abspath(path)}). Put the data set there, link '
-                'it, or point the config at it with --cfg-options.'
-            )
-
-
-def check_pretrained(cfg: Config) -> None:
-    """Raise ConfigError if a part of the model starts from a local checkpoint that cannot be read.
-
-    Raises:
-        ConfigError: A checkpoint cannot be read; the message has the setting of its ``init_cfg`` and the reason.
-    """
-    for where, entry in mappings(cfg.get('model') or {}, 'model'):
-        path = str(entry.get('checkpoint'))
-        if type_name(entry) == 'Pretrained' and not re.match(r'\w[\w-]+:', path):  # https://, torchvision://
-            try:
-                check_checkpoint(path)
-            except ConfigError as error:
-                raise ConfigError(
-                    f'{where}.checkpoint: {error} Put it there, or start from scratch with --cfg-options {where}=None.'
-                ) from None
-
-
 def check_checkpoint(path: str, *, sharded: bool = False) -> None:
-    """Raise ConfigError if a local checkpoint is missing, cut short or no checkpoint; URLs are not checked.
+    """Raise ConfigError if there is no file of a local checkpoint; URLs are not checked.
 
     Args:
         path: File or URL.
         sharded: True accepts a folder with one file for each process, as FSDP and DeepSpeed write it.
 
     Raises:
-        ConfigError: The file cannot be used; the message has the reason.
+        ConfigError: There is none.
     """
-    if '://' in path or (sharded and osp.isdir(path)):
+    if '://' in path or osp.isfile(osp.expanduser(path)) or (sharded and osp.isdir(path)):
         return
-    if not osp.isfile(path):
-        fault = 'is a folder' if osp.isdir(path) else 'does not exist'
-        raise ConfigError(f'checkpoint {path} {fault} (looked for {osp.abspath(path)}).')
-    with open(path, 'rb') as file:
-        head = file.read(2)
-    if head == b'PK' and not zipfile.is_zipfile(path):
-        raise ConfigError(f'checkpoint {path} is cut short; copy or download it again.')
-    if head != b'PK' and head[:1] != b'\x80' and not path.endswith('.safetensors'):
-        raise ConfigError(f'checkpoint {path} is no torch checkpoint; it starts with {head!r}.')
+    fault = 'is a folder' if osp.isdir(path) else 'does not exist'
+    raise ConfigError(f'checkpoint {path} {fault} (looked for {osp.abspath(path)}).')

@@ -16,9 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmgate._environment import log
 from mmgate.checkpoints.loading import guarded_loaders
-from mmgate.errors import ConfigError
+from mmgate.errors import ConfigError, listed
 from mmgate.layers.base.gate import is_gate_key, named_gate_parameters
-from mmgate.layers.base.gated import current_key
 from mmgate.wrappers import unwrap_model
 
 from .resuming import refuse_other_run
@@ -85,13 +84,12 @@ class LoadReportHook(Hook):
         found, share = self.report(runner)
         if share < 0.5 and not self.allow_mismatch:
             raise ConfigError(
-                f'{found}. The checkpoint is of another model (it starts with {_first(self._given)}); test it with its '
+                f'{found}. The checkpoint is of another model (it starts with {listed(self._given)}); test it with its '
                 'own config, or give --allow-mismatch.'
             )
         self.log_report(runner, found, share == 1)
         own = unwrap_model(runner.model)
-        given = {current_key(own, key) for key in self._given}  # those of mmgate 0.1 among them
-        if self.gates and not given.isdisjoint(dict(named_gate_parameters(own))):
+        if self.gates and not set(self._given).isdisjoint(dict(named_gate_parameters(own))):
             log(
                 f'{self.checkpoint} has gates, which replaced those of --gates {self.gates}: the test is of the '
                 "checkpoint's. Give the vanilla checkpoint to test the file's.",
@@ -117,7 +115,7 @@ class LoadReportHook(Hook):
         if gates and (file := vars(own).get('gates_file')):
             found += f'; {len(gates)} of gates are from {file}'
             missing = [key for key in missing if key not in gates]
-        return found + (f'; not loaded: {_first(missing)}' if missing else ''), share
+        return found + (f'; not loaded: {listed(missing)}' if missing else ''), share
 
     def missing(self, runner: HasModel) -> list[str]:
         """Return the names of the model's tensors that the checkpoint did not fill."""
@@ -130,13 +128,11 @@ class LoadReportHook(Hook):
         log(f'{found}.', logging.INFO if fits else logging.WARNING)
         own = unwrap_model(runner.model)
         keys = own.state_dict().keys()
-        unknown = [key for key in self._given if key not in keys and is_gate_key(key)]
-        # Keys of mmgate 0.1 get their new names on loading.
-        dropped = [key for key in unknown if current_key(own, key) not in keys]
+        dropped = [key for key in self._given if key not in keys and is_gate_key(key)]
         if dropped:
             log(
                 f'{self.checkpoint} holds gates for which {type(own).__name__} has no place; their {len(dropped)} '
-                f'tensors are left out: {_first(dropped)}. Without them the attention is not the one that was trained; '
+                f'tensors are left out: {listed(dropped)}. Without them the attention is not the one that was trained; '
                 'give the rules of the config that wrote them.',
                 logging.WARNING,
             )
@@ -187,7 +183,3 @@ def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
         for key, value in unwrap_model(model).state_dict(keep_vars=True).items()
         if isinstance(value, Tensor) and not key.endswith(COUNTERS)
     }
-
-
-def _first(keys: list[str]) -> str:
-    return ', '.join(keys[:3]) + (f' and {len(keys) - 3} more' if len(keys) > 3 else '')

@@ -73,13 +73,6 @@ class ReproducibleHook(Hook):
         """Seed all random generators for the next batch, which a loader without workers draws in this process."""
         self._seed(runner, runner.iter, 2)
 
-    def after_left_out(self, runner: Runner) -> None:
-        """Seed all random generators as after the last trained batch, once a resumed run has skipped those batches.
-
-        SaveOnInterruptHook calls this when it has skipped the batches that the interrupted run had trained.
-        """
-        self._seed(runner, runner.iter - 1, 2)
-
     @staticmethod
     def _seed(runner: Runner, step: int, kind: int) -> None:
         entropy = (int(runner.seed), int(step), kind, get_rank())

@@ -10,17 +10,14 @@ from mmengine.runner import Runner
 
 from mmgate._environment import log
 from mmgate.checkpoints.plain_config import literal_setting
-from mmgate.errors import ConfigError
+from mmgate.errors import ConfigError, listed
 from mmgate.finetune import gate_parameters
 from mmgate.finetune.training import frozen_parameters
 from mmgate.layers.base.gate import is_gate_key
-from mmgate.layers.base.gated import current_key
 from mmgate.wrappers import unwrap_model
 
 from .config_file import differences
 from .parameter_groups import groups_for, sizes
-
-MOST = 3  # settings in one message
 
 
 def refuse_other_run(runner: Runner, checkpoint: Mapping[str, Any], source: str) -> None:
@@ -39,12 +36,10 @@ def refuse_other_run(runner: Runner, checkpoint: Mapping[str, Any], source: str)
     Raises:
         ConfigError: It does not fit; the message has the settings of model and optimizer that changed since.
     """
-    _refuse_first_version(runner, checkpoint, source)
     problem = _other_gates(runner, checkpoint) or _other_groups(runner, checkpoint)
     changed = sorted(_changed(runner, checkpoint), key=lambda one: not _is_of_rules(one))
     if problem:
-        listed = '; '.join(changed[:MOST]) + (f' and {len(changed) - MOST} more' if len(changed) > MOST else '')
-        since = f' Changed since: {listed}.' if changed else ''
+        since = f' Changed since: {listed(changed, separator="; ")}.' if changed else ''
         raise ConfigError(
             f'{source} cannot be resumed: {problem}.{since} Give the config that the run began with, or start a new '
             f'run from its weights: --cfg-options load_from={source}, without --resume.'
@@ -62,23 +57,6 @@ def refuse_other_run(runner: Runner, checkpoint: Mapping[str, Any], source: str)
         log(
             f'{source} was trained by other rules, and the run goes on by new ones: {"; ".join(rules)}.',
             logging.WARNING,
-        )
-
-
-def _refuse_first_version(runner: Runner, checkpoint: Mapping[str, Any], source: str) -> None:
-    """Raise ConfigError if the checkpoint to resume from was written by a gated run of mmgate 0.1."""
-    if 'optimizer' not in checkpoint:
-        return
-    model = unwrap_model(runner.model)
-    keys = model.state_dict().keys()
-    former = {current_key(model, key): key for key in checkpoint.get('state_dict', {}) if key not in keys}
-    gate = next((name for name in gate_parameters(model) if name in former), None)
-    if gate is not None:
-        raise ConfigError(
-            f'{source} cannot be resumed: it is of a run of mmgate 0.1, where {gate} was {former[gate]}. Gates were at '
-            'other places among the parameters, so that the state of its optimizer is of other tensors. Start a new '
-            f'run from its weights, --cfg-options load_from={source} without --resume, or finish the run with mmgate '
-            '0.1.'
         )
 
 

@@ -27,7 +27,7 @@ _COUNTS = ('begin', 'end', 'milestones', 'T_max', 'step_size', 'total_steps', 'p
 _WARM_UPS = ('LinearLR', 'ConstantLR')
 SHORTEST_WARM_UP = 20  # a warm-up takes at least one part of so many
 _CONSTRUCTOR = 'GateOptimWrapperConstructor'
-_HOOKS = ('SaveOnInterruptHook', 'ReproducibleHook')
+_HOOK = 'ReproducibleHook'
 
 
 def make_trial(
@@ -40,7 +40,7 @@ def make_trial(
     gate_rate: float | Mapping[str, float] = 1.0,
     validations: int = 4,
 ) -> None:
-    """Change a config to a short training that can be interrupted by Ctrl-C and then resumes exactly.
+    """Change a config to a short training that, once stopped, resumes exactly from its last checkpoint.
 
     The schedule of the learning rate is squeezed into the new length; warm-ups take at least a twentieth of it.
 
@@ -68,9 +68,10 @@ def make_trial(
     _squeeze(cfg, Fraction(length, whole), length, steps_in_epoch)
     _set_loop(cfg, epochs if epochs is not None else length, epochs is not None, validations)
     _set_loader(cfg, infinite=epochs is None)
-    present = {type_name(hook) for hook in cfg.get('custom_hooks') or ()}
-    added = [dict(type=f'mmgate.{name}') for name in _HOOKS if name not in present]
-    cfg.custom_hooks = [*(cfg.get('custom_hooks') or ()), *added]
+    hooks = list(cfg.get('custom_hooks') or ())
+    if _HOOK not in map(type_name, hooks):
+        hooks.append(dict(type=f'mmgate.{_HOOK}'))
+    cfg.custom_hooks = hooks
     cfg.load_from = checkpoint or cfg.get('load_from')
     cfg.resume = False
     import_mmgate(cfg)

@@ -1,4 +1,4 @@
-"""Small backbones, and the names that their parameters had in mmgate 0.1."""
+"""Small backbones."""
 
 from __future__ import annotations
 
@@ -12,26 +12,12 @@ from torch import Tensor, nn
 from helpers.published import random_swin
 from mmgate.train import cli
 
-OF_0_1 = {'gate.': '', 'attn.in_proj_': 'qkv.', 'attn.out_proj.': 'proj.', 'w_msa.': ''}
-
 SWIN = dict(embed_dims=16, depths=(2, 2, 2, 2), num_heads=(1, 2, 4, 8), window_size=4, drop_path_rate=0.0)
 SVT = dict(type='mmseg.SVT', depths=[2, 2, 2, 2], windiow_sizes=[7, 7, 7, 7], drop_path_rate=0.0)
 SVT.update(patch_sizes=[4, 2, 2, 2], strides=[4, 2, 2, 2], mlp_ratios=[1, 1, 1, 1], sr_ratios=[8, 4, 2, 1])
 SVT.update(embed_dims=[16, 32, 64, 128], num_heads=[1, 2, 4, 8])
 PRETRAIN = dict(arch=dict(embed_dims=16, depths=[2, 2, 2, 2], num_heads=[1, 2, 4, 8]), out_indices=(0, 1, 2, 3))
 PRETRAIN.update(drop_path_rate=0.0, pad_small_map=True, window_size=4)
-
-
-def names_of_0_1(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict by the names of mmgate 0.1, whose gates lay beside projections of one name in all hosts."""
-    gated = tuple({key.partition('.gate.')[0] + '.' for key in state if '.gate.' in key})
-    renamed = {}
-    for key, value in state.items():
-        prefix = next((prefix for prefix in gated if key.startswith(prefix)), key)
-        rest = key.removeprefix(prefix)
-        new = next((new for new in OF_0_1 if rest.startswith(new)), '')
-        renamed[prefix + OF_0_1.get(new, '') + rest.removeprefix(new)] = value
-    return renamed
 
 
 def vit(rule: dict[str, Any] | None, size: int = 224) -> nn.Module:

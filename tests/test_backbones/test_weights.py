@@ -1,4 +1,4 @@
-"""Checkpoints that start a backbone: the authors', ours, of mmgate 0.1 and of another resolution."""
+"""Checkpoints that start a backbone: the authors', ours and of another resolution."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import filled, needs_mmpretrain
-from helpers.backbones import convert_file, names_of_0_1, swin_state, vit
+from helpers.backbones import convert_file, swin_state, vit
 from helpers.published import agent_pvt, agent_swin, random_pvt, random_swin
 from helpers.published_cswin import SMALL, random_cswin
 from mmengine.registry import MODELS
@@ -43,15 +43,15 @@ BACKBONES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize('way', ['init_cfg', 'init_cfg of 0.1', 'classifier', 'classifier of 0.1'])
+@pytest.mark.parametrize('way', ['init_cfg', 'classifier'])
 @pytest.mark.parametrize('name', OF_TWO_SIZES)
 def test_loading_resizes_as_a_forward_pass_does(name: str, way: str, tmp_path: Path) -> None:
     """What is loaded into the larger model computes what the smaller one does on larger images."""
     small = filled(MODELS.build(dict(OF_TWO_SIZES[name], pretrain_img_size=64)), 0.1).eval()
     checkpoint = str(tmp_path / 'small.pth')
-    starts = way.startswith('init_cfg')
+    starts = way == 'init_cfg'
     prefix = '' if starts else 'backbone.'
-    state = names_of_0_1(small.state_dict()) if way.endswith('0.1') else small.state_dict()
+    state = small.state_dict()
     torch.save({'state_dict': {f'{prefix}{key}': value for key, value in state.items()}}, checkpoint)
     large = dict(OF_TWO_SIZES[name], pretrain_img_size=96)
     if starts:
@@ -195,30 +195,6 @@ def test_own_checkpoint_starts_a_backbone(tmp_path: Path, name: str, outputs: tu
     checkpoint = {'state_dict': state, 'meta': {'when': Path('now')}}
     built = start_from(BACKBONES[name], checkpoint, tmp_path, prefix='ema.backbone.').state_dict()
     assert all(torch.equal(built[key], value) for key, value in trained.state_dict().items())
-
-
-@torch.no_grad()
-@pytest.mark.parametrize('way', ['init_cfg', 'load_state_dict'])
-@pytest.mark.parametrize('name', BACKBONES)
-def test_checkpoint_of_mmgate_0_1_starts_a_backbone(tmp_path: Path, name: str, way: str) -> None:
-    """By names that a gated attention had instead of its host's; one that lacks a part of a gate is refused."""
-    trained = filled(build(name), 0.1).eval()
-    state = names_of_0_1(trained.state_dict())
-    assert not any('.gate.' in key or '.in_proj_weight' in key for key in state)
-    model = build(name)
-    if way == 'init_cfg':
-        model = start_from(BACKBONES[name], state, tmp_path)
-    else:
-        model.load_state_dict(state)
-    for key, value in trained.state_dict().items():
-        assert torch.equal(model.state_dict()[key], value), key
-    x = torch.randn(1, 3, 64, 64)
-    for actual, expected in zip(model.eval()(x), trained(x), strict=True):
-        assert torch.equal(actual, expected)
-    lost = next(key for key in state if key.endswith(('.an_bias', '.position_encoding')))
-    del state[lost]
-    with pytest.raises((ValueError, RuntimeError), match=re.escape(lost.replace('.attn.', '.attn.gate.'))):
-        start_from(BACKBONES[name], state, tmp_path) if way == 'init_cfg' else build(name).load_state_dict(state)
 
 
 def test_what_a_backbone_derives_may_be_missing(tmp_path: Path) -> None:

@@ -198,11 +198,3 @@ def test_a_host_of_any_width_and_a_gate_that_was_loaded() -> None:
         layer.load_state_dict(dict(layer.state_dict(), **{'gate.gml.bias': torch.tensor([5.0, 6.0])}))
         layer.init_weights()
         assert layer.gate.gml.bias.tolist() == [5.0, 6.0]
-
-
-def test_a_checkpoint_of_mmgate_0_1_loads() -> None:
-    """Its gate lay beside the projections."""
-    saved = filled(PLuGMultiScaleDeformableAttention(**SIZES), 0.5).state_dict()
-    ours = PLuGMultiScaleDeformableAttention(**SIZES)
-    ours.load_state_dict({key.removeprefix('gate.'): value for key, value in saved.items()})
-    assert all(torch.equal(value, saved[key]) for key, value in ours.state_dict().items())

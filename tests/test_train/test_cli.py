@@ -70,7 +70,6 @@ def test_without_flags_nothing_changes(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_amp_switches_the_optimizer_wrapper(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, 'get_device', lambda: 'cuda')
     cfg = config_of(monkeypatch, 'train', '--amp')
     wrapper = cfg.optim_wrapper
     assert (wrapper.type, wrapper.loss_scale) == ('AmpOptimWrapper', 'dynamic')
@@ -80,6 +79,14 @@ def test_amp_switches_the_optimizer_wrapper(folder: Path, monkeypatch: pytest.Mo
     wrapper.type = 'ApexOptimWrapper'
     with pytest.raises(ConfigError, match='ApexOptimWrapper'):
         cli.enable_amp(cfg)
+
+
+def test_a_rate_to_scale_needs_the_batch_that_it_is_for() -> None:
+    cfg = Config(dict(auto_scale_lr=dict(base_batch_size=16)))
+    cli.enable_auto_scale_lr(cfg)
+    assert cfg.auto_scale_lr == dict(base_batch_size=16, enable=True)
+    with pytest.raises(ConfigError, match='needs auto_scale_lr.base_batch_size'):
+        cli.enable_auto_scale_lr(Config(dict(auto_scale_lr=dict(enable=False))))
 
 
 def test_speedups_change_the_config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,20 +187,6 @@ def test_label_maps_of_every_evaluator(folder: Path, monkeypatch: pytest.MonkeyP
     cfg = config_of(monkeypatch, 'test', 'x.pth', '--out', 'maps', evaluator=evaluator)
     found = cfg.test_evaluator if isinstance(cfg.test_evaluator, list) else [cfg.test_evaluator]
     assert found == [dict(type='IoUMetric', output_dir='maps', keep_results=True)] * evaluator.count('IoU')
-
-
-@pytest.mark.parametrize('listed', [True, False], ids=['list', 'one'])
-def test_files_of_every_evaluator_are_looked_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], listed: bool
-) -> None:
-    metric = "dict(type='CocoMetric', ann_file='absent.json')"
-    absent = f'[{metric}]' if listed else metric
-    Path('config.py').write_text(SMALL.format(scope='mmdet', evaluator=absent))
-    assert cli.main(cli.test, ['config.py', 'x.pth']) == 2
-    where = 'test_evaluator.0.ann_file' if listed else 'test_evaluator.ann_file'
-    assert f'{where}: absent.json does not exist' in capsys.readouterr().err
-    (folder / 'absent.json').touch()
-    config_of(monkeypatch, 'test', 'x.pth', scope='mmdet', evaluator=absent)
 
 
 def test_predictions_of_a_detector_need_a_pickle(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

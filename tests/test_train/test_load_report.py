@@ -102,14 +102,6 @@ def test_gates_that_come_or_go(
     assert any(found == level and re.search(said, text) for found, text in lines)
 
 
-def test_gates_with_the_names_of_mmgate_0_1_are_not_missed(tmp_path: Path, lines: list) -> None:
-    state = {key.replace('.gate.', '.'): tensor for key, tensor in gated('first').state_dict().items()}
-    torch.save(dict(state_dict=state), tmp_path / 'x.pth')
-    load_weights(gated('first'), str(tmp_path / 'x.pth'))
-    ((level, text),) = lines
-    assert level == 'INFO' and '14 of 14 keys' in text
-
-
 @pytest.mark.parametrize(('trained', 'warned'), [((), False), (('first',), True)], ids=['vanilla', 'gated'])
 def test_a_checkpoint_that_has_the_gates_of_a_file_too(trained: tuple, warned: bool, lines: list) -> None:
     model, checkpoint = gated('first'), dict(state_dict=gated(*trained).state_dict())

@@ -1,4 +1,4 @@
-"""Starts that cannot work, or hardly: other gates than the run had, gates on random weights, no GPU."""
+"""Starts that cannot work, or hardly: other gates than the run had, gates on random weights."""
 
 from __future__ import annotations
 
@@ -143,25 +143,6 @@ def test_a_run_from_before_groups_were_merged_is_resumed(tmp_path: Path) -> None
     assert {float(state['step']) for state in saved['state'].values()} == {2.0}
 
 
-def test_a_gated_run_of_mmgate_01_is_not_resumed(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its gates lay beside the projections; its weights start a new run."""
-    first = torch.load(checkpoint, weights_only=False)
-    first['state_dict'] = {key.replace('.gate.', '.'): value for key, value in first['state_dict'].items()}
-    file = tmp_path / 'first.pth'
-    torch.save(first, file)
-    status, _ = train(tmp_path, '', '--resume', str(file))
-    error = capsys.readouterr().err
-    line = error[error.index('error: ') :].strip()
-    assert status == 2 and '\n' not in line
-    gate = 'first.attn.gate.gate_q_proj.weight was first.attn.gate_q_proj.weight'
-    assert f'first.pth cannot be resumed: it is of a run of mmgate 0.1, where {gate}.' in line
-    assert f'Start a new run from its weights, --cfg-options load_from={file} without --resume' in line
-    status, log = train(tmp_path, f"load_from = '{file}'")
-    assert status == 0 and 'keys of StartedNet were loaded' in log and 'not loaded' not in log
-
-
 def test_rules_that_still_fit_are_warned_of(checkpoint: Path, tmp_path: Path) -> None:
     status, log = train(tmp_path, rules("gml='sum', backend='chunked'"), '--resume', str(checkpoint))
     assert status == 0
@@ -225,21 +206,3 @@ def test_frozen_parts_without_weights(options: dict[str, Any], parts: list[str])
     mmgate.train_only_gates(model)
     assert frozen_parts_without_weights(model) == parts
     assert frozen_parts_without_weights(nn.DataParallel(model)) == parts
-
-
-@pytest.mark.parametrize(
-    ('changes', 'flags'),
-    [('', ['--amp']), ("optim_wrapper = dict(type='AmpOptimWrapper')", [])],
-    ids=['flag', 'config'],
-)
-def test_mixed_precision_needs_a_gpu(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    changes: str,
-    flags: list[str],
-) -> None:
-    monkeypatch.setattr(cli, 'get_device', lambda: 'cpu')
-    status, log = train(tmp_path, changes, *flags)
-    assert status == 2 and not log
-    assert re.fullmatch(r'error: AmpOptimWrapper.*GPUs.*on cpu\. Leave --amp away.*\n', capsys.readouterr().err)

@@ -30,7 +30,7 @@ from compare_runs import (
 
 import mmgate  # noqa: F401
 from mmgate.analysis.loading import write_csv
-from mmgate.errors import ConfigError
+from mmgate.errors import ConfigError, listed
 from mmgate.train import cli
 from mmgate.train.config_file import differences, read_config
 
@@ -318,12 +318,12 @@ def _refuse_other_settings(planned: Sequence[tuple[Path, dict[str, Any]]], out: 
     if not other:
         return
     every = list(dict.fromkeys(one for found in changed.values() for one in found))
-    listed = '; '.join(every[:MOST]) + (f' and {len(every) - MOST} more' if len(every) > MOST else '')
     there = {path.parent for name in (RESULT, SETTINGS) for path in out.glob(f'*/*/{name}')}
     dropped = [out] if there == set(other) else other
     beside = shlex.quote(f'{out}-2')
+    named = listed(every, MOST, separator='; ')
     raise ConfigError(
-        f'{len(other)} of {len(begun)} runs in {out} are of other settings than the study has now: {listed}. To keep '
+        f'{len(other)} of {len(begun)} runs in {out} are of other settings than the study has now: {named}. To keep '
         f'them, give the new ones another folder, --out {beside}, or set the study back. To drop them: '
         f'rm -r {" ".join(shlex.quote(str(folder)) for folder in dropped)}'
     )
@@ -396,7 +396,7 @@ def _test(folder: Path, settings: dict[str, Any], checkpoint: str, metric: str, 
 def run_tool(processes: int, command: list[str], *, quiet: bool = False) -> None:
     """Run a command of ``mmgate.tools``, in several processes if asked for; a quiet one writes into its work dir.
 
-    After Ctrl-C, which the command gets as well, this waits until it has saved its run.
+    After Ctrl-C, which the command gets as well, this waits until it has ended.
 
     Raises:
         ConfigError: The command failed.
@@ -415,7 +415,7 @@ def run_tool(processes: int, command: list[str], *, quiet: bool = False) -> None
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(1.0)
         except KeyboardInterrupt:
-            print('\nThe run in progress is saved; the same command goes on from there.', file=sys.stderr, flush=True)
+            print('\nStopped; the same command goes on from the last checkpoint of this run.', file=sys.stderr, flush=True)
             child.wait()
             raise
     if quiet and sys.stdout.isatty():

@@ -33,7 +33,7 @@ from mmgate.rules import FORM, check_rules, read_rules
 from mmgate.train import cli
 from mmgate.train.config_file import (
     add_trust_option,
-    check_files,
+    check_checkpoint,
     config_parser,
     differences,
     merge_options,
@@ -78,11 +78,10 @@ def main(argv: list[str]) -> None:
     out = Path(args.out or f'work_dirs/try_{Path(original.filename).stem}')
     check_folder(out)
     if args.checkpoint:
+        check_checkpoint(args.checkpoint)
         original.load_from = args.checkpoint
-    check_files(original, ('train', 'val', 'test'))
     if args.amp:
         cli.enable_amp(original)
-    cli.check_amp(original)
     metric = args.metric or first_figure(original)
     gated = {name: _gated(args, text) for name, text in zip(names[1:], args.gate, strict=True)}
     plan = _plan(args, original, gated, out)

@@ -8,7 +8,7 @@ from mmgate.deploy.build import serve
 from mmgate.deploy.inputs import FOLDER
 from mmgate.deploy.runtime import Exported
 from mmgate.train import cli
-from mmgate.train.config_file import add_trust_option, check_data, config_parser, load_config
+from mmgate.train.config_file import add_trust_option, config_parser, load_config
 from mmgate.train.gate_options import add_gate_options, put_gates
 
 
@@ -25,7 +25,6 @@ def main(argv: list[str]) -> None:
     args.launcher = 'none'
     cfg = load_config(args)
     put_gates(cfg, args.gate, gates=args.gates, train=args.train)
-    check_data(cfg, ('test',))
     runner = cli.build_runner(cfg)
     serve(runner.model, run)
     runner.test()

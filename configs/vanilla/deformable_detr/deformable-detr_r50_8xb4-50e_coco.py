@@ -1,6 +1,6 @@
 _base_ = 'mmdet::deformable_detr/deformable-detr_r50_16xb2-50e_coco.py'
 # 32 images a step, as mmdet's: 8 GPUs with 4 each. The paper trained on two GPUs in batches of 4, accumulated to the same
-# 32 (`tools/train.py --auto-accumulate` on fewer GPUs), with half of mmdet's weight decay.
+# 32, with half of mmdet's weight decay.
 custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 # mmdet's computation in fewer kernels and waits; docs/faster_training.md explains each part.
 custom_hooks = [dict(type='mmgate.MatchOnceHook'), dict(type='mmgate.ChannelsLastHook')]

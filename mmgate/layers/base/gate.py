@@ -19,21 +19,8 @@ from torch import Tensor, nn
 
 from mmgate.wrappers import name_in_states
 
-# Names by which a checkpoint's key is known to be a gate's: that of the child, and those that the gates' parameters had
-# in mmgate 0.1, where they lay beside the host's projections.
-GATE_NAMES = frozenset(
-    (
-        'gate',
-        # PLuG, the SDPA gate and M-DGSA
-        *('gate_proj', 'gml', 'gate_q_proj', 'gate_k_proj', 'gate_weight', 'gate_bias', 'gate_hidden', 'head_norm'),
-        *('lambda_init', 'lambda_q1', 'lambda_k1', 'lambda_q2', 'lambda_k2'),
-        # agent attention
-        *('an_bias', 'na_bias', 'ah_bias', 'aw_bias', 'ha_bias', 'wa_bias', 'ac_bias', 'ca_bias'),
-        *('agent_tokens', 'dwc'),
-        # linear attentions
-        *('position_encoding', 'focus_scale', 'power', 'gate_k', 'gate_v', 'gate_out', 'local'),
-    )
-)
+# The name of the child by which a gated module computes its gate.
+CHILD = 'gate'
 
 StateDict = dict[str, Tensor]
 # Module of mmengine whose functions an init_cfg applies to every module of a model.
@@ -223,8 +210,8 @@ def gate_classes(kind: type[Gate] = Gate) -> Iterator[type[Gate]]:
 
 
 def is_gate_key(key: str) -> bool:
-    """Return True if a key of a state dict belongs to a gate, under its present name or that of mmgate 0.1."""
-    return not GATE_NAMES.isdisjoint(key.split('.'))
+    """Return True if a key of a state dict is the name of a gate's tensor."""
+    return CHILD in key.split('.')
 
 
 def undecayed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

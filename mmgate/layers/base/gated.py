@@ -15,15 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, SupportsIndex
 
 from torch import Tensor, nn
 
-from mmgate.layers.base.gate import Gate, Sizes, StateDict
-from mmgate.wrappers import without_wrappers
+from mmgate.layers.base.gate import CHILD, Gate, Sizes, StateDict
 
 # The dicts of a module that hold its parameters, buffers and children.
 TENSORS_AND_CHILDREN = ('_parameters', '_buffers', '_modules')
 # The attribute of a gated module that holds its record.
 RECORD = 'gating'
-# The name of the child that computes the gate.
-CHILD = 'gate'
 
 
 class Handle(Protocol):
@@ -43,8 +40,6 @@ class GatedModule(nn.Module):
         gate: Child that computes the gate.
         leaves_out: Dotted names of the host's parameters, buffers and children that a gated forward does not use.
             They are out of the module while it is gated.
-        old_names: Beginnings of keys in checkpoints of mmgate 0.1, and the host's beginnings by which they are
-            replaced.
         host_signature: True if a gated class shows the signature of its host's ``forward``, for a family whose
             signatures differ.
         own_gates: What to do about hosts that were built with a gate of their package.
@@ -52,7 +47,6 @@ class GatedModule(nn.Module):
 
     gate: Any
     leaves_out: ClassVar[tuple[str, ...]] = ()
-    old_names: ClassVar[Mapping[str, str]] = {}
     host_signature: ClassVar[bool] = False
     own_gates: ClassVar[str] = ''
 
@@ -114,23 +108,7 @@ class GatedModule(nn.Module):
             name = key[len(prefix) :]
             if any(name == left or name.startswith(f'{left}.') for left in self.leaves_out):
                 del state_dict[key]
-                continue
-            new = self.current_name(name)
-            if new != name:
-                state_dict[prefix + new] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    def current_name(self, name: str) -> str:
-        """Translate a tensor's name in an older checkpoint to its present one; both are relative to this module."""
-        for old, new in self.old_names.items():
-            if name.startswith(old):
-                name = new + name[len(old) :]
-                break
-        first = name.partition('.')[0]
-        # In mmgate 0.1 the gate's parameters lay beside the host's.
-        if first not in _names_in(self) and first in _names_in(self.gate):
-            return f'gate.{name}'
-        return name
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         made_of = vars(type(self)).get('made_of')
@@ -270,17 +248,6 @@ def host_class(module: nn.Module) -> type[nn.Module]:
     return type(module) if made_of is None else made_of[1]
 
 
-def current_key(model: nn.Module, key: str) -> str:
-    """Translate a checkpoint's key, maybe of mmgate 0.1, to the present name of that tensor in a gated model."""
-    for name, module in model.named_modules(remove_duplicate=False):
-        # Names in a gates file have no wrappers.
-        for path in (name, without_wrappers(name)):
-            prefix = f'{path}.' if path else ''
-            if isinstance(module, GatedModule) and key.startswith(prefix):
-                return prefix + module.current_name(key[len(prefix) :])
-    return key
-
-
 def is_on(module: nn.Module) -> bool:
     """Return True if a module has a gate and the gate is switched on."""
     return isinstance(module, GatedModule)
@@ -417,11 +384,6 @@ def _method_of(kind: type[Any], function: FunctionType) -> FunctionType:
     made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
-
-
-def _names_in(module: nn.Module) -> set[str]:
-    """Return the names of the parameters, buffers and children that belong directly to a module."""
-    return {name for kind in TENSORS_AND_CHILDREN for name in getattr(module, kind)}
 
 
 def _take_out(host: nn.Module, name: str) -> list[Part]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import isqrt
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -212,23 +211,10 @@ class MapAttention(nn.Module):
         return self.dropout_layer(self.proj_drop(self.proj(self.mix(x, q, k, v, hw_shape))))
 
 
-# Beginnings of keys that PVT's and Swin's attention save, and ours.
-KEYS_OF_HOSTS: Mapping[str, str] = {
-    'attn.in_proj_weight': 'qkv.weight',
-    'attn.in_proj_bias': 'qkv.bias',
-    'attn.out_proj.': 'proj.',
-    'w_msa.qkv.': 'qkv.',
-    'w_msa.proj.': 'proj.',
-}
-
-
 class GatedMapAttention(MapHost, MapAttention):
     """Base class of attention over a map with projections and a gate, for use by itself or as a rule's ``type``.
 
     A subclass names the gate in ``gate_type``.
-
-    It loads checkpoints of the attention of PVT, Swin and our CSwin. Their projections are renamed. Parameters that it
-    does not have are dropped: positions in windows, reductions of the map and convolutions in stripes.
 
     Args:
         embed_dims: Channels C, a multiple of ``num_heads``.
@@ -245,14 +231,6 @@ class GatedMapAttention(MapHost, MapAttention):
     """
 
     gate_type: type[MapGate]
-    old_names = KEYS_OF_HOSTS
-    leaves_out: ClassVar[tuple[str, ...]] = (
-        'w_msa.relative_position_bias_table',
-        'w_msa.relative_position_index',
-        'sr',
-        'norm',
-        'lepe',
-    )
 
     def __init__(
         self,

@@ -13,7 +13,6 @@ from mmcv.cnn.bricks.transformer import MultiheadAttention
 from torch import Tensor, nn
 
 from mmgate import gates_disabled, restore_attention, swap_attention
-from mmgate.errors import ConfigError
 from mmgate.layers import (
     DGSAGate,
     DifferentialGate,
@@ -291,28 +290,6 @@ def test_bad_options(cls: type, options: dict, message: str) -> None:
     make = cls if issubclass(cls, MultiheadAttention) else partial(gated_attention, cls)
     with pytest.raises(ValueError, match=message):
         make(C, H, **options)
-
-
-def test_a_checkpoint_of_mmgate_0_1_loads() -> None:
-    """Its gate lay beside the projections, a headwise one in one dimension."""
-    module = build('sdpa_G1_headwise')
-    state = module.state_dict()
-    state['gate_weight'] = state.pop('gate.gate_weight').flatten()
-    state['gate_bias'] = state.pop('gate.gate_bias')
-    other = gated_attention(SDPAGate, C, H, batch_first=True, granularity='headwise').double()
-    other.load_state_dict(state)
-    assert torch.equal(other.gate.gate_weight, module.gate.gate_weight) and other.gate.gate_weight.shape == (H, C)
-
-
-def test_heads_that_share_a_projection_as_in_0_1() -> None:
-    """True is that; a gate that averages the heads does not take its checkpoint."""
-    old = filled(gated_attention(SDPAGate, C, H, head_shared=True), 0.4)
-    new = gated_attention(SDPAGate, C, H, head_shared='projection')
-    new.load_state_dict(old.state_dict())
-    x = torch.randn(N, B, C)
-    assert old.gate.gate_weight.shape == (C // H, C) and torch.equal(new(x, x, x)[0], old(x, x, x)[0])
-    with pytest.raises(ConfigError, match="Set head_shared='projection'"):
-        gated_attention(SDPAGate, C, H, head_shared='average').load_state_dict(old.state_dict())
 
 
 def test_heads_that_share_an_average_add_as_much_as_without() -> None:

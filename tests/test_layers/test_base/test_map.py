@@ -1,12 +1,9 @@
-"""Attention over a map: its scale, and gates that lay beside the projections of a host."""
+"""Attention over a map: its scale."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
-from conftest import filled
-from helpers.families import HEADS, MAP, C
 from torch import nn
 
 from mmgate.layers import AgentAttention, CrossWindowAttention, SAGAAttention
@@ -40,31 +37,3 @@ def test_attention_over_a_map_heeds_a_scale_that_is_not_the_default() -> None:
         else:
             heads = (q @ k.mT * factor).softmax(-1) @ v
         torch.testing.assert_close(layer(x, (3, 5)), layer.proj(heads.transpose(1, 2).flatten(2)))
-
-
-OTHER_NAMES = {
-    'mmgate 0.1': ('qkv.', 'proj.'),
-    'PVT': ('attn.in_proj_', 'attn.out_proj.'),
-    'Swin': ('w_msa.qkv.', 'w_msa.proj.'),
-}
-LEFT = (
-    'w_msa.relative_position_bias_table',
-    'w_msa.relative_position_index',
-    'sr.weight',
-    'norm.bias',
-    'lepe.0.weight',
-)
-
-
-@pytest.mark.parametrize('host', OTHER_NAMES)
-@pytest.mark.parametrize('name', [name for name in MAP if name != 'cross_window'])
-def test_loads_gates_that_lay_beside_projections_of_any_host(name: str, host: str) -> None:
-    """And drops what the hosts have besides; a gate that was loaded is not drawn anew."""
-    kind, options = MAP[name]
-    saved = filled(kind(C, HEADS, **options), 0.5).state_dict()
-    qkv, proj = OTHER_NAMES[host]
-    names = {key: key.removeprefix('gate.').replace('qkv.', qkv).replace('proj.', proj) for key in saved}
-    layer = kind(C, HEADS, **options)
-    layer.load_state_dict({names[key]: value for key, value in saved.items()} | {key: torch.ones(1) for key in LEFT})
-    layer.init_weights()
-    assert all(torch.equal(value, saved[key]) for key, value in layer.state_dict().items())
