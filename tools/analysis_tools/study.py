@@ -415,7 +415,8 @@ def run_tool(processes: int, command: list[str], *, quiet: bool = False) -> None
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(1.0)
         except KeyboardInterrupt:
-            print('\nStopped; the same command goes on from the last checkpoint of this run.', file=sys.stderr, flush=True)
+            told = '\nStopped; the same command goes on from the last checkpoint of this run.'
+            print(told, file=sys.stderr, flush=True)
             child.wait()
             raise
     if quiet and sys.stdout.isatty():
