@@ -64,7 +64,10 @@ def test_a_swap_adds_the_parameters_of_the_paper(variant: str) -> None:
     assert round(count[0] / 1e6, 3) == expected.get(variant, 39.843)
 
 
-@pytest.mark.parametrize('variant', VARIANTS)
+@pytest.mark.parametrize(
+    'variant',
+    [pytest.param(x, marks=[pytest.mark.slow] * (x not in ('singlescale', '', 'refine-twostage'))) for x in VARIANTS],
+)
 def test_identity_start_through_the_runners_path(variant: str) -> None:
     """Build, init_weights, load a vanilla checkpoint: same losses, and only gate parameters missing."""
     vanilla, gated = (zoo.build(zoo.reduced(config(variant, g))) for g in (False, True))

@@ -139,17 +139,19 @@ def test_a_vanilla_checkpoint_fills_what_is_shared(tmp_path: Path, kind: str, co
     assert model.train().training and not any(module.training for module in model.train(False).modules())
 
 
-@pytest.mark.parametrize('converted', [False, True], ids=['published', 'converted'])
 @pytest.mark.parametrize(
-    'kind, layout, size',
+    'kind, layout, size, converted',
     [
-        ('pvt', 'model', (224, 224)),
-        ('pvt', 'bare', (96, 64)),
-        ('pvt', 'detector', (256, 320)),
-        ('swin', 'state_dict', (224, 224)),
-        ('swin', 'model', (90, 90)),
-        ('swin', 'detector', (256, 320)),
-        ('swin_without_stage_1', 'detector', (96, 64)),
+        ('pvt', 'model', (224, 224), False),
+        ('pvt', 'bare', (96, 64), False),
+        ('pvt', 'bare', (96, 64), True),
+        ('pvt', 'detector', (256, 320), True),
+        ('swin', 'state_dict', (224, 224), False),
+        ('swin', 'state_dict', (224, 224), True),
+        ('swin', 'model', (90, 90), True),
+        ('swin', 'detector', (256, 320), False),
+        ('swin_without_stage_1', 'detector', (96, 64), False),
+        ('swin_without_stage_1', 'detector', (96, 64), True),
     ],
     ids=str,
 )

@@ -25,7 +25,7 @@ load_from = 'vanilla/epoch_1.pth'
 model = dict(train='gates')
 custom_hooks = [dict(type='mmgate.GatesCheckpointHook', max_keep_ckpts=1)]
 optim_wrapper = dict(optimizer=dict(lr=1.0))
-train_dataloader = dict(dataset=dict(indices=4))
+train_dataloader = dict(dataset=dict(indices=2))
 """
 
 
@@ -33,7 +33,7 @@ train_dataloader = dict(dataset=dict(indices=4))
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with data, a vanilla checkpoint and gates that were trained alone, resumed once."""
     folder = tmp_path_factory.mktemp('gates')
-    write_shapes(folder / 'data/shapes', num_train=8, num_val=2, size=64)
+    write_shapes(folder / 'data/shapes', num_train=4, num_val=2, size=64)
     for name, base, epochs in (('vanilla', VANILLA, 1), ('gated', DEMO, 2)):
         (folder / f'{name}.py').write_text(CONFIG.replace(str(DEMO), str(base)).replace('EPOCHS', str(epochs)))
     (folder / 'gates.py').write_text(GATES)

@@ -108,7 +108,14 @@ def test_each_part_ends_in_eight_minutes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     'step, providers',
-    [('step', 4), ('sampler', 4), ('plug', 4), ('plug-chunks', 3), ('ms_deform_attn', 3), ('plug_attention', 3)],
+    [
+        ('step', 4),
+        ('plug', 4),
+        ('plug-chunks', 3),
+        ('plug_attention', 3),
+        pytest.param('sampler', 4, marks=pytest.mark.slow),
+        pytest.param('ms_deform_attn', 3, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.filterwarnings('ignore:.* is left out:UserWarning')
 def test_rows_of_a_step(step: str, providers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
