@@ -260,7 +260,8 @@ def enable_tta(cfg: Config) -> None:
     tta_cfg = dict(nms=dict(type='nms', iou_threshold=0.5), max_per_img=100)
     host = host_package(cfg) or 'mmdet'
     keys = ['img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor', 'flip', 'flip_direction']
-    model: dict = dict(type='mmdet.DetTTAModel', tta_cfg=tta_cfg)
+    # mmdet registers this class in mmengine's registry, so that the name has no scope.
+    model: dict = dict(type='DetTTAModel', tta_cfg=tta_cfg)
     pack: dict = dict(type='mmdet.PackDetInputs', meta_keys=keys)
     if host == 'mmseg':
         model = dict(type='mmseg.SegTTAModel')

@@ -110,7 +110,7 @@ def test_resume_takes_a_file_or_looks_for_one(folder: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     'scope, draws, where, model, packs',
     [
-        ('mmdet', 'draw', 'test_out_dir', 'mmdet.DetTTAModel', 'mmdet.PackDetInputs'),
+        ('mmdet', 'draw', 'test_out_dir', 'DetTTAModel', 'mmdet.PackDetInputs'),
         ('mmseg', 'draw', None, 'mmseg.SegTTAModel', 'mmseg.PackSegInputs'),
         pytest.param(
             'mmpretrain', 'enable', 'out_dir', 'mmpretrain.AverageClsScoreTTA', 'Pack', marks=needs_mmpretrain
