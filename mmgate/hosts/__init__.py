@@ -1,7 +1,7 @@
 """Adapters: the classes that let gates into the attention modules of other packages, one file for each package.
 
-A file is imported only where its package is installed. The files of timm and transformers, whose import takes seconds,
-are imported when the first module of theirs is met.
+A file that is called like a package has the adapters for it. It is imported when a model holds a module of the package.
+Those of torch and of the mm packages are imported with mmgate.
 """
 
 from importlib import import_module

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmgate.hosts.table import adapts
 from mmgate.hosts.torch import adapt_reduced
 from mmgate.hosts.window import adapt_swin
-from mmgate.layers.base.dense import DenseGate, DenseHost, refuses_scale
+from mmgate.layers.base.dense import DenseGate, DenseHost, check_scale
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import MapGate, MapHost, Size
 
@@ -43,9 +43,9 @@ class PlainScale(DenseHost):
     """Base of adapters that accept an attention only with the usual scale of the logits, no own ``qk_scale``."""
 
     @classmethod
-    def refuses(cls, host: Scaled, gate: DenseGate) -> str | None:
-        """Return the reason if an attention scales its logits by another number than ``1 / sqrt(d)``, else None."""
-        return refuses_scale(host)
+    def check_host(cls, host: Scaled) -> None:
+        """Raise ConfigError if an attention scales its logits by another number than ``1 / sqrt(d)``."""
+        check_scale(host)
 
 
 @adapts(DenseGate, BEiTAttention, MAEAttention)

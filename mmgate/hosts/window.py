@@ -7,9 +7,10 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
 from mmgate.hosts.table import adapts
-from mmgate.layers.base.dense import DenseGate, DenseHost, refuses_scale
-from mmgate.layers.base.gate import Gate, Sizes
+from mmgate.layers.base.dense import DenseGate, DenseHost, check_scale
+from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import MapGate, MapHost, Size
 
 # Names in checkpoints of mmgate 0.1, which held a module of torch's.
@@ -56,9 +57,9 @@ class GatedWindowMSA(DenseHost):
     relative_position_index: Tensor
 
     @classmethod
-    def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Return the reason if an attention scales its logits by another number than ``1 / sqrt(d)``, else None."""
-        return refuses_scale(host)
+    def check_host(cls, host: Any) -> None:
+        """Raise ConfigError if an attention scales its logits by another number than ``1 / sqrt(d)``."""
+        check_scale(host)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend inside each of nW windows of an image, with the gate; ``x`` is ``(B nW, N, C)``, image by image."""
@@ -95,17 +96,12 @@ class GatedShiftWindowMSA(MapHost):
         )
 
     @classmethod
-    def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
-        """Make a gate of class ``gate_type`` for a ``ShiftWindowMSA`` (the host) and return it.
-
-        Raises:
-            ValueError: Other windows, or the gate does not fit.
-        """
+    def check_host(cls, host: Any) -> None:
+        """Raise ConfigError for windows of another class than the package's own."""
         kind = type(host.w_msa)
         plain = next(window for shifted, window in WINDOWS.items() if isinstance(host, shifted))
         if kind is not plain:
-            raise ValueError(f'it would lose what the {kind.__name__} in it computes beyond a {plain.__name__}.')
-        return super().make_gate(host, gate_type, **options)
+            raise ConfigError(f'it would lose what the {kind.__name__} in it computes beyond a {plain.__name__}.')
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project tokens to queries, keys and values with the layer ``qkv`` of the windows' attention."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from helpers.projects import Attention, deformable_inputs
 from mmgate._environment import available
-from mmgate.swap import path_regex
+from mmgate.rules import path_regex
 
 C, H, MAP = 32, 4, (8, 8)
 

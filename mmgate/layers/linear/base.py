@@ -66,9 +66,9 @@ class LinearGate(MapGate):
             raise ValueError(f'dwc={dwc} must be the odd side of a kernel, or 0 for no convolution.')
         channels = self.head_dim if dwc_shared else self.embed_dims
         self.dwc: Any = nn.Conv2d(channels, channels, dwc, padding=dwc // 2, groups=channels) if dwc else None
-        self.map_size = None if map_size is None else (int(map_size[0]), int(map_size[1]))
         self.position_encoding: Any = None
-        if self.map_size is not None:
+        if map_size is not None:
+            self.map_size = (int(map_size[0]), int(map_size[1]))
             self.position_encoding = nn.Parameter(torch.zeros(1, self.map_size[0] * self.map_size[1], self.embed_dims))
         for name in self.gate_layers:
             self.add_module(name, nn.Linear(self.embed_dims, self.embed_dims, bias=sizes.bias))
