@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from mmpretrain.models.backbones.tinyvit import TinyViTBlock
 from mmpretrain.models.backbones.vit_sam import Attention
 from mmpretrain.models.backbones.xcit import XCA
 from mmpretrain.models.utils.attention import (
@@ -21,6 +22,7 @@ from mmpretrain.models.utils.attention import (
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
+from mmgate.hosts.readings import Given, as_tensor, reads, values_times_weights, weights_before_dropout
 from mmgate.hosts.relative_positions import GatedRelativeAttention
 from mmgate.hosts.table import adapts
 from mmgate.hosts.window import OLD_NAMES, adapt_swin
@@ -279,3 +281,31 @@ class GatedXCA(DenseHost):
     def _pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         query, key = (F.normalize(gate.transpose(-1, -2), dim=-1) for gate in self.gate.gate_vectors((x, x, x)))
         return query * x.shape[1] ** 0.5, key  # (B, H|1, d, N)
+
+
+def _le_projected(module: Any, given: Given) -> tuple[Tensor, ...]:
+    joint = module.qkv(module.norm(given['x'])).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
+    return joint.split([module.key_dim, module.key_dim, module.d], -1)
+
+
+def _le_attention(module: Any, given: Given) -> Tensor:
+    query, key, _ = _le_projected(module, given)
+    logits = query @ key.transpose(-1, -2) * module.scale
+    return (logits + module.attention_biases[:, module.attention_bias_idxs]).softmax(-1)
+
+
+def _token_projections(module: Any, given: Given) -> Tensor:
+    return module.qkv(given['x']).unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
+
+
+def _tokens(module: Any, given: Given) -> Tensor:
+    query, key, _ = _token_projections(module, given)
+    # The host passes a qk_scale on as the divisor of its product.
+    divisor = getattr(module.scaled_dot_product_attention, 'keywords', {}).get('scale')
+    return (query / (query.shape[-1] ** 0.5 if divisor is None else divisor) @ key.transpose(-1, -2)).softmax(-1)
+
+
+reads(WindowMSAV2, attention=weights_before_dropout, values=values_times_weights)
+reads(LeAttention, attention=_le_attention, values=lambda module, given: _le_projected(module, given)[2])
+reads(MultiheadAttention, attention=_tokens, values=lambda module, given: _token_projections(module, given)[2])
+reads(TinyViTBlock, geometry=as_tensor(lambda module, given: [*module.img_size, module.window_size, 0]))

@@ -108,7 +108,7 @@ def adapter_for(kind: type, host: nn.Module) -> tuple[Adapter, str] | None:
         host: A module. The path from it is empty if it is gated itself.
     """
     known: Any = type(host)
-    _import_adapters(known)
+    import_adapters(known)
     kind = gate_of_type(kind) or kind
     entry = _adapter(kind, type(host))
     if isinstance(entry, Inside):
@@ -203,7 +203,7 @@ def _hosts(kind: type) -> Iterator[type | str]:
 
 
 @cache
-def _import_adapters(host: Any) -> None:
+def import_adapters(host: Any) -> None:
     """Import the adapters that may fit an attention class: for the packages of its bases, and for transformers.
 
     The latter is for a class that attends through transformers' attention interface.

@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from timm.layers import apply_rot_embed_cat
-from timm.models.gcvit import WindowAttentionGlobal
+from timm.models.gcvit import GlobalContextVitBlock, WindowAttentionGlobal
 from timm.models.pvt_v2 import Attention as PVTAttention
 from timm.models.visformer import Attention as VisformerAttention
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
+from mmgate.hosts.readings import as_tensor, reads, unfused, values_times_weights, weights_before_dropout
 from mmgate.hosts.table import adapts
 from mmgate.hosts.window import GatedWindowMSA
 from mmgate.layers.base.dense import DenseGate, DenseHost
@@ -390,3 +391,11 @@ class MixedSwinBlock(MapHost):
     def _attn(self, x: Tensor) -> Tensor:
         """Attend over the whole map ``(B, H, W, C)``, with the gate; the block calls this method for its attention."""
         return self.attend(x.flatten(1, 2), (x.shape[1], x.shape[2])).view_as(x)
+
+
+reads(WindowAttentionGlobal, attention=weights_before_dropout, values=values_times_weights)
+reads(*(TOKENS, *ROTARY, WINDOWS), attention=unfused(weights_before_dropout), values=unfused(values_times_weights))
+reads(
+    GlobalContextVitBlock,
+    geometry=as_tensor(lambda module, given: [*given['x'].shape[1:3], *module.window_size, 0]),
+)

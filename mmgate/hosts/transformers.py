@@ -17,6 +17,7 @@ from transformers.masking_utils import sdpa_mask
 from mmgate.errors import ConfigError
 from mmgate.hosts.interface import Reading, goes_through_interface, read_forward
 from mmgate.hosts.points import points_of, sampled
+from mmgate.hosts.readings import Given, Sampled, deformable_readings, reads
 from mmgate.hosts.table import adapts, full_name
 from mmgate.layers.base.deformable import DeformableGate, DeformableHost
 from mmgate.layers.base.dense import DenseGate, DenseHost, Inputs
@@ -508,3 +509,17 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
     def mask_is_padding(self) -> bool:
         """Return True if True means padding in the masks of this model; in other models it means a valid pixel."""
         return any(base.__name__.startswith(('Mask2Former', 'OneFormer')) for base in type(self).__mro__)
+
+
+def _samples(module: Any, given: Given) -> Sampled:
+    query = given['hidden_states']
+    position = given.get('position_embeddings')
+    query = query if position is None else query + position
+    shapes = given.get('spatial_shapes')
+    shapes = torch.tensor(given['spatial_shapes_list']) if shapes is None else shapes
+    # One reference point serves all levels.
+    points = given['reference_points'].expand(-1, -1, module.n_levels, -1)
+    return Sampled(query, *sampled(module, query, points), points, shapes, points_of(module))
+
+
+reads(*DEFORMABLE_HOSTS, **deformable_readings(_samples))

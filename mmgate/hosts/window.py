@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
+from mmgate.hosts.readings import Given, as_tensor, reads, values_times_weights, weights_before_dropout
 from mmgate.hosts.table import adapts
 from mmgate.layers.base.dense import DenseGate, DenseHost, check_scale
 from mmgate.layers.base.gate import Sizes
@@ -122,3 +123,13 @@ def adapt_swin(window_msa: type[nn.Module], shift_window_msa: type[nn.Module]) -
     adapts(DenseGate, window_msa)(GatedWindowMSA)
     adapts(MapGate, shift_window_msa)(GatedShiftWindowMSA)
     WINDOWS[shift_window_msa] = window_msa
+    reads(window_msa, attention=weights_before_dropout, values=values_times_weights)
+    reads(shift_window_msa, geometry=as_tensor(_shifted_windows))
+
+
+def _shifted_windows(module: Any, given: Given) -> list[int]:
+    size = given['hw_shape']
+    shift = module.shift_at(size) if hasattr(module, 'shift_at') else module.shift_size
+    if min(size) == module.window_size and not getattr(module, 'pad_small_map', True):
+        shift = 0  # in mmpretrain one window then holds the smaller side
+    return [*size, module.window_size, shift]

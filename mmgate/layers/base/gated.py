@@ -241,10 +241,13 @@ def gated_class(adapter: type[GatedModule], host: type[nn.Module]) -> type[Any]:
     if (adapter, host) in _CLASSES:
         return _CLASSES[adapter, host]
 
-    @wraps(host.forward if adapter.host_signature else adapter.forward)
+    # An adapter may override another method than the host's forward, as timm's Swin block has one for its attention.
+    own = any('forward' in vars(base) for base in adapter.__mro__[: adapter.__mro__.index(GatedModule)])
+
+    @wraps(adapter.forward if own and not adapter.host_signature else host.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, adapter):
-            return adapter.forward(self, *args, **kwargs)
+            return (adapter if own else host).forward(self, *args, **kwargs)
         # A function that was put around this method calls it while the gate is off or removed, too.
         return type(self).forward(self, *args, **kwargs)
 
