@@ -58,7 +58,7 @@ class DenseGate(Gate):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
         if self.two_streams and self.head_dim % 2:
-            raise ValueError(f'The head width {self.head_dim} must be even, half of it for each stream.')
+            raise ConfigError(f'The head width {self.head_dim} must be even, half of it for each stream.')
         self.qdim, self.kdim, self.vdim = sizes.input_widths
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:

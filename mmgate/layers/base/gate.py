@@ -17,6 +17,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
 from mmgate.wrappers import name_in_states
 
 # Names by which a checkpoint's key is known to be a gate's: that of the child, and those that the gates' parameters had
@@ -129,7 +130,7 @@ class Gate(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         if sizes.channels % sizes.heads:
-            raise ValueError(f'embed_dims={sizes.channels} is not a multiple of num_heads={sizes.heads}.')
+            raise ConfigError(f'embed_dims={sizes.channels} is not a multiple of num_heads={sizes.heads}.')
         self.embed_dims = sizes.channels
         self.num_heads = sizes.heads
         self.head_dim = sizes.head_dim

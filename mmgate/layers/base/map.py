@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate._environment import log
+from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import Gate, Sizes, StateDict
 from mmgate.layers.base.gated import GatedModule
 from mmgate.layers.base.mmcv_or_torch import build_dropout
@@ -241,7 +242,7 @@ class MapAttention(nn.Module):
     ) -> None:
         super().__init__()
         if embed_dims % num_heads:
-            raise ValueError(f'embed_dims={embed_dims} is not a multiple of num_heads={num_heads}.')
+            raise ConfigError(f'embed_dims={embed_dims} is not a multiple of num_heads={num_heads}.')
         self.embed_dims = embed_dims
         self.num_heads = num_heads
         self.attn_drop = attn_drop
