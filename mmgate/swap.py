@@ -169,7 +169,7 @@ def make(model: nn.Module, found: Sequence[Found]) -> list[Made]:
                 raise ConfigError(
                     f'{rule.where}: {name} is claimed by {others[name].claim} already; let each path match once.'
                 )
-            before = first.setdefault(id(gated.host.module), gated).rule
+            before = first[id(gated.host.module)].rule
             if (before.type, before.options) != (rule.type, rule.options):
                 raise ConfigError(
                     f'{rule.where}: {name} is shared, and {before.claim} gates it otherwise; let both agree.'
@@ -186,7 +186,13 @@ def make(model: nn.Module, found: Sequence[Found]) -> list[Made]:
 
 
 def _fitting(model: nn.Module, found: Found, first: dict[int, Made]) -> dict[str, Made]:
-    """Return the hosts that a gate fits, by name, each with its gate: that of ``first``, by identity, or a new one."""
+    """Return the hosts that a gate fits, by name, each with its gate.
+
+    Args:
+        model: The model.
+        found: The hosts that a pattern matches.
+        first: What was made first for each module, by its id; a module that has a gate there gets that one.
+    """
     rule = found.rule
     derived = map_options(model, {host.name: host.adapter for host in found.hosts}, rule.type, rule.options)
     made: dict[str, Made] = {}
@@ -210,6 +216,7 @@ def _fitting(model: nn.Module, found: Found, first: dict[int, Made]) -> dict[str
             refusals.append(f'{host.name}: {error}')
             continue
         made[host.name] = Made(rule, host, gate)
+        first.setdefault(id(host.module), made[host.name])
     if not made:
         raise ConfigError(
             f'{rule.where}: {rule.type.__name__} fits nothing that {found.pattern!r} matches.{as_lines(refusals)}\n'
