@@ -24,7 +24,8 @@ from .finetune import (
     train_only_gates,
 )
 from .hosts import adapts
-from .swap import list_attention, swap_attention
+from .listing import list_attention
+from .swap import swap_attention
 
 __version__ = '0.2.0'
 __all__ = [
@@ -54,7 +55,7 @@ else:
     from mmengine.config.utils import MODULE2PACKAGE
 
     from . import backbones  # noqa: F401
-    from .finetune import Gated
+    from .gated import Gated
 
     # mmengine looks packages of 'package::config' up in this closed list, by the name of a distribution, whose folder
     # it takes for the package's (in an editable install it is not), or else by that of a module: then its folder.

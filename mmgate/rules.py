@@ -1,21 +1,136 @@
-"""Read and write rules as text, ``PATH=TYPE(option=value, ...)``, as the option ``--gate`` takes them."""
+"""Parse rules, which a config has as dicts and the option ``--gate`` as text, ``PATH=TYPE(option=value, ...)``."""
 
 from __future__ import annotations
 
 import ast
+import difflib
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from mmgate.errors import ConfigError, OptionError
-from mmgate.hosts.table import options_of
-from mmgate.swap import Rules, check_options, parse_rules, type_named
+from torch import nn
 
+from mmgate.errors import ConfigError, OptionError
+from mmgate.hosts.table import full_name, gate_of_type, has_hosts, options_of, registered_gates
+from mmgate.registry import MODELS
+
+Rules = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 FORM = 'PATH=TYPE(option=value, ...)'
 EXAMPLE = "encoder.layers.*.self_attn=PLuGMultiheadAttention(gml='sum')"
 OPEN = '([{'
 CLOSED = ')]}'
+# By the name of a type in an annotation, the kinds of values that an option takes; others are not checked.
+KINDS = {'int': 'number', 'float': 'number', 'bool': 'number', 'str': 'text', 'None': 'None', 'tuple': 'tuple'}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of a config whose type is a gate and whose options that gate has.
+
+    Attributes:
+        where: Name of the rule in messages, such as ``attention[0]``.
+        paths: Patterns of the modules' names, see :func:`path_regex`.
+        type: Class that the rule's ``type`` names.
+        options: Options of the gate.
+        given: The rule as the config has it.
+    """
+
+    where: str
+    paths: tuple[str, ...]
+    type: type[nn.Module]
+    options: Mapping[str, Any]
+    given: Mapping[str, Any]
+
+    @property
+    def claim(self) -> str:
+        """The rule in the words of a message about two rules."""
+        return f'{self.where} (path={self.given["path"]!r}, type={self.type.__name__!r})'
+
+
+def parse_rules(rules: Rules) -> list[Rule]:
+    """Check rules as a config has them, one or several, and return them.
+
+    Raises:
+        OptionError: A rule is malformed, its type has no gate, or the gate lacks an option.
+        ConfigError: The type is not registered.
+    """
+    parsed = []
+    for number, rule in enumerate(list_rules(rules)):
+        where = f'attention[{number}]'
+        rule_type, options = _typed(rule, where)
+        paths = (rule['path'],) if isinstance(rule['path'], str) else tuple(rule['path'])
+        parsed.append(Rule(where, paths, rule_type, options, dict(rule)))
+    return parsed
+
+
+def list_rules(rules: Rules) -> list[Mapping[str, Any]]:
+    """Return rules, one or several, as a list, without a look at their types.
+
+    Raises:
+        OptionError: A rule is malformed.
+    """
+    listed = [rules] if isinstance(rules, Mapping) else rules
+    if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
+        raise OptionError(f'attention must be a rule dict(path=..., type=...) or a list of them, got {rules!r}.')
+    for number, rule in enumerate(listed):
+        if not isinstance(rule, Mapping) or not {'path', 'type'} <= set(rule):
+            raise OptionError(f"attention[{number}] needs the keys 'path' and 'type', got {rule!r}.")
+        path = rule['path']
+        listed_paths = path if isinstance(path, Sequence) and not isinstance(path, str) else [path]
+        if not listed_paths or not all(isinstance(one, str) and one for one in listed_paths):
+            raise OptionError(f'attention[{number}].path must be a pattern or a list of some, got {path!r}.')
+    return list(listed)
+
+
+def check_rules(rules: Sequence[Mapping[str, Any]]) -> None:
+    """Raise an error, before a model is built, for rules with an unknown type or a wrong option.
+
+    Raises:
+        ConfigError: A rule is wrong; the message has the rule and the types or options that there are.
+    """
+    for rule in rules:
+        _typed(rule, f'--gate {write_rule(rule)}')
+
+
+def type_named(named: str | type[nn.Module], where: str) -> type[nn.Module]:
+    """Return the attention class that a rule's ``type`` names.
+
+    Args:
+        named: The type: a registered name or a class.
+        where: The rule, for the message.
+
+    Raises:
+        ConfigError: The name is not registered; the message has similar ones, or all, and the way to import others.
+        OptionError: The class has no gate.
+    """
+    rule_type = named if inspect.isclass(named) else MODELS.get(named)
+    if rule_type is None:
+        ours_first = sorted(registered_gates(), key=lambda known: not known.__module__.startswith('mmgate.'))
+        names = [known.__name__ for known in ours_first]
+        near = difflib.get_close_matches(str(named).rpartition('.')[2], names, n=5)
+        offered = f'Did you mean{as_lines(near)}' if near else f'The gates are{as_lines(names)}'
+        raise ConfigError(
+            f'{where}: type={named!r} is not registered. {offered}\nA gate of your own is registered once its module '
+            'is imported: name the module in custom_imports, on a command line by --cfg-options '
+            'custom_imports.imports=my_project.attention.'
+        )
+    if gate_of_type(rule_type) is None or not has_hosts(rule_type):
+        raise OptionError(
+            f'{where}: {full_name(rule_type)} is not a gate: it has no adapter for any host; see mmgate.adapts.'
+        )
+    return rule_type
+
+
+def path_regex(pattern: str) -> re.Pattern[str]:
+    """Return the regular expression for a path pattern such as ``'encoder.layers.*.self_attn'``.
+
+    ``*`` matches anything within one name, ``**`` any number of names.
+    """
+    parts = re.split(r'(\*\*|\*)', pattern)
+    return re.compile(''.join({'**': '.*', '*': '[^.]*'}.get(part, re.escape(part)) for part in parts))
 
 
 def read_rules(text: str) -> list[dict[str, Any]]:
@@ -42,26 +157,44 @@ def write_rule(rule: Mapping[str, Any]) -> str:
     return f'{path if isinstance(path, str) else ",".join(path)}={name}{f"({options})" if options else ""}'
 
 
-def check_rules(rules: Sequence[Mapping[str, Any]]) -> None:
-    """Raise an error, before a model is built, for rules with an unknown type or an unknown option.
-
-    Raises:
-        ConfigError: A rule is wrong; the message has the rule and the types or options that there are.
-    """
-    for rule in rules:
-        where = f'--gate {write_rule(rule)}'
-        rule_type = type_named(rule['type'], where)
-        check_options(rule_type, {key: value for key, value in rule.items() if key not in ('path', 'type')}, where)
-
-
 @contextmanager
 def shown_as_read(rules: Rules) -> Iterator[None]:
     """Add the rules, as they were understood, to the message of a ConfigError from inside the ``with`` block."""
-    listed = [f'\n  attention[{number}]: {write_rule(rule)}' for number, rule in enumerate(parse_rules(rules))]
+    lines = [f'\n  attention[{number}]: {write_rule(rule)}' for number, rule in enumerate(list_rules(rules))]
     try:
         yield
     except ConfigError as error:
-        raise type(error)(f'{error}\nThe rules, as they were read:{"".join(listed)}') from error
+        raise type(error)(f'{error}\nThe rules, as they were read:{"".join(lines)}') from error
+
+
+def as_lines(names: Sequence[str]) -> str:
+    """Return names as lines of an error message."""
+    return ''.join(f'\n  {name}' for name in names)
+
+
+def _typed(rule: Mapping[str, Any], where: str) -> tuple[type[nn.Module], dict[str, Any]]:
+    """Return the class that a rule's type names, and its options, after a check of both."""
+    rule_type = type_named(rule['type'], where)
+    options = {key: value for key, value in rule.items() if key not in ('type', 'path')}
+    known = options_of(rule_type)
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise OptionError(
+            f'{where}: {full_name(rule_type)} has no option {", ".join(unknown)}; it has '
+            f'{", ".join(sorted(known)) or "none"} (sizes are those of the module that is gated).'
+        )
+    for name, value in options.items():
+        taken = str(getattr(known[name].annotation, '__name__', known[name].annotation))
+        kinds = [KINDS.get(part.strip().partition('[')[0]) for part in taken.split('|')]
+        if None not in kinds and _kind_of(value) not in (*kinds, None):
+            raise OptionError(f'{where}: {full_name(rule_type)} takes {name}: {taken}, got {name}={value!r}.')
+    return rule_type, options
+
+
+def _kind_of(value: object) -> str | None:
+    """Return the kind of an option's value, one of :data:`KINDS`, ``'dict'``, or None for any other object."""
+    kinds: dict[str, Any] = dict(number=(int, float), text=str, tuple=(tuple, list), dict=Mapping)
+    return 'None' if value is None else next((kind for kind, of in kinds.items() if isinstance(value, of)), None)
 
 
 def _read_rule(text: str) -> dict[str, Any]:

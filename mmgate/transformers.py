@@ -12,8 +12,9 @@ from typing import Any
 from torch import nn
 
 from mmgate.layers.base.gate import Gate
+from mmgate.rules import Rules
 from mmgate.starts import draw_gates, own_gated_modules
-from mmgate.swap import Rules, swap_attention
+from mmgate.swap import swap_attention
 
 
 def from_pretrained(model_class: type[nn.Module], path: str | os.PathLike[str], rules: Rules, **options: Any) -> Any:

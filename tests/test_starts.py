@@ -23,7 +23,7 @@ from mmgate import gate_parameters, gates_disabled, restore_attention, swap_atte
 from mmgate.hosts import adapter_for, gates_for
 from mmgate.hosts.table import gate_of_type
 from mmgate.layers.base.gated import gated_modules
-from mmgate.swap import attention_modules
+from mmgate.listing import attention_modules
 
 SEED = 3
 SOME = ('conditional_detr', 'deformable_detr', 'mask2former_ade', 'retinanet_pvt', 'segformer', 'swin', 'twins_pcpvt')

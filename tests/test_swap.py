@@ -11,14 +11,13 @@ import torch
 from helpers import zoo
 from mmcv.cnn.bricks.transformer import MultiheadAttention as mmcv_attention
 from mmcv.ops import MultiScaleDeformableAttention
-from mmdet.models import SwinTransformer
 from mmdet.models.backbones.pvt import SpatialReductionAttention
 from mmengine.config import Config
 from mmengine.hub import get_config
 from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
-from mmgate import adapts, gate_parameters, layers, list_attention, restore_attention, swap_attention
+from mmgate import adapts, layers, restore_attention, swap_attention
 from mmgate.errors import ConfigError
 from mmgate.hosts.table import _ADAPTERS
 from mmgate.layers import PLuGMultiScaleDeformableAttention
@@ -26,7 +25,6 @@ from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention
 from mmgate.layers.base.gate import Gate, Sizes
 from mmgate.layers.base.gated import GatedModule
 from mmgate.layers.plug import PLuGDeformableGate
-from mmgate.swap import attention_modules
 
 VARIANTS = {  # name: parameters of the gates that PLuG adds to it
     'singlescale': 24_720,
@@ -258,16 +256,7 @@ def test_an_attention_of_mmgate_is_built_with_its_gate() -> None:
         swap_attention(model, dict(type='PLuGMultiheadAttention', path='own'))
 
 
-def test_a_gated_model_needs_its_host() -> None:
-    with pytest.raises(ConfigError, match=r"mmgate.Gated needs host, .* such as host='mmdet.DeformableDETR'"):
-        MODELS.build(dict(type='mmgate.Gated', attention=RULE))
-
-
-def test_unknown_host_and_downstream_adapter() -> None:
-    for host in ('mmdet.DeformablDETR', 'DeformablDETR', 'mmdet.OwnSwin'):
-        with pytest.raises(ConfigError, match='Give the name with its scope'):
-            MODELS.build(dict(type='mmgate.Gated', host=host, attention=RULE))
-
+def test_a_downstream_adapter() -> None:
     class Mine(MultiScaleDeformableAttention):
         pass
 
@@ -277,21 +266,6 @@ def test_unknown_host_and_downstream_adapter() -> None:
         swap_attention(model, dict(RULE, path='other.attn'))
     adapts(PLuGMultiScaleDeformableAttention, Mine, like=MultiScaleDeformableAttention)
     assert swap_attention(model, dict(RULE, path='other.attn')) == ['other.attn']
-
-
-@MODELS.register_module()
-class OwnSwin(SwinTransformer):
-    """A host that mmengine's own registry knows."""
-
-
-@pytest.mark.parametrize('host', ['mmdet.SwinTransformer', 'SwinTransformer', SwinTransformer, 'OwnSwin', OwnSwin])
-@pytest.mark.parametrize('scope', [{}, dict(_scope_='mmdet')], ids=['default scope', 'scope of its own'])
-def test_a_host_is_named_as_a_type(host: str | type[nn.Module], scope: dict[str, str]) -> None:
-    init_default_scope('mmengine' if scope else 'mmdet')
-    rule = dict(type='mmgate.PLuGMultiheadAttention', path='**')
-    sizes = dict(embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 1, 1, 1), **scope)
-    model = MODELS.build(dict(type='mmgate.Gated', host=host, attention=rule, **sizes))
-    assert type(model) is type(MODELS.build(dict(type=host, **sizes))) and gate_parameters(model)
 
 
 class Halved(Gate):
@@ -324,8 +298,9 @@ class GatedWrapped(GatedModule):
         return Sizes(host.attn.embed_dim, host.attn.num_heads)
 
     @classmethod
-    def refuses(cls, host: Any, gate: Any) -> str | None:
-        return 'this Wrapped has something extra' if hasattr(host, 'extra') else None
+    def check_host(cls, host: Any) -> None:
+        if hasattr(host, 'extra'):
+            raise ConfigError('this Wrapped has something extra.')
 
     def forward(self, query: torch.Tensor) -> torch.Tensor:
         return self.gate.change(super().forward(query))
@@ -351,15 +326,35 @@ def test_a_pair_of_somebody_else() -> None:
 
 
 @pytest.mark.usefixtures('_own_pair')
-def test_an_option_that_an_adapter_fills_is_told_as_such() -> None:
+def test_an_error_in_a_gates_constructor_or_adapter_is_not_taken_for_a_bad_rule() -> None:
+    class Buggy(Halved):
+        def __init__(self, sizes: Sizes, *, factor: float = 0.5) -> None:
+            super().__init__(sizes, factor=factor)
+            len(self.factor)
+
     class Filled(GatedWrapped):
         @classmethod
-        def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
-            return super().make_gate(host, gate_type, factor=1.0, **options)
+        def build_gate(cls, sizes: Sizes, gate_type: type[Gate], **options: Any) -> nn.Module:
+            return super().build_gate(sizes, gate_type, factor=1.0, **options)
 
-    adapts(Halved, Wrapped)(Filled)
-    with pytest.raises(TypeError, match=r'Halved cannot be made for layer: .*multiple values for .*argument .factor'):
-        swap_attention(nn.ModuleDict(dict(layer=Wrapped(16))), dict(path='layer', type=Halved, factor=8.0))
+    for adapter, kind, words in (
+        (GatedWrapped, Buggy, "object of type 'float' has no len()"),
+        (Filled, Halved, 'multiple values for keyword argument .factor'),
+    ):
+        adapts(Halved, Wrapped)(adapter)
+        with pytest.raises(TypeError, match=words) as info:
+            swap_attention(nn.ModuleDict(dict(layer=Wrapped(16))), dict(path='layer', type=kind, factor=8.0))
+        assert not isinstance(info.value, ConfigError)
+
+
+@pytest.mark.usefixtures('_own_pair')
+@pytest.mark.parametrize('value', ['2.0', None, [2.0], dict(factor=2.0)], ids=str)
+def test_an_option_of_another_type_is_told_as_such(value: object) -> None:
+    model = nn.ModuleDict(dict(layer=Wrapped(16)))
+    with pytest.raises(TypeError, match=r'^attention\[0\]: .*Halved takes factor: float, got factor=') as info:
+        swap_attention(model, dict(path='layer', type=Halved, factor=value))
+    assert isinstance(info.value, ConfigError)
+    assert swap_attention(model, dict(path='layer', type=Halved, factor=2)) == ['layer']
 
 
 @pytest.mark.usefixtures('_own_pair')
@@ -419,7 +414,7 @@ def test_an_option_without_a_default(host: type[nn.Module], path: str) -> None:
         model = nn.ModuleDict(dict(host=host(16, 4)))
         swap_attention(model, dict(path='host', type=kind, factor=2.0))
         assert model.get_submodule(path).gate.factor == 2.0
-        with pytest.raises(TypeError, match='cannot be made for host: .*factor'):
+        with pytest.raises(TypeError, match='cannot be made for host without factor; write it'):
             swap_attention(nn.ModuleDict(dict(host=host(16, 4))), dict(path='host', type=kind))
 
 
@@ -429,19 +424,3 @@ def test_adapts_says_what_is_wrong() -> None:
     words = r'mmgate.layers.plug.PLuG.* has no adapter for torch.nn.modules.linear.Linear; it replaces mmcv.ops'
     with pytest.raises(LookupError, match=words):
         adapts(PLuGMultiScaleDeformableAttention, Wrapped, like=nn.Linear)
-
-
-def test_inventory_names_every_attention() -> None:
-    names = ['layers.0.attn', 'layers.1.attn', 'other.attn', 'other.mha']
-    assert [name for name, _ in attention_modules(Host())] == names
-
-
-def test_attention_is_listed_from_python() -> None:
-    """Of any model: paths, sizes by the names of its package, and the gates that fit or that it has."""
-    model = nn.ModuleDict(dict(layer=nn.TransformerEncoderLayer(16, 2, 32), other=nn.Linear(2, 2)))
-    (found,) = list_attention(model)
-    assert (found.path, found.class_name, found.gate) == ('layer.self_attn', 'MultiheadAttention', None)
-    assert found.sizes == dict(embed_dim=16, num_heads=2, head_dim=8) and 'PLuGMultiheadAttention' in found.gates
-    swap_attention(model, dict(path=found.path, type='PLuGMultiheadAttention'))
-    (found,) = list_attention(model)
-    assert (found.class_name, found.gate) == ('MultiheadAttention', 'PLuGGate')

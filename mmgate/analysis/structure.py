@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from mmgate.errors import ConfigError
 from mmgate.hosts.table import gate_of_type
+from mmgate.listing import Attention, list_attention
 from mmgate.registry import MODELS as MMGATE_MODELS
-from mmgate.rules import write_rule
-from mmgate.swap import Attention, list_attention, path_regex, type_named
+from mmgate.rules import path_regex, type_named, write_rule
 from mmgate.train.config_file import host_package
 
 __all__ = ['Attention', 'NoLanguageModel', 'build_structure', 'list_attention', 'rules_to_paste']

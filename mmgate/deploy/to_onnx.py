@@ -25,7 +25,8 @@ from mmgate._environment import log
 from mmgate.errors import ConfigError, first_line
 from mmgate.layers.base.deformable import MultiScaleDeformableAttention
 from mmgate.layers.base.gated import gated_modules, is_on, remove_gate
-from mmgate.swap import list_attention, swap_attention
+from mmgate.listing import list_attention
+from mmgate.swap import swap_attention
 from mmgate.wrappers import unwrap_model
 
 from .formats import MAX_BATCH, check_format

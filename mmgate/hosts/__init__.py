@@ -1,17 +1,17 @@
 """Adapters: the classes that let gates into the attention modules of other packages, one file for each package.
 
-A file is imported only where its package is installed. The files of timm and transformers, whose import takes seconds,
-are imported when the first module of theirs is met.
+A file that is called like a package has the adapters for it. It is imported when a model holds a module of the package.
+Those of torch and of the mm packages are imported with mmgate.
 """
 
 from importlib import import_module
 
-from mmgate._environment import available
+from mmgate._environment import EXTRAS, HOSTS, available
 from mmgate.hosts.table import adapter_for, adapts, gates_for, hosts_of
 
-for _package in ('torch', 'mmcv', 'mmdet', 'mmseg', 'mmpretrain'):
-    if _package in ('torch', 'mmcv') or available(_package):
+# Those of torch, mmcv and cloned projects need no package of their own.
+for _package in ('torch', 'mmcv', 'projects', *HOSTS, *EXTRAS):
+    if _package not in HOSTS + EXTRAS or available(_package):
         import_module(f'{__name__}.{_package}')
-import_module(f'{__name__}.projects')
 
 __all__ = ['adapter_for', 'adapts', 'gates_for', 'hosts_of']

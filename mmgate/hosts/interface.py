@@ -1,8 +1,9 @@
 """Recognise attention classes of transformers by the source code of their ``forward``, without a list of names.
 
 Such a class projects queries, keys and values, hands them to a function that ``ALL_ATTENTION_FUNCTIONS`` names, and
-projects the heads that it gets back. :func:`read` finds in the source which children project, and what else a forward
-does with the heads. Anything that it does not know is a reason to refuse the class, and the reason is what was found.
+projects the heads that it gets back. :func:`read_forward` finds in the source which children project, and what else a
+forward does with the heads. Anything that it does not know is a reason to refuse the class, and the reason is what was
+found.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from functools import cache
 from typing import Any
 
 from torch import nn
+
+from mmgate.errors import ConfigError
+from mmgate.layers.base.gated import CHILD, host_class
 
 INTERFACE = 'ALL_ATTENTION_FUNCTIONS'
 # what a forward may hand to the function beside heads and masks; sliding windows are part of a mask
@@ -74,17 +78,26 @@ def _names_functions(kind: Any) -> bool:
     return code is not None and INTERFACE in code.co_names
 
 
-def read(kind: type[nn.Module], host: nn.Module) -> Reading:
+def read_forward(host: nn.Module) -> Reading:
     """Read the source of an attention's ``forward``, and return which child projects queries, keys, values and output.
 
+    Args:
+        host: The attention, gated or not.
+
     Raises:
-        ValueError: It does something else than this module's first lines say; the message tells it, as the end of a
-            sentence about the class.
+        ConfigError: It does something else than this module's first lines say.
     """
-    children = {name for name, _ in host.named_children()}
+    children = {name for name, _ in host.named_children()} - {CHILD}
     linear = {name for name in children if hasattr(getattr(host, name), 'in_features')}
-    known: Any = kind
-    return _read(known, frozenset(children), frozenset(linear))
+    known: Any = host_class(host)
+    try:
+        return _read(known, frozenset(children), frozenset(linear))
+    except _UnreadError as error:
+        raise ConfigError(f'A {known.__name__} {error}.') from error
+
+
+class _UnreadError(ValueError):
+    """Error: a ``forward`` does something unknown; the message is the end of a sentence about the class."""
 
 
 @cache
@@ -92,26 +105,26 @@ def _read(kind: Any, children: frozenset[str], linear: frozenset[str]) -> Readin
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))
     except OSError as error:
-        raise ValueError('has no source to read') from error
+        raise _UnreadError('has no source to read') from error
     function: Any = ast.parse(source).body[0]
     flow = _Flow(function, children, linear)
     if len(flow.calls) != 1:
-        raise ValueError(f'calls an attention function {len(flow.calls)} times')
+        raise _UnreadError(f'calls an attention function {len(flow.calls)} times')
     handed, further = flow.calls[0]
     unknown = sorted(further - HANDED)
     if unknown:
-        raise ValueError(f'hands {_listed(unknown)} to its attention function')
+        raise _UnreadError(f'hands {_listed(unknown)} to its attention function')
     found = []
     for part in ('query', 'key', 'value'):
         projections = sorted(name for where, name in handed[part] if where == 'projection')
         if len(projections) != 1:
             made = f'from {_listed(projections)} together' if projections else 'without a projection'
-            raise ValueError(f'makes its {part} {made}')
+            raise _UnreadError(f'makes its {part} {made}')
         found += projections
     if len(set(found)) == 2:
-        raise ValueError(f'projects query, key and value by {_listed(found)}')
+        raise _UnreadError(f'projects query, key and value by {_listed(found)}')
     if len(flow.outputs) != 1:
-        raise ValueError(
+        raise _UnreadError(
             f'projects its heads by {_listed(sorted(flow.outputs))}' if flow.outputs else 'does not project its heads'
         )
     changed = {name for part in ('query', 'key') for where, name in handed[part] if where == 'function'}

@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isqrt
 from types import MethodType
 from typing import Any
@@ -17,7 +17,8 @@ from torch import nn
 from mmgate._environment import log
 from mmgate.errors import ConfigError
 from mmgate.hosts.table import gate_of_type, options_of
-from mmgate.layers.base.map import MapGate
+from mmgate.layers.base.gated import GatedModule
+from mmgate.layers.base.map import MapGate, MapHost, Size, embedder_around
 from mmgate.wrappers import named_part
 
 BACKBONES = ('backbone', 'image_encoder')  # names of the part of a model that takes images
@@ -33,21 +34,42 @@ EXAMPLES = dict(
 )
 
 
-def map_options(
-    model: nn.Module, names: Collection[str], gate: type, options: Mapping[str, Any]
-) -> tuple[dict[int, dict[str, Any]], dict[int, tuple[int, int]]]:
-    """Find out for each attention the options ``map_size`` and ``class_token`` that a gate needs, and return them.
+@dataclass(frozen=True)
+class Derived:
+    """What a pass of the backbone told of an attention's map, for its gate.
 
-    They are by the module's id. The second dict has the size of each attention's map.
+    Attributes:
+        options: The options ``map_size`` and ``class_token`` that the gate needs and the rule leaves out.
+        map_size: Height and width of the map.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    map_size: Size | None = None
+
+
+def map_options(
+    model: nn.Module, adapters: Mapping[str, type[GatedModule]], gate: type, options: Mapping[str, Any]
+) -> dict[str, Derived]:
+    """Find out for each attention the map that a gate needs to know, and return it by the attention's name.
 
     The size is that of the map for images of the backbone's ``pretrain_img_size`` or ``img_size``, see
     :func:`keep_image_size`, or of 224 x 224 pixels. A copy of the backbone on the device ``meta`` runs once. Options
     that the rule sets are kept. A warning is logged if the rule sets one ``map_size`` for stages whose maps differ.
 
+    Args:
+        model: The model.
+        adapters: The adapter of each attention, by its name.
+        gate: Class of the gate, or an attention that a rule names by its type.
+        options: The options that the rule sets.
+
+    Returns:
+        Nothing for a gate that needs to know no map.
+
     Raises:
         ConfigError: They cannot be derived, and the message has the options to write; more tokens than one precede a
             map; or one does, and the gate's class has no option ``class_token``.
     """
+    names = list(adapters)
     told = all('hw_shape' in inspect.signature(type(named_part(model, name)).forward).parameters for name in names)
     takes_token = 'class_token' in options_of(gate)
     wanted = dict(map_size=needs_map_size(gate), class_token=not told and takes_token)
@@ -56,25 +78,25 @@ def map_options(
     # A gate of maps whose constructor dropped the option would take the class token for one of the map's.
     blind = not told and not takes_token and issubclass(gate_of_type(gate) or gate, MapGate)
     if not names or not (needed or one_size or blind):
-        return {}, {}
-    first = next(iter(names))
-    parts = first.split('.')
+        return {}
+    parts = names[0].split('.')
     prefix = next(('.'.join(parts[: i + 1]) for i, part in enumerate(parts) if part in BACKBONES), '')
     owner = model.get_submodule(prefix)
-    image = _image_size(owner, _of_timm(model, first))
-    found: dict[int, dict[str, Any]] = {}
+    image = _image_size(owner, embedder_around(model, names[0]))
+    found: dict[str, tuple[Size, int]] = {}
     try:
         copied = deepcopy(owner).to('meta')
         # Some hosts' ``eval`` returns nothing, so that the calls are not chained.
         copied.eval()
-        for name in names:
-            told_by = _TimmMap(_of_timm(model, name), image)
-            note = _noting(found, id(named_part(model, name)), name, owner, told_by)
+        for name, adapter in adapters.items():
+            cut = None
+            if issubclass(adapter, MapHost):
+                cut = adapter.map_of_images(embedder_around(model, name), image)
             counterpart = named_part(copied, name.removeprefix(f'{prefix}.'))
-            counterpart.register_forward_pre_hook(note, with_kwargs=True)
+            counterpart.register_forward_pre_hook(_noting(found, name, owner, cut), with_kwargs=True)
         with torch.no_grad():
             copied(torch.empty(1, 3, *image, device='meta'))
-        missing = ', '.join(name for name in names if id(named_part(model, name)) not in found)
+        missing = ', '.join(name for name in names if name not in found)
         reason = f'{missing} did not run' if missing else ''
     except ConfigError as error:
         raise ConfigError(f'{gate.__name__}: {error}') from error
@@ -87,14 +109,14 @@ def map_options(
             f'{gate.__name__} needs {lacking} which a pass of {type(owner).__name__} does not tell ({reason}). '
             f'Write it into the rule, such as {examples}.'
         )
-    before = next((name for name in names if found.get(id(named_part(model, name)), {}).get('class_token')), None)
+    before = next((name for name, (_, tokens) in found.items() if tokens), None)
     if blind and before is not None:
         raise ConfigError(
             f'{gate.__name__} has no option class_token, and a class token comes before the map of {before}. Let the '
             "gate's constructor take class_token=False as a keyword and hand it on: "
             'super().__init__(sizes, class_token=class_token). Or leave the module out of the path.'
         )
-    sizes = sorted({read['map_size'] for read in found.values()}, reverse=True)
+    sizes = sorted({size for size, _ in found.values()}, reverse=True)
     if one_size and len(sizes) > 1:
         maps = ', '.join(f'{height} x {width}' for height, width in sizes)
         log(
@@ -103,8 +125,11 @@ def map_options(
             'each gets that of its map, or write a rule for each stage.',
             logging.WARNING,
         )
-    derived = {key: {name: read[name] for name in needed} for key, read in found.items()}
-    return derived, {key: read['map_size'] for key, read in found.items()}
+    derived = {}
+    for name, (size, tokens) in found.items():
+        read = dict(map_size=size, class_token=tokens)
+        derived[name] = Derived({option: read[option] for option in needed}, size)
+    return derived
 
 
 def keep_image_size(part: nn.Module, cfg: Mapping[str, Any]) -> None:
@@ -128,69 +153,52 @@ def _of_several_stages(model: nn.Module, names: Collection[str]) -> bool:
     return len({next(model.get_submodule(name).parameters()).shape for name in names}) > 1
 
 
-def _of_timm(model: nn.Module, name: str) -> Any:
-    """Return the timm model around an attention: the nearest module with timm's patch embedding; or None."""
-    parts = name.split('.')
-    around = (model.get_submodule('.'.join(parts[:count])) for count in range(len(parts) - 1, -1, -1))
-    found = next((part for part in around if hasattr(part, 'patch_embed')), None)
-    return found if hasattr(getattr(found, 'patch_embed', None), 'dynamic_feat_size') else None
-
-
-@dataclass(frozen=True)
-class _TimmMap:
-    """Size of the map, and number of tokens before it, of a timm model for images of a size; None without a model."""
-
-    owner: Any
-    image: tuple[int, int]
-
-    @property
-    def sides(self) -> tuple[int, int] | None:
-        """Height and width, in patches, of the map that images are cut into."""
-        return None if self.owner is None else self.owner.patch_embed.dynamic_feat_size(self.image)
-
-    @property
-    def before(self) -> int | None:
-        """Number of class and register tokens before those of the map."""
-        return getattr(self.owner, 'num_prefix_tokens', None)
-
-
-def _kept_size(owner: Any, of_timm: Any = None) -> Any:
-    """Return the image size that a backbone keeps as an attribute, or None."""
-    embedding = getattr(owner, 'patch_embed', None)
-    kept = [*(getattr(owner, name, None) for name in IMAGE_SIZES), getattr(embedding, 'init_input_size', None)]
-    kept.append(None if of_timm is None else of_timm.patch_embed.img_size)
+def _kept_size(owner: Any, embedder: Any = None) -> Any:
+    """Return the image size that a backbone or the patch embedding of a module in it keeps as an attribute, or None."""
+    kept = [getattr(owner, name, None) for name in IMAGE_SIZES]
+    for part in (owner, embedder):
+        embedding = getattr(part, 'patch_embed', None)
+        kept += [getattr(embedding, name, None) for name in ('init_input_size', 'img_size')]
     return next((size for size in kept if size), None)
 
 
-def _image_size(owner: Any, of_timm: Any) -> tuple[int, int]:
-    size = _kept_size(owner, of_timm) or IMAGE
-    if _kept_size(owner, of_timm) is None:
+def _image_size(owner: Any, embedder: Any) -> Size:
+    kept = _kept_size(owner, embedder)
+    if kept is None:
         name = type(owner).__name__
         log(
             f'mmgate: {name} keeps no pretrain_img_size, so that maps are taken as those of images of {IMAGE} pixels. '
             'If it was pre-trained on others, write pretrain_img_size into its config where it takes one, or '
             'map_size=(height, width) into a rule for each stage.'
         )
+    size = kept or IMAGE
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[-1]))
 
 
 def _noting(
-    found: dict[int, dict[str, Any]], key: int, name: str, owner: Any, of_timm: _TimmMap
+    found: dict[str, tuple[Size, int]], name: str, owner: Any, cut: tuple[Size, int] | None
 ) -> Callable[..., None]:
-    """Return a forward pre-hook that writes an attention's map size and class token into ``found[key]``."""
+    """Return a forward pre-hook that writes an attention's map, and the number of tokens before it, into ``found``.
+
+    Args:
+        found: The dict to write to, by the attention's name.
+        name: The attention's name.
+        owner: The backbone.
+        cut: The map into which the model around the attention cuts images, and the tokens before it, if it says so.
+    """
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = inspect.signature(MethodType(type(module).forward, module)).bind(*args, **kwargs).arguments
         states = next(iter(given.values()))
         if states.dim() == 4:  # (B, H, W, C), as in timm's Swin
-            found[key] = dict(map_size=(states.shape[1], states.shape[2]), class_token=False)
+            found[name] = ((states.shape[1], states.shape[2]), 0)
             return
         tokens = states.shape[1]
-        if of_timm.before is not None:
-            sides = of_timm.sides
-            if sides is None or tokens != of_timm.before + sides[0] * sides[1]:
-                raise ValueError(f'{tokens} tokens of {name} are not {of_timm.before} and those of a map of {sides}')
-            found[key] = dict(map_size=(int(sides[0]), int(sides[1])), class_token=of_timm.before)
+        if cut is not None:
+            (height, width), before = cut
+            if tokens != before + height * width:
+                raise ValueError(f'{tokens} tokens of {name} are not {before} and those of a map of {height} x {width}')
+            found[name] = cut
             return
         # The resolution of a backbone that keeps no image size is of other images than those of this pass.
         resolution = None if _kept_size(owner) is None else getattr(owner, 'patch_resolution', None)
@@ -204,6 +212,6 @@ def _noting(
             )
         if before not in (0, 1):
             raise ValueError(f'{before} tokens of {name} lie on no map')
-        found[key] = dict(map_size=(int(sides[0]), int(sides[1])), class_token=bool(before))
+        found[name] = ((int(sides[0]), int(sides[1])), before)
 
     return note

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from mmdet.models.backbones.pvt import SpatialReductionAttention
 from mmdet.models.backbones.swin import ShiftWindowMSA, WindowMSA
+from mmdet.models.layers.positional_encoding import LearnedPositionalEncoding, SinePositionalEncoding
 from mmdet.models.layers.transformer.utils import ConditionalAttention
 from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
+from mmgate.hosts.readings import Given, as_tensor, reads, values_times_weights, weights_before_dropout
 from mmgate.hosts.table import adapts
 from mmgate.hosts.torch import adapt_reduced
 from mmgate.hosts.window import adapt_swin
-from mmgate.layers.base.dense import DenseGate, DenseHost, check_output_width
+from mmgate.layers.base.dense import DenseGate, DenseHost
 from mmgate.layers.base.gate import Gate, Sizes
 
 adapt_swin(WindowMSA, ShiftWindowMSA)
@@ -41,17 +45,13 @@ class GatedConditionalAttention(DenseHost):
     proj_drop: nn.Module
 
     @classmethod
-    def refuses(cls, host: ConditionalAttention, gate: DenseGate) -> str | None:
-        """Return the reason why a differential gate does not fit cross-attention, or None for any other gate.
-
-        It attends twice, but the halves of a head are content and position.
-        """
+    def check_gate(cls, host: ConditionalAttention, gate: DenseGate) -> None:
+        """Raise ConfigError for a differential gate in cross-attention, where the halves of a head have a meaning."""
         if host.cross_attn and gate.attends_twice:
-            return (
+            raise ConfigError(
                 f'the gate {gate.attends_twice}, but those of a conditional cross-attention are content and position '
-                'already'
+                'already.'
             )
-        return None
 
     def forward(
         self,
@@ -116,21 +116,19 @@ class GatedBiMultiHeadAttention(DenseHost):
     out_l_proj: nn.Module
 
     @classmethod
-    def make_gate(cls, host: BiMultiHeadAttention, gate_type: type[Gate], **options: Any) -> nn.Module:
-        """Make and return two gates: ``vision`` for attention from the image to words, ``language`` for the reverse.
+    def sizes(cls, host: Any) -> Sizes:
+        """Read the sizes of attention from the image to words off the host."""
+        inputs = (host.v_dim, host.l_dim, host.l_dim)
+        return Sizes(host.embed_dim, host.num_heads, inputs=inputs, output=host.v_dim, dropout=host.dropout)
 
-        Raises:
-            ValueError: The gate acts on the output, whose width here is that of vision or of language.
-        """
-
-        def make(query_width: int, key_width: int) -> Gate:
-            inputs = (query_width, key_width, key_width)
-            sizes = Sizes(host.embed_dim, host.num_heads, inputs=inputs, dropout=host.dropout)
-            gate: Any = gate_type(sizes, **options)
-            check_output_width(gate, query_width)
-            return gate
-
-        return nn.ModuleDict(dict(vision=make(host.v_dim, host.l_dim), language=make(host.l_dim, host.v_dim)))
+    @classmethod
+    def build_gate(cls, sizes: Sizes, gate_type: type[Gate], **options: Any) -> nn.Module:
+        """Build two gates: ``vision`` for attention from the image to words, ``language`` for the reverse."""
+        vision, language, _ = sizes.input_widths
+        reverse = replace(sizes, inputs=(language, vision, vision), output=language)
+        build = super().build_gate
+        gates = dict(vision=build(sizes, gate_type, **options), language=build(reverse, gate_type, **options))
+        return nn.ModuleDict(gates)
 
     def forward(
         self,
@@ -172,3 +170,15 @@ class GatedBiMultiHeadAttention(DenseHost):
             gate=gates['language'],
         )
         return delta_v, delta_l
+
+
+def _encoded(module: Any, given: Given) -> list[int]:
+    return [*(given['mask'] if given.get('mask') is not None else given['input']).shape[-2:]]
+
+
+reads(
+    ConditionalAttention,
+    attention=lambda module, given: weights_before_dropout(module, given).unflatten(0, (-1, module.num_heads)),
+    values=lambda module, given: values_times_weights(module, given).unflatten(0, (-1, module.num_heads)),
+)
+reads(SinePositionalEncoding, LearnedPositionalEncoding, map_size=as_tensor(_encoded))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from mmpretrain.models.backbones.tinyvit import TinyViTBlock
 from mmpretrain.models.backbones.vit_sam import Attention
 from mmpretrain.models.backbones.xcit import XCA
 from mmpretrain.models.utils.attention import (
@@ -20,12 +21,14 @@ from mmpretrain.models.utils.attention import (
 )
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
+from mmgate.hosts.readings import Given, as_tensor, reads, values_times_weights, weights_before_dropout
 from mmgate.hosts.relative_positions import GatedRelativeAttention
 from mmgate.hosts.table import adapts
 from mmgate.hosts.window import adapt_swin
 from mmgate.layers.base.dense import DenseGate, DenseHost
-from mmgate.layers.base.gate import Gate, Sizes
-from mmgate.layers.base.map import MapGate, MapHost, Size
+from mmgate.layers.base.gate import Sizes
+from mmgate.layers.base.map import MapGate, Size, UntoldMapHost
 from mmgate.layers.plug_dense import PLuGGate
 from mmgate.layers.sdpa_gate import SDPAGate
 
@@ -57,14 +60,13 @@ class GatedWindowMSAV2(DenseHost):
     proj_drop: nn.Module
 
     @classmethod
-    def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Return the reason why a gate that attends twice does not fit cosines; None for other gates.
+    def check_gate(cls, host: Any, gate: Any) -> None:
+        """Raise ConfigError for a gate that attends twice, which does not fit cosines.
 
         Neither halves of unit vectors nor queries that a gate projects are unit vectors.
         """
         if gate.attends_twice:
-            return f'the gate {gate.attends_twice}, but a WindowMSAV2 attends by the cosine of whole heads'
-        return None
+            raise ConfigError(f'the gate {gate.attends_twice}, but a WindowMSAV2 attends by the cosine of whole heads.')
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend inside each of nW windows of an image, with the gate; ``x`` is ``(B nW, N, C)``, image by image."""
@@ -93,7 +95,7 @@ def logit_factor(host: Any) -> float:
     With any qk_scale mmpretrain divides by ``1 / sqrt(d)``, and so do all layers of its T2T-ViT.
 
     Raises:
-        ValueError: The host's product is not mmpretrain's.
+        ConfigError: The host's product is not mmpretrain's.
     """
     product = host.scaled_dot_product_attention
     if product in (F.scaled_dot_product_attention, scaled_dot_product_attention_pyimpl):
@@ -101,15 +103,15 @@ def logit_factor(host: Any) -> float:
     scaled = isinstance(product, partial) and product.func is scaled_dot_product_attention_pyimpl
     if scaled and not product.args and set(product.keywords) == {'scale'}:
         return host.head_dims**0.5 / product.keywords['scale']
-    raise ValueError("its scaled_dot_product_attention is not mmpretrain's.")
+    raise ConfigError("its scaled_dot_product_attention is not mmpretrain's.")
 
 
-def refuse_extras(host: Any) -> None:
-    """Raise ValueError if an attention uses an extra that its gated forward lacks, such as ``v_shortcut``."""
+def check_extras(host: Any) -> None:
+    """Raise ConfigError if an attention uses an extra that its gated forward lacks, such as ``v_shortcut``."""
     extras = dict(v_shortcut=host.v_shortcut, input_dims=host.input_dims != host.embed_dims)
     refused = [name for name, used in extras.items() if used]
     if refused:
-        raise ValueError(f'this MultiheadAttention has {", ".join(refused)}.')
+        raise ConfigError(f'this MultiheadAttention has {", ".join(refused)}.')
 
 
 @adapts(DenseGate, MultiheadAttention)
@@ -129,24 +131,21 @@ class GatedTokenAttention(DenseHost):
         return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop)
 
     @classmethod
-    def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
-        """Make a gate of class ``gate_type`` for an attention module (the host) and return it.
+    def check_host(cls, host: Any) -> None:
+        """Raise ConfigError if the host has an extra that a gated forward lacks."""
+        check_extras(host)
 
-        Raises:
-            ValueError: The host has an extra that a gated forward lacks, or scales its logits by a number that the
-                gate would lose.
-        """
-        refuse_extras(host)
-        gate: Any = super().make_gate(host, gate_type, **options)
-        if logit_factor(host) != 1 and isinstance(gate, DenseGate) and gate.adds_queries:
-            raise ValueError(f'it has a qk_scale, which its queries carry, but the gate {gate.attends_twice}.')
+    @classmethod
+    def check_gate(cls, host: Any, gate: Any) -> None:
+        """Raise ConfigError if the host scales its logits by a number that the gate would lose."""
+        if logit_factor(host) != 1 and gate.adds_queries:
+            raise ConfigError(f'it has a qk_scale, which its queries carry, but the gate {gate.attends_twice}.')
         added = isinstance(gate, SDPAGate) and (gate.position, gate.form) == ('G4', 'additive')
         if logit_factor(host) != 1 and added:
-            raise ValueError(
+            raise ConfigError(
                 "it has a qk_scale, which the queries carry, and what position='G4' with form='additive' adds to them "
                 'would not.'
             )
-        return gate
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over the tokens ``(B, N, C)``, with the gate."""
@@ -156,24 +155,9 @@ class GatedTokenAttention(DenseHost):
         return self.out_drop(self.gamma1(self.proj_drop(out)))
 
 
-def note_map(gated: Any, embedding: nn.Module, args: Any, output: Any) -> None:
-    """Tell a gated attention the size of the map that the patch embedding returns; a forward hook."""
-    if isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], (tuple, list)):
-        gated.noted_map = tuple(output[1])
-
-
 @adapts(MapGate, MultiheadAttention)
-class MixedTokenAttention(MapHost):
-    """Adapter that lets attention over a map (Agent, SAGA, linear) replace mmpretrain's ``MultiheadAttention``.
-
-    The call of its host does not give the size of the map. The gate's ``map_size`` is that of pre-training; in a
-    backbone with a ``patch_embed`` that returns tokens and their map, the map of each image is noted.
-
-    Attributes:
-        noted_map: Height and width of the map that the backbone has embedded last.
-    """
-
-    noted_map: Size | None = None
+class MixedTokenAttention(UntoldMapHost):
+    """Adapter that lets attention over a map (Agent, SAGA, linear) replace mmpretrain's ``MultiheadAttention``."""
 
     proj: nn.Module
     proj_drop: nn.Module
@@ -188,36 +172,23 @@ class MixedTokenAttention(MapHost):
         return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop, scale=scale, bias=bias)
 
     @classmethod
-    def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
-        """Make a gate of class ``gate_type`` for an attention module (the host) and return it.
+    def check_host(cls, host: Any) -> None:
+        """Raise ConfigError if the host has an extra that a gated forward lacks."""
+        check_extras(host)
 
-        Raises:
-            ValueError: The host has an extra that a gated forward lacks.
-        """
-        refuse_extras(host)
-        return super().make_gate(host, gate_type, **options)
+    @classmethod
+    def embedded_map(cls, embedding: Any, args: Any, output: Any) -> Size | None:
+        """Return the size that mmpretrain's patch embeddings return beside the tokens."""
+        told = isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], (tuple, list))
+        return (output[1][0], output[1][1]) if told else None
 
     def finish(self, x: Tensor) -> Tensor:
         """Project the mixed tokens, scale them by LayerScale, and apply the host's dropouts."""
         return self.out_drop(self.gamma1(self.proj_drop(self.proj(x))))
 
-    def after_gating(self, model: nn.Module) -> None:
-        """Register a hook on the patch embedding around this attention, which tells it the size of each map."""
-        names = self.gating.name.split('.')
-        around = [model.get_submodule('.'.join(names[:count])) for count in range(len(names))]
-        embedding = next((part.patch_embed for part in reversed(around) if hasattr(part, 'patch_embed')), None)
-        if isinstance(embedding, nn.Module):
-            self.gating.handles.append(embedding.register_forward_hook(partial(note_map, self)))
-
     def forward(self, x: Tensor) -> Tensor:
-        """Attend over the tokens ``(B, N, C)`` of a map, with the gate.
-
-        The map's size is the one that the patch embedding has told, else that of pre-training, else a square.
-        """
-        tokens = x.shape[1] - self.gate.class_tokens
-        noted = self.noted_map
-        fits = noted is not None and noted[0] * noted[1] == tokens
-        return self.attend(x, noted if fits else None)
+        """Attend over the tokens ``(B, N, C)`` of a map, with the gate."""
+        return self.attend_untold(x)
 
 
 @adapts(DenseGate, LeAttention)
@@ -242,11 +213,12 @@ class GatedLeAttention(DenseHost):
         return Sizes(host.num_heads * host.key_dim, host.num_heads, inputs=(width, width, width), output=width)
 
     @classmethod
-    def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Return the reason why values of another width than the keys, as in LeViT, are not gated; None if they fit."""
+    def check_host(cls, host: Any) -> None:
+        """Raise ConfigError for values of another width than the keys, as in LeViT."""
         if host.d != host.key_dim:
-            return f'heads need one width, but here are keys of {host.key_dim} and values of {host.d} channels'
-        return None
+            raise ConfigError(
+                f'heads need one width, but here are keys of {host.key_dim} and values of {host.d} channels.'
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over the tokens ``(B, N, C)``, with the gate."""
@@ -282,19 +254,18 @@ class GatedXCA(DenseHost):
         return Sizes(host.proj.in_features, host.num_heads, dropout=host.attn_drop.p)
 
     @classmethod
-    def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Return the reason why a gate does not fit attention between channels; None for PLuG's gate at ratio 1."""
+    def check_gate(cls, host: Any, gate: Any) -> None:
+        """Raise ConfigError for a gate that does not fit attention between channels, as PLuG's does at ratio 1."""
         if not isinstance(gate, PLuGGate):
-            return (
+            raise ConfigError(
                 'the gate is of tokens, but in a cross-covariance attention (XCA) the channels attend to each other; '
-                'PLuGMultiheadAttention gates their pairs'
+                'PLuGMultiheadAttention gates their pairs.'
             )
         if gate.gate_width != gate.head_dim:
-            return (
+            raise ConfigError(
                 f'the gate is of {gate.gate_width} x {gate.gate_width} pairs of channels, but the heads of this XCA '
-                f'have {gate.head_dim}; leave ratio at 1'
+                f'have {gate.head_dim}; leave ratio at 1.'
             )
-        return None
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend between the channels of the tokens ``(B, N, C)``, with the gate."""
@@ -308,3 +279,31 @@ class GatedXCA(DenseHost):
     def _pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         query, key = (F.normalize(gate.transpose(-1, -2), dim=-1) for gate in self.gate.gate_vectors((x, x, x)))
         return query * x.shape[1] ** 0.5, key  # (B, H|1, d, N)
+
+
+def _le_projected(module: Any, given: Given) -> tuple[Tensor, ...]:
+    joint = module.qkv(module.norm(given['x'])).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
+    return joint.split([module.key_dim, module.key_dim, module.d], -1)
+
+
+def _le_attention(module: Any, given: Given) -> Tensor:
+    query, key, _ = _le_projected(module, given)
+    logits = query @ key.transpose(-1, -2) * module.scale
+    return (logits + module.attention_biases[:, module.attention_bias_idxs]).softmax(-1)
+
+
+def _token_projections(module: Any, given: Given) -> Tensor:
+    return module.qkv(given['x']).unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
+
+
+def _tokens(module: Any, given: Given) -> Tensor:
+    query, key, _ = _token_projections(module, given)
+    # The host passes a qk_scale on as the divisor of its product.
+    divisor = getattr(module.scaled_dot_product_attention, 'keywords', {}).get('scale')
+    return (query / (query.shape[-1] ** 0.5 if divisor is None else divisor) @ key.transpose(-1, -2)).softmax(-1)
+
+
+reads(WindowMSAV2, attention=weights_before_dropout, values=values_times_weights)
+reads(LeAttention, attention=_le_attention, values=lambda module, given: _le_projected(module, given)[2])
+reads(MultiheadAttention, attention=_tokens, values=lambda module, given: _token_projections(module, given)[2])
+reads(TinyViTBlock, geometry=as_tensor(lambda module, given: [*module.img_size, module.window_size, 0]))

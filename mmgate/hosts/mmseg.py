@@ -13,10 +13,11 @@ from mmseg.models.backbones.swin import ShiftWindowMSA, WindowMSA
 from mmseg.models.backbones.twins import GlobalSubsampledAttention, LocallyGroupedSelfAttention
 from torch import Tensor, nn
 
+from mmgate.hosts.readings import as_tensor, reads, values_times_weights, weights_before_dropout
 from mmgate.hosts.table import adapts
 from mmgate.hosts.torch import adapt_reduced
 from mmgate.hosts.window import adapt_swin
-from mmgate.layers.base.dense import DenseGate, DenseHost, refuses_scale
+from mmgate.layers.base.dense import DenseGate, DenseHost, check_scale
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import MapGate, MapHost, Size
 
@@ -43,9 +44,9 @@ class PlainScale(DenseHost):
     """Base of adapters that accept an attention only with the usual scale of the logits, no own ``qk_scale``."""
 
     @classmethod
-    def refuses(cls, host: Scaled, gate: DenseGate) -> str | None:
-        """Return the reason if an attention scales its logits by another number than ``1 / sqrt(d)``, else None."""
-        return refuses_scale(host)
+    def check_host(cls, host: Scaled) -> None:
+        """Raise ConfigError if an attention scales its logits by another number than ``1 / sqrt(d)``."""
+        check_scale(host)
 
 
 @adapts(DenseGate, BEiTAttention, MAEAttention)
@@ -138,3 +139,12 @@ class UngroupedSelfAttention(MapHost):
     def forward(self, x: Tensor, hw_shape: Size) -> Tensor:
         """Attend over all tokens ``(B, N, C)`` of a map of height and width ``hw_shape``, with the gate."""
         return self.attend(x, hw_shape)
+
+
+reads(BEiTAttention, attention=weights_before_dropout, values=values_times_weights)
+reads(
+    LocallyGroupedSelfAttention,
+    attention=lambda module, given: weights_before_dropout(module, given).flatten(0, 1),
+    values=lambda module, given: values_times_weights(module, given).flatten(0, 1),
+    geometry=as_tensor(lambda module, given: [*given['hw_shape'], module.window_size, 0]),
+)

@@ -12,11 +12,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
+from mmgate.hosts.points import points_of, sampled
+from mmgate.hosts.readings import Given, Sampled, deformable_readings, reads
 from mmgate.hosts.relative_positions import GatedRelativeAttention
 from mmgate.hosts.table import adapts, full_name
 from mmgate.layers.base.deformable import DeformableGate, DeformableHost
 from mmgate.layers.base.dense import DenseGate
-from mmgate.layers.base.gate import Gate, Sizes
+from mmgate.layers.base.gate import Sizes
 from mmgate.ops.deformable.levels import levels_on
 from mmgate.ops.deformable.uneven import axes_of_samples, points_of_levels
 
@@ -33,6 +36,7 @@ RT_DETR = (
     'rtdetrv2_decoder.MSDeformableAttention',
     'dfine_decoder.MSDeformableAttention',
 )
+RFDETR = 'rfdetr.models.ops.modules.ms_deform_attn.MSDeformAttn'
 ULTRALYTICS = 'ultralytics.nn.modules.transformer.MSDeformAttn'
 
 adapts(DenseGate, VITDET)(GatedRelativeAttention)
@@ -86,33 +90,16 @@ class GatedProjectAttention(DeformableHost):
         return host.n_points
 
     @classmethod
-    def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
-        """Make a gate of class ``gate_type`` for a deformable attention (the host) and return it.
-
-        Raises:
-            ValueError: The host's class is called with other arguments, or has further options; or an option makes
-                the host compute something else.
-        """
+    def check_host(cls, host: Any) -> None:
+        """Raise ConfigError if the host's class is called with other arguments, or has further options."""
         name = full_name(type(host))
         called = tuple(inspect.signature(host.forward).parameters)
         further = [option for option in inspect.signature(type(host)).parameters if option not in cls.constructed_with]
         if called[: len(cls.called_with)] != cls.called_with or further:
             differs = f'takes {", ".join(further)}' if further else f'is called with {", ".join(called)}'
-            raise ValueError(
+            raise ConfigError(
                 f'this {name} {differs} and may compute something else; write its adapter with mmgate.adapts.'
             )
-        reason = cls.computes_otherwise(host)
-        if reason:
-            raise ValueError(f'this {name} {reason}.')
-        return super().make_gate(host, gate_type, **options)
-
-    @classmethod
-    def computes_otherwise(cls, host: Any) -> str | None:
-        """Return the reason why an attention of this class computes something that the adapter does not, or None.
-
-        The reason is the end of a sentence about the class.
-        """
-        return None
 
     def project(self, value: Tensor, padding: Tensor | None = None) -> Tensor:
         """Project features of all levels ``(B, S, C)`` to values ``(B, S, H, d)``, zeros where ``padding`` is True."""
@@ -160,11 +147,14 @@ class GatedMSDeformAttn(GatedProjectAttention):
     called_with = ('query', 'reference_points', 'input_flatten', 'input_spatial_shapes', 'input_level_start_index')
 
     @classmethod
-    def computes_otherwise(cls, host: Any) -> str | None:
-        """Return the reason why ``use_4D_normalizer=True`` is not gated, or None: it moves points in another way."""
+    def check_host(cls, host: Any) -> None:
+        """Raise ConfigError for a class that is not the known one, and for ``use_4D_normalizer=True``."""
+        super().check_host(host)
         if getattr(host, 'use_4D_normalizer', False):
-            return 'has use_4D_normalizer=True, which moves points by the size of a level and of a box at once'
-        return None
+            raise ConfigError(
+                f'this {full_name(type(host))} has use_4D_normalizer=True, which moves points by the size of a level '
+                'and of a box at once.'
+            )
 
     def forward(
         self,
@@ -355,12 +345,12 @@ class GatedMSDeformableAttention(GatedProjectAttention):
         return points_of_levels(getattr(host, 'num_points_list', None) or host.num_points, host.num_levels)
 
     @classmethod
-    def computes_otherwise(cls, host: Any) -> str | None:
-        """Return the reason why points that are rounded to pixels are not gated, or None."""
+    def check_host(cls, host: Any) -> None:
+        """Raise ConfigError for a class that is not the known one, and for points that are rounded to pixels."""
+        super().check_host(host)
         method = getattr(host, 'method', 'default')
         if method != 'default':
-            return f'has method={method!r}, and the gates sample bilinearly'
-        return None
+            raise ConfigError(f'this {full_name(type(host))} has method={method!r}, and the gates sample bilinearly.')
 
     def forward(
         self,
@@ -418,3 +408,16 @@ class GatedUltralyticsAttention(GatedProjectAttention):
         shapes, starts = levels_on(query.device, value_shapes)
         values = self.project(value, value_mask)
         return self.output_proj(self.attended(query, values, shapes, starts, refer_bbox))
+
+
+def _samples(module: Any, given: Given) -> Sampled:
+    """Return query, offsets, logits and places of a call of rfdetr's or ultralytics' ``MSDeformAttn``."""
+    query = given['query']
+    points = given['reference_points'] if 'reference_points' in given else given['refer_bbox']
+    shapes = given['input_spatial_shapes'] if 'input_spatial_shapes' in given else given['value_shapes']
+    points = points.expand(-1, -1, module.n_levels, -1)
+    return Sampled(query, *sampled(module, query, points), points, torch.as_tensor(shapes), points_of(module))
+
+
+# Not of every copy: some move points in another way.
+reads(RFDETR, ULTRALYTICS, **deformable_readings(_samples))

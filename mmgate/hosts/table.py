@@ -7,12 +7,15 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from os.path import dirname
+from pkgutil import iter_modules
 from typing import Any
 
 from torch import nn
 
 from mmgate import _environment
 from mmgate._environment import log
+from mmgate.errors import ConfigError
 from mmgate.hosts.interface import goes_through_interface
 from mmgate.layers.base.gate import Gate
 from mmgate.layers.base.gated import GatedModule, host_class
@@ -20,8 +23,6 @@ from mmgate.registry import MODELS
 
 Host = type[nn.Module] | str
 Adapter = type[GatedModule]
-# Packages whose import takes seconds. Their adapters are imported once a module of theirs is met.
-LATE = ('timm', 'transformers')
 
 
 @dataclass(frozen=True)
@@ -35,24 +36,9 @@ class Inside:
     child: str
 
 
-@dataclass(frozen=True)
-class Pattern:
-    """Table entry of an adapter for attention classes that are recognised by their code instead of by their name.
-
-    Attributes:
-        adapter: Of the hosts that it fits.
-        concerns: Takes a class and returns whether it is of this kind.
-        why_not: Takes a module of that kind and returns why the adapter does not fit it, or None; the end of a sentence
-            about its class.
-    """
-
-    adapter: Adapter
-    concerns: Callable[[type[nn.Module]], bool]
-    why_not: Callable[[nn.Module], str | None]
-
-
 _ADAPTERS: dict[tuple[type, type | str], Adapter | Inside] = {}
-_PATTERNS: list[tuple[type, Pattern]] = []
+# Adapters that recognise their hosts by code, and the class of gates that they let in.
+_BY_CODE: list[tuple[type, Adapter]] = []
 
 
 def adapts(gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = None) -> Callable[[Adapter], Adapter]:
@@ -67,7 +53,8 @@ def adapts(gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = N
             unless they have adapters themselves.
         hosts: Host classes. They match exactly: a subclass may compute something else. A class that cannot be imported
             everywhere is given by its dotted name. Leading packages may be left out: ``'vit.Attention'`` is also
-            ``projects.ViTDet.vitdet.vit.Attention``.
+            ``projects.ViTDet.vitdet.vit.Attention``. Without any, the adapter recognises its hosts by their code: see
+            :meth:`.GatedModule.recognises`. It then serves the classes that have no entry by name.
         like: A host class whose adapter serves ``hosts``, too.
 
     Raises:
@@ -83,6 +70,8 @@ def adapts(gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = N
 
     def register(adapter: Any) -> Any:
         _ADAPTERS.update({(kind, host): adapter for host in hosts})
+        if not hosts:
+            _BY_CODE.append((kind, adapter))
         return adapter
 
     if like is not None:
@@ -97,21 +86,6 @@ def adapts(gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = N
 def adapts_inside(gate: type[nn.Module], child: str, *hosts: Host) -> None:
     """Register wrapper classes: a rule that names one gates its child called ``child`` instead."""
     adapts(gate, *hosts)(Inside(child))  # type: ignore[arg-type]
-
-
-def adapts_pattern(
-    gate: type[nn.Module], concerns: Callable[[type[nn.Module]], bool], why_not: Callable[[nn.Module], str | None]
-) -> Callable[[Adapter], Adapter]:
-    """Register an adapter for attention classes that are recognised by their code, as a decorator of the adapter.
-
-    It serves the classes that have no entry by name; see :class:`Pattern`.
-    """
-
-    def register(adapter: Adapter) -> Adapter:
-        _PATTERNS.append((gate_of_type(gate) or gate, Pattern(adapter, concerns, why_not)))
-        return adapter
-
-    return register
 
 
 def gate_of_type(kind: Any) -> type[Gate] | None:
@@ -134,26 +108,23 @@ def adapter_for(kind: type, host: nn.Module) -> tuple[Adapter, str] | None:
         host: A module. The path from it is empty if it is gated itself.
     """
     known: Any = type(host)
-    _import_late(_package(known))
+    import_adapters(known)
     kind = gate_of_type(kind) or kind
     entry = _adapter(kind, type(host))
     if isinstance(entry, Inside):
         inner = adapter_for(kind, host.get_submodule(entry.child))
         return None if inner is None else (inner[0], f'{entry.child}.{inner[1]}'.rstrip('.'))
     if entry is None:
-        pattern = _pattern(kind, host)
-        entry = pattern.adapter if pattern is not None and pattern.why_not(host) is None else None
+        found = _adapter_by_code(kind, host)
+        entry = found if found is not None and _misfit(found, host) is None else None
     return None if entry is None else (entry, '')
 
 
-def why_not(kind: type, host: nn.Module) -> str | None:
-    """Return the reason why a module looks like a recognised attention but cannot be gated, or None.
-
-    The reason is the end of a sentence about the module's class.
-    """
+def refusal_of(kind: type, host: nn.Module) -> str | None:
+    """Return the message of the adapter that recognises a module by its code and refuses it, or None."""
     kind = gate_of_type(kind) or kind
-    pattern = _pattern(kind, host) if _adapter(kind, type(host)) is None else None
-    return None if pattern is None else pattern.why_not(host)
+    found = _adapter_by_code(kind, host) if _adapter(kind, type(host)) is None else None
+    return None if found is None else _misfit(found, host)
 
 
 def held_attention(host: nn.Module, *, exactly: bool = False) -> Iterator[tuple[str, nn.Module]]:
@@ -194,12 +165,11 @@ def host_names(kind: type) -> list[str]:
 def has_hosts(kind: type) -> bool:
     """Return True if a gate fits any attention class.
 
-    Where it fits none so far, the adapters of timm and transformers are imported first if these packages are.
+    Where it fits none so far, the adapters for all packages that are imported are imported first.
     """
     if not host_names(kind):
-        for package in LATE:
-            if package in sys.modules:
-                _import_late(package)
+        for package in _packages_with_adapters() & sys.modules.keys():
+            _import_file(package)
     return bool(host_names(kind))
 
 
@@ -233,29 +203,47 @@ def _hosts(kind: type) -> Iterator[type | str]:
 
 
 @cache
-def _import_late(package: str) -> None:
-    """Import the adapters of timm or transformers when a module of that package is met for the first time."""
-    problem = _environment.why_not(f'{__package__}.{package}') if package in LATE else None
+def import_adapters(host: Any) -> None:
+    """Import the adapters that may fit an attention class: for the packages of its bases, and for transformers.
+
+    The latter is for a class that attends through transformers' attention interface.
+    """
+    packages = {base.__module__.partition('.')[0] for base in host.__mro__}
+    if goes_through_interface(host):
+        packages.add('transformers')
+    for package in packages & _packages_with_adapters():
+        _import_file(package)
+
+
+@cache
+def _packages_with_adapters() -> frozenset[str]:
+    """Return the names of this folder's files; one that is called like a package has the adapters for it."""
+    return frozenset(name for _, name, _ in iter_modules([dirname(__file__)]))
+
+
+@cache
+def _import_file(package: str) -> None:
+    """Import the file with the adapters for a package, which may take seconds, as the package does."""
+    problem = _environment.why_not(f'{__package__}.{package}')
     # A package may be too old, for instance: mm's models of language hold modules of any transformers.
     if problem:
         log(f'mmgate has no adapters for {package} here: {problem}')
 
 
-@cache
-def _package(host: Any) -> str:
-    """Return the name of the package whose adapters may fit an attention class: its own, or transformers.
-
-    It is transformers if the class attends through transformers' attention interface.
-    """
-    package = host.__module__.partition('.')[0]
-    return package if package in LATE or not goes_through_interface(host) else 'transformers'
-
-
-def _pattern(kind: type, host: nn.Module) -> Pattern | None:
+def _adapter_by_code(kind: type, host: nn.Module) -> Adapter | None:
     if isinstance(host, GatedModule):
         return None
-    found = (pattern for base, pattern in _PATTERNS if issubclass(kind, base) and pattern.concerns(type(host)))
+    found = (adapter for base, adapter in _BY_CODE if issubclass(kind, base) and adapter.recognises(type(host)))
     return next(found, None)
+
+
+def _misfit(adapter: Adapter, host: nn.Module) -> str | None:
+    """Return the reason why an adapter refuses a host, or None."""
+    try:
+        adapter.check_host(host)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _adapter(kind: type, host: type) -> Adapter | Inside | None:

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from timm.layers import apply_rot_embed_cat
-from timm.models.gcvit import WindowAttentionGlobal
+from timm.models.gcvit import GlobalContextVitBlock, WindowAttentionGlobal
 from timm.models.pvt_v2 import Attention as PVTAttention
 from timm.models.visformer import Attention as VisformerAttention
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
+from mmgate.hosts.readings import as_tensor, reads, unfused, values_times_weights, weights_before_dropout
 from mmgate.hosts.table import adapts
 from mmgate.hosts.window import GatedWindowMSA
 from mmgate.layers.base.dense import DenseGate, DenseHost
-from mmgate.layers.base.gate import Gate, Sizes, StateDict
-from mmgate.layers.base.map import MapGate, MapHost, Size
+from mmgate.layers.base.gate import Sizes, StateDict
+from mmgate.layers.base.map import MapGate, MapHost, Size, UntoldMapHost
 
 # By name, as timm has moved its classes between files.
 TOKENS = 'timm.layers.attention.Attention'
@@ -161,11 +162,11 @@ class TokenProjections(DenseHost):
         return sizes_of(host)
 
     @classmethod
-    def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Return the reason why a gate that adds queries does not fit a host that normalises queries, or None."""
+    def check_gate(cls, host: Any, gate: Any) -> None:
+        """Raise ConfigError for a gate that adds queries if the host normalises queries."""
         if gate.adds_queries and not isinstance(host.q_norm, nn.Identity):
-            return f'the gate {gate.attends_twice}, but this {type(host).__name__} normalises its queries (qk_norm)'
-        return None
+            kind = type(host).__name__
+            raise ConfigError(f'the gate {gate.attends_twice}, but this {kind} normalises its queries (qk_norm).')
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: object, **kwargs: object) -> None:
         for theirs, ours in OF_TIMM_GATES.items():
@@ -233,11 +234,13 @@ class GatedRotaryAttention(TokenProjections):
     num_prefix_tokens: int
 
     @classmethod
-    def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Return the reason why a gate that attends twice does not fit rotary positions, or None for other gates."""
+    def check_gate(cls, host: Any, gate: Any) -> None:
+        """Raise ConfigError for a gate that attends twice, which does not fit rotary positions."""
         if gate.attends_twice:
-            return f'the gate {gate.attends_twice}, but {type(host).__name__} rotates channels of both together'
-        return super().refuses(host, gate)
+            raise ConfigError(
+                f'the gate {gate.attends_twice}, but {type(host).__name__} rotates channels of both together.'
+            )
+        super().check_gate(host, gate)
 
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
@@ -274,41 +277,38 @@ class GatedWindowAttention(GatedWindowMSA):
         return sizes_of(host)
 
     @classmethod
-    def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Return None, as every dense gate fits: timm's windows have no other scale of the logits."""
-        return None
+    def check_host(cls, host: Any) -> None:
+        """Accept every host: timm's windows have no other scale of the logits."""
 
 
-def refuse_other_width(host: Any) -> None:
-    """Raise ValueError if the heads of an attention together have another width than its input."""
+def check_width(host: Any) -> None:
+    """Raise ConfigError if the heads of an attention together have another width than its input."""
     widths = (host.qkv.in_features, host.proj.in_features, host.proj.out_features)
     if len(set(widths)) > 1:
-        raise ValueError(
+        raise ConfigError(
             f'an attention over a map needs one width, but {type(host).__name__} has {widths[0]} channels, its heads '
             f'{widths[1]} and its output {widths[2]}.'
         )
 
 
-def note_map(gated: Any, embedding: Any, args: Any, output: Any) -> None:
-    """Tell a gated attention the size of the map that a timm model cuts an image into; a forward hook."""
-    gated.noted_map = tuple(int(side) for side in embedding.dynamic_feat_size(args[0].shape[-2:]))
+def map_of(model: Any, image: Size) -> tuple[Size, int] | None:
+    """Return the map that a timm model cuts images into, and the number of tokens before it; None for another model."""
+    embedding: Any = getattr(model, 'patch_embed', None)
+    if not hasattr(embedding, 'dynamic_feat_size') or not hasattr(model, 'num_prefix_tokens'):
+        return None
+    height, width = embedding.dynamic_feat_size(image)
+    return (int(height), int(width)), model.num_prefix_tokens
 
 
 @adapts(MapGate, TOKENS)
-class MixedAttention(MapHost):
+class MixedAttention(UntoldMapHost):
     """Adapter that lets attention over a map (Agent, SAGA, linear) replace that of timm's ViT.
 
     Class and register tokens come before the map's.
-
-    The host's call does not give the size of the map. A hook on the patch embedding keeps it for each image.
-
-    Attributes:
-        noted_map: Height and width of the map that the model has embedded last.
     """
 
     host_signature = True
     own_gates = OWN_GATES
-    noted_map: Size | None = None
 
     num_heads: int
     q_norm: nn.Module
@@ -322,22 +322,22 @@ class MixedAttention(MapHost):
         return sizes_of(host)
 
     @classmethod
-    def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
-        """Make a gate of class ``gate_type`` for an attention module of timm (the host) and return it.
+    def check_host(cls, host: Any) -> None:
+        """Raise ConfigError for heads of another width than the tokens."""
+        check_width(host)
 
-        Raises:
-            ValueError: Heads of another width than the tokens, or the gate does not fit.
-        """
-        refuse_other_width(host)
-        return super().make_gate(host, gate_type, **options)
+    @classmethod
+    def map_of_images(cls, model: Any, image: Size) -> tuple[Size, int] | None:
+        """Return the map that a timm model cuts images into, and the number of tokens before it."""
+        return map_of(model, image)
 
-    def after_gating(self, model: nn.Module) -> None:
-        """Register a hook on the patch embedding around this attention, which tells it the size of each map."""
-        names = self.gating.name.split('.')
-        around = [model.get_submodule('.'.join(names[:count])) for count in range(len(names))]
-        embedding: Any = next((part.patch_embed for part in reversed(around) if hasattr(part, 'patch_embed')), None)
-        if hasattr(embedding, 'dynamic_feat_size'):
-            self.gating.handles.append(embedding.register_forward_hook(partial(note_map, self)))
+    @classmethod
+    def embedded_map(cls, embedding: Any, args: Any, output: Any) -> Size | None:
+        """Return the size of the map that timm's patch embedding cut an image into."""
+        if not hasattr(embedding, 'dynamic_feat_size'):
+            return None
+        height, width = embedding.dynamic_feat_size(args[0].shape[-2:])
+        return int(height), int(width)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project tokens to queries, keys and values ``(B, N, C)``, queries and keys normalised where timm does so."""
@@ -354,8 +354,6 @@ class MixedAttention(MapHost):
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Attend over the tokens ``(B, N, C)`` of a map, with the gate.
 
-        The map's size is the one that the patch embedding has told, else that of pre-training, else a square.
-
         Raises:
             ValueError: A mask: there are no pairs of tokens to mask.
         """
@@ -363,10 +361,7 @@ class MixedAttention(MapHost):
             raise ValueError(
                 f'{type(self.gate).__name__} forms no pairs of tokens, so that a mask has nothing to mask.'
             )
-        tokens = x.shape[1] - self.gate.class_tokens
-        noted = self.noted_map
-        fits = noted is not None and noted[0] * noted[1] == tokens
-        return self.attend(x, noted if fits else None)
+        return self.attend_untold(x)
 
 
 @adapts(MapGate, SWIN_BLOCK)
@@ -383,14 +378,9 @@ class MixedSwinBlock(MapHost):
         return replace(sizes_of(host.attn), shifted=any(host.shift_size))
 
     @classmethod
-    def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
-        """Make a gate of class ``gate_type`` for an attention module of timm (the host) and return it.
-
-        Raises:
-            ValueError: Heads of another width than the tokens, or the gate does not fit.
-        """
-        refuse_other_width(host.attn)
-        return super().make_gate(host, gate_type, **options)
+    def check_host(cls, host: Any) -> None:
+        """Raise ConfigError for heads of another width than the tokens."""
+        check_width(host.attn)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project tokens to queries, keys and values with the layer ``qkv`` of the windows' attention."""
@@ -404,3 +394,11 @@ class MixedSwinBlock(MapHost):
     def _attn(self, x: Tensor) -> Tensor:
         """Attend over the whole map ``(B, H, W, C)``, with the gate; the block calls this method for its attention."""
         return self.attend(x.flatten(1, 2), (x.shape[1], x.shape[2])).view_as(x)
+
+
+reads(WindowAttentionGlobal, attention=weights_before_dropout, values=values_times_weights)
+reads(*(TOKENS, *ROTARY, WINDOWS), attention=unfused(weights_before_dropout), values=unfused(values_times_weights))
+reads(
+    GlobalContextVitBlock,
+    geometry=as_tensor(lambda module, given: [*given['x'].shape[1:3], *module.window_size, 0]),
+)

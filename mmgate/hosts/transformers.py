@@ -14,12 +14,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from mmgate.hosts.interface import Reading, goes_through_interface, read
+from mmgate.errors import ConfigError
+from mmgate.hosts.interface import Reading, goes_through_interface, read_forward
 from mmgate.hosts.points import points_of, sampled
-from mmgate.hosts.table import adapts, adapts_pattern, full_name
+from mmgate.hosts.readings import Given, Sampled, deformable_readings, reads
+from mmgate.hosts.table import adapts, full_name
 from mmgate.layers.base.deformable import DeformableGate, DeformableHost
 from mmgate.layers.base.dense import DenseGate, DenseHost, Inputs
-from mmgate.layers.base.gate import Gate, Sizes
+from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.gated import Record, gate_module
 from mmgate.ops.deformable import attention_weights
 from mmgate.ops.deformable.levels import levels_on
@@ -83,22 +85,13 @@ class _TrialGate(nn.Module):
 _TRIED: dict[Any, Trial | str] = {}
 
 
-def why_not(host: nn.Module) -> str | None:
-    """Return the reason why an attention that calls transformers' attention interface cannot be gated, or None."""
-    try:
-        tried(host)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def tried(host: Any) -> Trial:
+def try_on_meta(host: Any) -> Trial:
     """Try an attention's forward on the device ``meta`` and return its heads and their width; the result is cached.
 
     Modules of one class and of the same sizes are tried once.
 
     Raises:
-        ValueError: The host does not fit; the message is the end of a sentence about its class.
+        ConfigError: The host does not fit.
     """
     sizes = [(name, tuple(parameter.shape)) for name, parameter in host.named_parameters()]
     numbers = [(name, repr(one)) for name, one in vars(host).items() if isinstance(one, (int, float, str, tuple))]
@@ -106,18 +99,19 @@ def tried(host: Any) -> Trial:
     if key not in _TRIED:
         try:
             _TRIED[key] = _try(host)
-        except ValueError as error:
+        except ConfigError as error:
             _TRIED[key] = str(error)
     found = _TRIED[key]
     if isinstance(found, str):
-        raise ValueError(found)
+        raise ConfigError(found)
     return found
 
 
 def _try(host: Any) -> Trial:
-    reading = read(type(host), host)
+    reading = read_forward(host)
+    name = f'A {type(host).__name__}'
     if not hasattr(getattr(host, 'config', None), '_attn_implementation'):
-        raise ValueError('has no config that names its attention function')
+        raise ConfigError(f'{name} has no config that names its attention function.')
     reason = 'has not called its attention function'
     for arguments in _arguments(host, reading):
         copied = _on_meta(host)
@@ -135,11 +129,13 @@ def _try(host: Any) -> Trial:
         if gate.seen:
             query, key, value = gate.seen[0]
             if key[1] != query[1] or value[1] != query[1]:
-                raise ValueError(f'has {key[1]} heads of keys and {value[1]} of values for {query[1]} of queries')
+                raise ConfigError(
+                    f'{name} has {key[1]} heads of keys and {value[1]} of values for {query[1]} of queries.'
+                )
             if value[-1] != query[-1]:
-                raise ValueError(f'has heads of {query[-1]} channels, and of {value[-1]} for values')
+                raise ConfigError(f'{name} has heads of {query[-1]} channels, and of {value[-1]} for values.')
             return Trial(query[1], query[-1])
-    raise ValueError(reason)
+    raise ConfigError(f'{name} {reason}.')
 
 
 def _arguments(host: Any, reading: Reading) -> Iterator[dict[str, Any]]:
@@ -153,7 +149,7 @@ def _arguments(host: Any, reading: Reading) -> Iterator[dict[str, Any]]:
     }
     unknown = [name for name in reading.required if name not in (*widths, *NUMBERS, POSITIONS)]
     if unknown:
-        raise ValueError(f'needs {" and ".join(unknown)}, which a trial cannot make')
+        raise ConfigError(f'A {type(host).__name__} needs {" and ".join(unknown)}, which a trial cannot make.')
     rotary = POSITIONS in inspect.signature(type(host).forward).parameters and POSITIONS not in widths
     for shape in TRIALS:
         given: dict[str, Any] = {name: SIDE for name in NUMBERS if name in reading.required}
@@ -183,7 +179,7 @@ def _on_meta(host: Any) -> Any:
     return copied
 
 
-@adapts_pattern(DenseGate, goes_through_interface, why_not)
+@adapts(DenseGate)
 class GatedInterfaceAttention(DenseHost):
     """Adapter that lets dense gates into attention that calls transformers' attention interface.
 
@@ -195,14 +191,18 @@ class GatedInterfaceAttention(DenseHost):
     """
 
     host_signature = True
+    vits = (
+        *DenseHost.vits,
+        *('vit', 'deit', 'dinov2*', 'dinov3_vit', 'swin', 'segformer', 'RfDetrDinov2*'),
+    )
     noted_query: Tensor | None = None  # projected
     config: Any
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
         """Find out the sizes of an attention module (the host) by its projections and a trial run without numbers."""
-        reading = read(type(host), host)
-        found = tried(host)
+        reading = read_forward(host)
+        found = try_on_meta(host)
         query, key, value = (host.get_submodule(name).in_features for name in reading.projections)
         dropout = host
         for name in reading.dropout:
@@ -218,24 +218,29 @@ class GatedInterfaceAttention(DenseHost):
         )
 
     @classmethod
-    def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Return the reason why a gate that attends twice does not fit, if the host rotates its heads; else None.
+    def recognises(cls, kind: type[nn.Module]) -> bool:
+        """Return True if attention modules of a class call transformers' attention interface."""
+        return goes_through_interface(kind)
 
-        Any other change of queries or keys is a reason, too.
-        """
-        changes = read(type(host), host).changes
+    @classmethod
+    def check_host(cls, host: Any) -> None:
+        """Raise ConfigError if the host does something else than its source and a trial run without numbers tell."""
+        try_on_meta(host)
+
+    @classmethod
+    def check_gate(cls, host: Any, gate: Any) -> None:
+        """Raise ConfigError for a gate that attends twice if the host rotates its queries or changes them otherwise."""
+        changes = read_forward(host).changes
         if gate.attends_twice and changes:
-            name = type(host).__name__
-            return (
-                f'the gate {gate.attends_twice}, but {name} rotates their halves together or changes them otherwise, '
-                f'by {", ".join(changes)}'
+            raise ConfigError(
+                f'the gate {gate.attends_twice}, but {type(host).__name__} rotates their halves together or changes '
+                f'them otherwise, by {", ".join(changes)}.'
             )
-        return None
 
     def after_switch_on(self) -> None:
         """Let this module call our attention function, and register hooks that keep the inputs of its projections."""
         notes = self.gating.notes
-        reading = read(self.gating.vanilla, self)
+        reading = read_forward(self)
         notes['projections'] = reading.projections
         notes['output'] = reading.output
         notes['config'] = self.config
@@ -440,16 +445,12 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
         return Sizes(host.d_model, host.n_heads, levels=host.n_levels, points=points_of(host))
 
     @classmethod
-    def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
-        """Make a gate of class ``gate_type`` for a deformable attention (the host) and return it.
-
-        Raises:
-            ValueError: A host that does not sample bilinearly.
-        """
+    def check_host(cls, host: Any) -> None:
+        """Raise ConfigError for a host that does not sample bilinearly."""
         method = getattr(host, 'method', getattr(host, 'decoder_method', 'default'))
         if method != 'default':
-            raise ValueError(f'it samples bilinearly, but this {full_name(type(host))} has decoder_method={method!r}.')
-        return super().make_gate(host, gate_type, **options)
+            kind = full_name(type(host))
+            raise ConfigError(f'it samples bilinearly, but this {kind} has decoder_method={method!r}.')
 
     def forward(
         self,
@@ -508,3 +509,17 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
     def mask_is_padding(self) -> bool:
         """Return True if True means padding in the masks of this model; in other models it means a valid pixel."""
         return any(base.__name__.startswith(('Mask2Former', 'OneFormer')) for base in type(self).__mro__)
+
+
+def _samples(module: Any, given: Given) -> Sampled:
+    query = given['hidden_states']
+    position = given.get('position_embeddings')
+    query = query if position is None else query + position
+    shapes = given.get('spatial_shapes')
+    shapes = torch.tensor(given['spatial_shapes_list']) if shapes is None else shapes
+    # One reference point serves all levels.
+    points = given['reference_points'].expand(-1, -1, module.n_levels, -1)
+    return Sampled(query, *sampled(module, query, points), points, shapes, points_of(module))
+
+
+reads(*DEFORMABLE_HOSTS, **deformable_readings(_samples))

@@ -6,9 +6,11 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
+from mmgate.hosts.readings import Given, as_tensor, reads, values_times_weights, weights_before_dropout
 from mmgate.hosts.table import adapts
-from mmgate.layers.base.dense import DenseGate, DenseHost, refuses_scale
-from mmgate.layers.base.gate import Gate, Sizes
+from mmgate.layers.base.dense import DenseGate, DenseHost, check_scale
+from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import MapGate, MapHost, Size
 
 # By the class that shifts windows, the class of the attention in them, an entry a package.
@@ -46,9 +48,9 @@ class GatedWindowMSA(DenseHost):
     relative_position_index: Tensor
 
     @classmethod
-    def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Return the reason if an attention scales its logits by another number than ``1 / sqrt(d)``, else None."""
-        return refuses_scale(host)
+    def check_host(cls, host: Any) -> None:
+        """Raise ConfigError if an attention scales its logits by another number than ``1 / sqrt(d)``."""
+        check_scale(host)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend inside each of nW windows of an image, with the gate; ``x`` is ``(B nW, N, C)``, image by image."""
@@ -84,17 +86,12 @@ class GatedShiftWindowMSA(MapHost):
         )
 
     @classmethod
-    def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
-        """Make a gate of class ``gate_type`` for a ``ShiftWindowMSA`` (the host) and return it.
-
-        Raises:
-            ValueError: Other windows, or the gate does not fit.
-        """
+    def check_host(cls, host: Any) -> None:
+        """Raise ConfigError for windows of another class than the package's own."""
         kind = type(host.w_msa)
         plain = next(window for shifted, window in WINDOWS.items() if isinstance(host, shifted))
         if kind is not plain:
-            raise ValueError(f'it would lose what the {kind.__name__} in it computes beyond a {plain.__name__}.')
-        return super().make_gate(host, gate_type, **options)
+            raise ConfigError(f'it would lose what the {kind.__name__} in it computes beyond a {plain.__name__}.')
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project tokens to queries, keys and values with the layer ``qkv`` of the windows' attention."""
@@ -115,3 +112,13 @@ def adapt_swin(window_msa: type[nn.Module], shift_window_msa: type[nn.Module]) -
     adapts(DenseGate, window_msa)(GatedWindowMSA)
     adapts(MapGate, shift_window_msa)(GatedShiftWindowMSA)
     WINDOWS[shift_window_msa] = window_msa
+    reads(window_msa, attention=weights_before_dropout, values=values_times_weights)
+    reads(shift_window_msa, geometry=as_tensor(_shifted_windows))
+
+
+def _shifted_windows(module: Any, given: Given) -> list[int]:
+    size = given['hw_shape']
+    shift = module.shift_at(size) if hasattr(module, 'shift_at') else module.shift_size
+    if min(size) == module.window_size and not getattr(module, 'pad_small_map', True):
+        shift = 0  # in mmpretrain one window then holds the smaller side
+    return [*size, module.window_size, shift]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import GatedMapAttention, Size
 from mmgate.ops.agent import agent_attention
@@ -78,11 +79,11 @@ class AgentGate(AgentBiases):
         check_option('agents', agents, ('pooled', 'static'))
         super().__init__(sizes, **kwargs)
         if window is not None and self.class_tokens:
-            raise ValueError('window and class_token exclude each other: a class token lies in no window.')
+            raise ConfigError('window and class_token exclude each other: a class token lies in no window.')
         pretrain_agent_num = agent_num if pretrain_agent_num is None else pretrain_agent_num
         for name, number in (('agent_num', agent_num), ('pretrain_agent_num', pretrain_agent_num)):
             if number < 1 or isqrt(number) ** 2 != number:
-                raise ValueError(f'{name}={number} must be a square number: agents lie on a square grid.')
+                raise ConfigError(f'{name}={number} must be a square number: agents lie on a square grid.')
         self.grid = isqrt(agent_num)
         self.pretrain_grid = isqrt(pretrain_agent_num)
         height = int(map_size[0])

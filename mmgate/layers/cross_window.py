@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import MapAttention, MapGate, Size
 from mmgate.registry import MODELS
@@ -28,7 +29,7 @@ def lepe_convolutions(channels: int, heads: int, split: int | None) -> nn.Module
         ValueError: The number of heads is odd, with stripes.
     """
     if split is not None and heads % 2:
-        raise ValueError(f'num_heads={heads} must be even, half for each direction of the stripes.')
+        raise ConfigError(f'num_heads={heads} must be even, half for each direction of the stripes.')
     branches = 1 if split is None else 2
     width = channels // branches
     return nn.ModuleList(nn.Conv2d(width, width, 3, padding=1, groups=width) for _ in range(branches))
@@ -98,7 +99,7 @@ class CrossWindowGate(MapGate):
     def __init__(self, sizes: Sizes, *, split: int | None = 7, class_token: bool = False) -> None:
         super().__init__(sizes, class_token=class_token)
         if class_token:
-            raise ValueError('CrossWindowAttention takes no class token: it would lie in no stripe.')
+            raise ConfigError('CrossWindowAttention takes no class token: it would lie in no stripe.')
         self.split = split
         self.lepe = lepe_convolutions(self.embed_dims, self.num_heads, split)
 

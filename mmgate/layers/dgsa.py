@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
 from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
 from mmgate.layers.base.gate import Sizes
 from mmgate.ops.differential import differential_attention, differential_map
@@ -54,7 +55,7 @@ class DGSAGate(DenseGate):
         check_option('residual', residual, ('query', 'input', 'none'))
         super().__init__(sizes)
         if gate_depth < 1:
-            raise ValueError(f'gate_depth={gate_depth} must be the number of layers, from 1 on.')
+            raise ConfigError(f'gate_depth={gate_depth} must be the number of layers, from 1 on.')
         self.residual = residual
         self.lambda_start = lambda_init
         self.lambda_init: float | nn.Parameter = lambda_init

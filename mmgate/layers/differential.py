@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
 from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
 from mmgate.layers.base.gate import Sizes
 from mmgate.ops.differential import (
@@ -62,7 +63,7 @@ class DifferentialGate(DenseGate):
     ) -> None:
         super().__init__(sizes)
         if depth < 1:
-            raise ValueError(f'depth={depth} must be the number of the layer, from 1 on.')
+            raise ConfigError(f'depth={depth} must be the number of the layer, from 1 on.')
         of_depth = 0.8 - 0.6 * math.exp(-0.3 * (depth - 1))
         self.lambda_init = of_depth if lambda_init is None else lambda_init
         for name in LAMBDAS:
@@ -150,7 +151,7 @@ class DifferentialV2Gate(DenseGate):
         check_option('init', init, ('paper', 'identity'))
         super().__init__(sizes)
         if not isinstance(lambda_init, float) or not 0 < lambda_init < 1:
-            raise ValueError(f'lambda_init={lambda_init!r} must be a number above 0 and below 1.')
+            raise ConfigError(f'lambda_init={lambda_init!r} must be a number above 0 and below 1.')
         self.init = init
         self.lambda_init = lambda_init
         added = nn.Linear(self.qdim, self.embed_dims)

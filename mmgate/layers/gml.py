@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import start_linear
 
 from .parts.options import check_option
@@ -78,7 +79,7 @@ class GatingModulation(nn.Module):
         check_option('init', init, INITS)
         check_option('residual', residual, (True, False))
         if init == 'identity' and not residual and activation != 'none':
-            raise ValueError(
+            raise ConfigError(
                 f"init='identity' with residual=False needs G = 1, which activation={activation!r} does not reach with "
                 "a gradient; use init='paper' or activation='none'."
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
 from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
 from mmgate.layers.base.gate import Sizes
 from mmgate.ops.deformable import POSITIONS
@@ -63,10 +64,10 @@ class PLuGGate(DenseGate):
         check_option('position', position, POSITIONS)
         super().__init__(sizes)
         if init == 'identity' and gml == 'none':
-            raise ValueError("gml='none' has no parameter that makes the identity; use init='paper' or 'vit'.")
+            raise ConfigError("gml='none' has no parameter that makes the identity; use init='paper' or 'vit'.")
         width = round(ratio * self.head_dim)
         if width < 1:
-            raise ValueError(f'ratio={ratio} of {self.head_dim} channels a head leaves no gate channel.')
+            raise ConfigError(f'ratio={ratio} of {self.head_dim} channels a head leaves no gate channel.')
         self.gate_heads = 1 if heads == 'shared' else self.num_heads
         self.gate_width = width
         self.position = position

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import GatedMapAttention, Size
 from mmgate.ops.gated_linear import gated_linear_attention
@@ -63,7 +64,7 @@ class SAGAGate(LinearGate):
         super().__init__(sizes, dwc=5 if dwc else 0, dwc_shared=True, map_size=size, **kwargs)
         check_option('scale_by_tokens', scale_by_tokens, (True, False))
         if not scale_by_tokens and self.scale != self.head_dim**-0.5:
-            raise ValueError(
+            raise ConfigError(
                 f'scale_by_tokens=False is Eq. 10 as printed, which scales nothing, but qk_scale={self.scale}; leave '
                 'one of the two out.'
             )

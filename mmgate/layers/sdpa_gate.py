@@ -94,14 +94,14 @@ class SDPAGate(DenseGate):
         check_option('init', init, INITS)
         check_option('head_shared', head_shared, SHARED)
         if position == 'G5' and (granularity == 'headwise' or head_shared):
-            raise ValueError(
+            raise ConfigError(
                 "position='G5' gates what the output projection has mixed, where there are no heads: use "
                 f"granularity='elementwise' and head_shared=False; got {granularity!r} and {head_shared!r}."
             )
         if init == 'identity':
             _check_identity(form, act, scale)
         if scale == 0:
-            raise ValueError('scale=0 switches the attention off; use a positive scale.')
+            raise ConfigError('scale=0 switches the attention off; use a positive scale.')
         super().__init__(sizes)
         self.position = position
         self.form = form
@@ -115,7 +115,7 @@ class SDPAGate(DenseGate):
         inputs = self._input_width
         # True is an int, and would be one channel.
         if gate_channels is not None and (type(gate_channels) is not int or not 1 <= gate_channels <= inputs):
-            raise ValueError(
+            raise ConfigError(
                 f'gate_channels={gate_channels!r} must be an integer from 1 to {inputs}, the channels of the input '
                 f'that a gate at {position} reads here.'
             )
@@ -211,10 +211,10 @@ class SDPAGate(DenseGate):
 def _check_identity(form: str, act: str, scale: float) -> None:
     """Raise ValueError unless a gate with these options can start as the identity."""
     if (form, act) not in IDENTITIES:
-        raise ValueError(f"init='identity': an {form} {act} never is the identity; use act='silu' or init='paper'.")
+        raise ConfigError(f"init='identity': an {form} {act} never is the identity; use act='silu' or init='paper'.")
     needed = IDENTITIES[form, act][0]
     if needed is not None and not isclose(scale, needed, rel_tol=1e-6):
-        raise ValueError(
+        raise ConfigError(
             f"init='identity' with form={form!r} and act={act!r} needs scale={needed:.7g}, where the gate starts at 1; "
             f'got scale={scale}.'
         )

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from mmgate.errors import ConfigError
 from mmgate.ops.autocast import without_autocast
 from mmgate.registry import HOOKS
-from mmgate.swap import path_regex
+from mmgate.rules import path_regex
 from mmgate.wrappers import unwrap_model
 
 

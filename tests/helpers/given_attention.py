@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmgate.analysis.probes.attention import reads
+from mmgate.hosts.readings import reads
 
 SIDE = 3
 TOKENS = 1 + SIDE**2
@@ -37,14 +37,13 @@ class Valued(Given):
         self.values = values
 
 
-reads(
-    f'{__name__.split(".")[0]}.Valued',
-    attention=lambda module, given: module.weights[given['image']],
-    values=lambda module, given: module.values[given['image']],
-)
-for kind in ('Given', 'Placed'):
-    places = {'geometry': lambda module, given: torch.tensor(module.geometry)} if kind == 'Placed' else {}
-    reads(f'{__name__.split(".")[0]}.{kind}', attention=lambda module, given: module.weights[given['image']], **places)
+def given_weights(module: Given, given: dict[str, int]) -> Tensor:
+    return module.weights[given['image']]
+
+
+reads(Given, attention=given_weights)
+reads(Placed, attention=given_weights, geometry=lambda module, given: torch.tensor(module.geometry))
+reads(Valued, attention=given_weights, values=lambda module, given: module.values[given['image']])
 
 
 class Layer(nn.Module):

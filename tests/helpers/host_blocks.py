@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from helpers.projects import Attention, deformable_inputs
 from mmgate._environment import available
-from mmgate.swap import path_regex
+from mmgate.rules import path_regex
 
 C, H, MAP = 32, 4, (8, 8)
 
@@ -29,14 +29,22 @@ class Block:
         call: What an instance is called with; sizes stand for random numbers.
         path: Of the host in it.
         named: What it is called with by name.
+        refused: By gate, why the host refuses it with its default options; all other pairs run.
         **options: Its further arguments.
     """
 
     def __init__(
-        self, name: str, *sizes: Any, call: list[Any], path: str = 'attn', named: dict | None = None, **options: Any
+        self,
+        name: str,
+        *sizes: Any,
+        call: list[Any],
+        path: str = 'attn',
+        named: dict | None = None,
+        refused: dict[str, str] | None = None,
+        **options: Any,
     ) -> None:
         self.name, self.sizes, self.options, self.call, self.path = name, sizes, options, call, path
-        self.named = named or {}
+        self.named, self.refused = named or {}, refused or {}
 
     def make(self) -> nn.Module:
         module, _, name = self.name.rpartition('.')
@@ -79,6 +87,23 @@ TIMM_MODELS, TIMM_ATTENTION = 'timm.models', 'timm.layers.attention'
 
 GLOBAL = 'timm.models.gcvit.GlobalContextVitBlock'
 
+TWICE = {
+    'DifferentialMultiheadAttention': 'splits heads into two streams',
+    'DifferentialGatedMultiheadAttention': 'splits heads into two streams',
+    'DifferentialV2MultiheadAttention': 'adds a second set of queries',
+}
+
+
+def refused_twice(reason: str) -> dict[str, str]:
+    """Return the refusals of the gates that attend twice, which end with a reason."""
+    return {gate: f'the gate {attends}, but {reason}' for gate, attends in TWICE.items()}
+
+
+OF_CHANNELS = (
+    'the gate is of tokens, but in a cross-covariance attention (XCA) the channels attend to each other; '
+    'PLuGMultiheadAttention gates their pairs.'
+)
+
 # by the name of a host, and what is special about this one, what calls it
 BLOCKS: dict[str, Block] = {
     'torch.nn.modules.activation.MultiheadAttention': Block(
@@ -95,7 +120,12 @@ BLOCKS: dict[str, Block] = {
         **LEVELLED,
     ),
     f'{LAYERS}.utils.ConditionalAttention': Block(
-        f'{LAYERS}.ConditionalDetrTransformerDecoderLayer', path='*_attn', call=[TOKENS], named=TO_KEYS, **CROSSED
+        f'{LAYERS}.ConditionalDetrTransformerDecoderLayer',
+        path='*_attn',
+        call=[TOKENS],
+        named=TO_KEYS,
+        refused=refused_twice('those of a conditional cross-attention are content and position already.'),
+        **CROSSED,
     ),
     f'{DET}.utils.vlfuse_helper.BiMultiHeadAttention': Block(
         f'{DET}.utils.vlfuse_helper.SingleScaleBiAttentionBlock', C, C, C, H, 0.0, call=[TOKENS, torch.Size([2, 5, C])]
@@ -130,20 +160,36 @@ BLOCKS: dict[str, Block] = {
         for name, path in WINDOWS.items()
     },
     f'{UTILS}.WindowMSAV2': Block(
-        f'{PRE}.swin_transformer_v2.SwinBlockV2', C, H, call=ON_MAP, path='attn.w_msa', **SHIFTED
+        f'{PRE}.swin_transformer_v2.SwinBlockV2',
+        *(C, H),
+        call=ON_MAP,
+        path='attn.w_msa',
+        refused=refused_twice('a WindowMSAV2 attends by the cosine of whole heads.'),
+        **SHIFTED,
     ),
     f'{UTILS}.MultiheadAttention': Block(f'{PRE}.vision_transformer.TransformerEncoderLayer', C, H, C, call=[TOKENS]),
     f'{PRE}.vit_sam.Attention': Block(
         f'{PRE}.vit_sam.TransformerEncoderLayer', C, H, C, use_rel_pos=True, input_size=MAP, call=IN_MAP
     ),
     f'{UTILS}.LeAttention': Block(f'{PRE}.tinyvit.TinyViTBlock', C, MAP, H, window_size=4, call=[TOKENS]),
-    f'{PRE}.xcit.XCA': Block(f'{PRE}.xcit.XCABlock', C, H, call=[TOKENS, *MAP]),
-    **{
-        f'timm.models.visformer.Attention {width}': Block(
-            'timm.models.visformer.Block', C, H, width, call=[torch.Size([2, C, 8, 8])]
-        )
-        for width in (1.0, 0.5)
-    },
+    f'{PRE}.xcit.XCA': Block(
+        f'{PRE}.xcit.XCABlock',
+        *(C, H),
+        call=[TOKENS, *MAP],
+        refused=dict.fromkeys((*TWICE, 'SDPAGatedMultiheadAttention'), OF_CHANNELS),
+    ),
+    'timm.models.visformer.Attention 1.0': Block(
+        'timm.models.visformer.Block', C, H, 1.0, call=[torch.Size([2, C, 8, 8])]
+    ),
+    'timm.models.visformer.Attention 0.5': Block(
+        'timm.models.visformer.Block',
+        *(C, H, 0.5),
+        call=[torch.Size([2, C, 8, 8])],
+        refused=dict(
+            DifferentialGatedMultiheadAttention='the gate acts after an output projection as wide as the heads, but '
+            'this one goes from 16 to 32 channels.'
+        ),
+    ),
     'timm.models.gcvit.WindowAttentionGlobal': Block(
         GLOBAL, C, MAP, H, window_size=(4, 4), use_global=False, call=IN_MAP
     ),
@@ -183,14 +229,30 @@ BLOCKS: dict[str, Block] = {
     },
     f'{TIMM_ATTENTION}.Attention': Block(f'{TIMM_MODELS}.vision_transformer.Block', C, H, qkv_bias=True, call=[TOKENS]),
     f'{TIMM_ATTENTION}.Attention normed': Block(
-        f'{TIMM_MODELS}.vision_transformer.Block', C, H, qk_norm=True, scale_attn_norm=True, call=[TOKENS]
+        f'{TIMM_MODELS}.vision_transformer.Block',
+        *(C, H),
+        qk_norm=True,
+        scale_attn_norm=True,
+        call=[TOKENS],
+        refused=dict(
+            DifferentialV2MultiheadAttention='the gate adds a second set of queries, but this Attention normalises its '
+            'queries (qk_norm).'
+        ),
     ),
     f'{TIMM_ATTENTION}.AttentionRope': Block(
-        f'{TIMM_MODELS}.eva.EvaBlock', C, H, attn_type='rope', call=[torch.Size([2, 65, C]), torch.Size([64, 4 * H])]
+        f'{TIMM_MODELS}.eva.EvaBlock',
+        *(C, H),
+        attn_type='rope',
+        call=[torch.Size([2, 65, C]), torch.Size([64, 4 * H])],
+        refused=refused_twice('AttentionRope rotates channels of both together.'),
     ),
     **{
         f'{TIMM_MODELS}.eva.EvaAttention {kind}': Block(
-            f'{TIMM_MODELS}.eva.EvaBlock', C, H, call=[torch.Size([2, 65, C]), torch.Size([64, 4 * H])], **options
+            f'{TIMM_MODELS}.eva.EvaBlock',
+            *(C, H),
+            call=[torch.Size([2, 65, C]), torch.Size([64, 4 * H])],
+            refused=refused_twice('EvaAttention rotates channels of both together.'),
+            **options,
         )
         for kind, options in dict(
             joint={}, apart=dict(qkv_fused=False), plain=dict(qkv_bias=False), half=dict(rotate_half=True)

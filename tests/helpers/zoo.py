@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from helpers.zoo_language import GLIP_WIDTH
 from mmgate import swap_attention
 from mmgate.hosts import gates_for
-from mmgate.swap import attention_modules
+from mmgate.listing import attention_modules
 
 GATES = ('PLuGMultiScaleDeformableAttention', 'PLuGMultiheadAttention')
 HEIGHT, WIDTH = 64, 96

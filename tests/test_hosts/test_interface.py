@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
 from mmgate.hosts import gates_for
-from mmgate.hosts.interface import goes_through_interface, read
+from mmgate.hosts.interface import goes_through_interface, read_forward
 
 ALL_ATTENTION_FUNCTIONS: dict[str, Any] = {}
 
@@ -103,14 +104,14 @@ class ProjectedTwice(Base):
 
 def test_what_projects_is_found() -> None:
     """Through norms, methods that split heads, and branches; what is read before a projection is its argument."""
-    found = read(Plain, Plain())
+    found = read_forward(Plain())
     assert (found.projections, found.output, found.changes) == (('q', 'k', 'v'), 'out', ())
     assert found.arguments['q'] == {'x'} and found.arguments['k'] == found.arguments['v'] == {'x', 'context'}
     assert found.required == ('x', 'mask') and found.dropout == ('rate',)
 
 
 def test_functions_between_projection_and_attention_are_found() -> None:
-    found = read(Joint, Joint())
+    found = read_forward(Joint())
     assert found.projections == ('qkv', 'qkv', 'qkv') and found.changes == ('rotated',)
     assert found.required == ('x', 'angles') and found.dropout == ()
 
@@ -125,16 +126,16 @@ def test_functions_between_projection_and_attention_are_found() -> None:
     (ProjectedTwice, 'projects its heads by out and pos'),
 ])  # fmt: skip
 def test_what_does_not_fit_says_what_was_found(kind: type[Base], reason: str) -> None:
-    with pytest.raises(ValueError, match=f'^{reason}$'):
-        read(kind, kind())
+    with pytest.raises(ConfigError, match=rf'^A {kind.__name__} {reason}\.$'):
+        read_forward(kind())
 
 
 def test_a_source_that_is_not_there_is_a_reason() -> None:
     space: dict[str, Any] = dict(Base=Base, ALL_ATTENTION_FUNCTIONS=ALL_ATTENTION_FUNCTIONS)
     exec('class Made(Base):\n    def forward(self, x):\n        return ALL_ATTENTION_FUNCTIONS', space)
     assert goes_through_interface(space['Made'])
-    with pytest.raises(ValueError, match='has no source to read'):
-        read(space['Made'], space['Made']())
+    with pytest.raises(ConfigError, match='A Made has no source to read'):
+        read_forward(space['Made']())
 
 
 def test_other_classes_are_not_concerned() -> None:

@@ -13,13 +13,8 @@ from helpers.gated import anatomy, assert_same_anatomy
 from helpers.host_blocks import (
     BLOCKS,
     BY_NAME,
-    LAYERS,
     MAP,
     PACKAGES,
-    PRE,
-    TIMM_ATTENTION,
-    TIMM_MODELS,
-    UTILS,
     Block,
     called,
     hosts_in,
@@ -37,52 +32,6 @@ from mmgate.hosts.table import _ADAPTERS, full_name, gate_of_type, options_of
 from mmgate.layers.base.gate import named_gate_parameters
 from mmgate.layers.base.gated import gated_modules
 from mmgate.layers.base.map import MapGate
-
-TWICE = {
-    'DifferentialMultiheadAttention': 'splits heads into two streams',
-    'DifferentialGatedMultiheadAttention': 'splits heads into two streams',
-    'DifferentialV2MultiheadAttention': 'adds a second set of queries',
-}
-# by host and gate, with default options, why the one refuses the other; all other pairs run
-REFUSED: dict[tuple[str, str], str] = {
-    **{
-        (f'{LAYERS}.utils.ConditionalAttention', gate): (
-            f'cross_attn: the gate {attends}, but those of a conditional cross-attention are content and position '
-            'already.'
-        )
-        for gate, attends in TWICE.items()
-    },
-    **{
-        (f'{UTILS}.WindowMSAV2', gate): (
-            f'attn.w_msa: the gate {attends}, but a WindowMSAV2 attends by the cosine of whole heads.'
-        )
-        for gate, attends in TWICE.items()
-    },
-    **{
-        (f'{PRE}.xcit.XCA', gate): (
-            'attn: the gate is of tokens, but in a cross-covariance attention (XCA) the channels attend to each '
-            'other; PLuGMultiheadAttention gates their pairs.'
-        )
-        for gate in (*TWICE, 'SDPAGatedMultiheadAttention')
-    },
-    **{
-        (host, gate): (
-            f'attn: the gate {attends}, but {host.partition(" ")[0].rpartition(".")[2]} rotates channels of both '
-            'together.'
-        )
-        for host in (
-            f'{TIMM_ATTENTION}.AttentionRope',
-            *(f'{TIMM_MODELS}.eva.EvaAttention {kind}' for kind in ('joint', 'apart', 'plain', 'half')),
-        )
-        for gate, attends in TWICE.items()
-    },
-    (f'{TIMM_ATTENTION}.Attention normed', 'DifferentialV2MultiheadAttention'): (
-        'attn: the gate adds a second set of queries, but this Attention normalises its queries (qk_norm).'
-    ),
-    ('timm.models.visformer.Attention 0.5', 'DifferentialGatedMultiheadAttention'): (
-        'attn: the gate acts after an output projection as wide as the heads, but this one goes from 16 to 32 channels.'
-    ),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -115,14 +64,13 @@ def test_every_host_has_its_block() -> None:
     named = {name.partition(' ')[0] for name in BLOCKS}
     present = {host for host in named if host.partition('.')[0] not in PACKAGES or available(host.partition('.')[0])}
     assert hosts == present, 'a new pair needs the block that calls its host'
-    assert {case for case, _ in REFUSED} <= BLOCKS.keys()
 
 
 @pytest.mark.parametrize('case', [needs(name) for name in BLOCKS])
 def test_every_gate_runs_in_its_hosts_block(case: str) -> None:
     """Those that start as the identity compute what the block did, and a vanilla checkpoint fills them.
 
-    All are finite in 16 bits, have a gradient and come off without a trace; REFUSED has those that do not run.
+    All are finite in 16 bits, have a gradient and come off without a trace; the block says which do not run, and why.
     """
     block, host = BLOCKS[case], case.partition(' ')[0]
     path, vanilla = block.path, randomised(block.make())
@@ -140,7 +88,7 @@ def test_every_gate_runs_in_its_hosts_block(case: str) -> None:
         try:
             swap_attention(model, dict(type=gate, path=path, **some_options(gate)))
         except ConfigError as error:
-            refused[case, gate.__name__] = str(error)
+            refused[gate.__name__] = str(error)
             assert_same_anatomy(anatomy(model), before)
             continue
         gated = anatomy(model)
@@ -165,5 +113,7 @@ def test_every_gate_runs_in_its_hosts_block(case: str) -> None:
         model.eval()  # TinyViT's returns nothing
         restore_attention(model)
         assert_same_anatomy(anatomy(model), before)
-    told = {key: message for key, message in REFUSED.items() if key[0] == case}
-    assert refused == {key: f'attention[0]: {key[1]} does not replace {message}' for key, message in told.items()}
+    messages = {gate: f'attention[0]: {gate} does not replace ' for gate in block.refused}
+    assert refused.keys() == messages.keys()
+    for gate, message in refused.items():
+        assert message.startswith(messages[gate]) and message.endswith(f': {block.refused[gate]}')

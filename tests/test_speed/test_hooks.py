@@ -23,8 +23,8 @@ from torch._dynamo.utils import counters
 
 import mmgate.layers.base.deformable as layer_file
 from mmgate.errors import ConfigError
+from mmgate.rules import path_regex
 from mmgate.speed.hooks import CompileHook, Float32Hook, keep_float32
-from mmgate.swap import path_regex
 
 
 class Net(BaseModel):

@@ -22,7 +22,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import mmgate
 from mmgate.errors import ConfigError
 from mmgate.hosts import gates_for
-from mmgate.hosts.interface import goes_through_interface, read
+from mmgate.hosts.interface import goes_through_interface, read_forward
+from mmgate.hosts.transformers import GatedInterfaceAttention
 from mmgate.layers.base.gated import GatedModule
 
 PLUG = dict(type='PLuGMultiheadAttention')
@@ -119,6 +120,16 @@ def test_every_vision_model_of_the_interface_is_in_the_table() -> None:
                 assert name in NAMES, f'{module}.{name}'
 
 
+def test_vision_transformers_are_told_by_their_modules() -> None:
+    class ViTAttention(nn.Module):
+        __module__ = 'transformers.models.vit.modeling_vit'
+
+    class DetrAttention(nn.Module):
+        __module__ = 'transformers.models.detr.modeling_detr'
+
+    assert GatedInterfaceAttention.is_in_vit([ViTAttention]) and not GatedInterfaceAttention.is_in_vit([DetrAttention])
+
+
 def test_pooled_queries_are_refused() -> None:
     """SAM 2 pools the queries of some of its layers, whose gate would have more tokens than queries."""
     with pytest.raises(ConfigError, match='attends between other tokens than it projects: .* without pooled queries'):
@@ -157,7 +168,7 @@ def test_a_class_of_ones_own_is_recognised() -> None:
     model: Any = nn.ModuleDict(dict(attn=Theirs())).eval()
     x = torch.randn(2, TOKENS, C)
     expected = run(model, dict(hidden_states=x))
-    assert read(Theirs, model['attn']).projections == ('to_q', 'to_k', 'to_v')
+    assert read_forward(model['attn']).projections == ('to_q', 'to_k', 'to_v')
     mmgate.swap_attention(model, dict(PLUG, path='attn'))
     torch.testing.assert_close(run(model, dict(hidden_states=x)), expected, rtol=1e-4, atol=1e-5)
     changed = x.clone()

@@ -24,18 +24,15 @@ from mmgate.analysis.probes.attention import (
     NAMES,
     PLACES,
     PREDICTIONS,
-    Read,
     bind,
     gated_reads,
-    reads_of,
 )
 from mmgate.analysis.probes.statistics import Kept
 from mmgate.errors import ConfigError
+from mmgate.hosts.readings import Read, readings_of
 from mmgate.hosts.table import gate_of_type, registered_gates
 from mmgate.layers.base.gate import Gate
 from mmgate.layers.base.gated import GatedModule
-
-from . import hosts  # noqa: F401  (registers)
 
 HEADS = ('panoptic_head', 'decode_head', 'bbox_head')  # of detectors and segmentors that predict by query
 # Words for the readings, with the tools that draw them.
@@ -259,7 +256,7 @@ def _readable(model: nn.Module) -> Iterator[tuple[str, str, dict[str, Read]]]:
             for name, found in gated_reads(module).items():
                 if found:
                     yield f'{path}.gate.{name}' if name else path, path, found
-        elif found := reads_of(module):
+        elif found := readings_of(module):
             yield path, path, found
 
 

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.analysis.probes.attention import bind, without_dropout
+from mmgate.analysis.probes.attention import bind
 from mmgate.analysis.probes.layers import effective_rank
 from mmgate.analysis.probes.measures import row_shares
 from mmgate.analysis.probes.recording import predict, record
 from mmgate.analysis.probes.statistics import Kept
+from mmgate.hosts.readings import without_dropout
 from mmgate.hosts.table import adapter_for
 from mmgate.layers.base.deformable import DeformableGate
 from mmgate.layers.base.dense import DenseGate, Inputs

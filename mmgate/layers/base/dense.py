@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import Gate, Sizes
 from mmgate.layers.base.gated import GatedModule, gated_class
 from mmgate.layers.base.mmcv_or_torch import MultiheadAttention
@@ -57,7 +58,7 @@ class DenseGate(Gate):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
         if self.two_streams and self.head_dim % 2:
-            raise ValueError(f'The head width {self.head_dim} must be even, half of it for each stream.')
+            raise ConfigError(f'The head width {self.head_dim} must be even, half of it for each stream.')
         self.qdim, self.kdim, self.vdim = sizes.input_widths
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
@@ -133,12 +134,19 @@ class DenseHost(GatedModule):
         return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop.p)
 
     @classmethod
-    def make_gate(cls, host: Any, gate_type: type[Gate], **options: object) -> nn.Module:
-        """Make a gate of class ``gate_type`` for a dense attention (the host); see :meth:`.GatedModule.make_gate`."""
-        gate = super().make_gate(host, gate_type, **options)
-        sizes = cls.sizes(host)
-        if isinstance(gate, DenseGate):
-            check_output_width(gate, sizes.channels if sizes.output is None else sizes.output)
+    def build_gate(cls, sizes: Sizes, gate_type: type[Gate], **options: Any) -> nn.Module:
+        """Build a gate for a host of these sizes.
+
+        Raises:
+            ConfigError: The gate acts on the projected output, and that is not as wide as all heads together.
+        """
+        gate = super().build_gate(sizes, gate_type, **options)
+        width = sizes.channels if sizes.output is None else sizes.output
+        if isinstance(gate, DenseGate) and gate.acts_after_projection and width != gate.embed_dims:
+            raise ConfigError(
+                'the gate acts after an output projection as wide as the heads, but this one goes from '
+                f'{gate.embed_dims} to {width} channels.'
+            )
         return gate
 
     def attend_gated(
@@ -179,22 +187,10 @@ class DenseHost(GatedModule):
         return gate.finish(out_proj(gate.merge_heads(heads)), query, inputs)
 
 
-def check_output_width(gate: DenseGate, width: int) -> None:
-    """Raise ValueError if a gate acts on the projected output and that is not as wide as all heads together."""
-    if gate.acts_after_projection and width != gate.embed_dims:
-        raise ValueError(
-            'the gate acts after an output projection as wide as the heads, but this one goes from '
-            f'{gate.embed_dims} to {width} channels.'
-        )
-
-
-def refuses_scale(host: WithScale) -> str | None:
-    """Return the reason if an attention scales its logits by another number than ``1 / sqrt(d)``, else None.
-
-    Gates use that scale.
-    """
-    default = (host.embed_dims // host.num_heads) ** -0.5
-    return None if host.scale == default else f'this {type(host).__name__} has another qk_scale than 1 / sqrt(d)'
+def check_scale(host: WithScale) -> None:
+    """Raise ConfigError if an attention scales its logits by another number than ``1 / sqrt(d)``, which gates use."""
+    if host.scale != (host.embed_dims // host.num_heads) ** -0.5:
+        raise ConfigError(f'this {type(host).__name__} has another qk_scale than 1 / sqrt(d).')
 
 
 class GatedTorchAttention(DenseHost):
@@ -203,6 +199,8 @@ class GatedTorchAttention(DenseHost):
     Attention weights are not returned unless ``need_weights`` is set, because they are the N x M maps that the gates'
     operators keep out of memory.
     """
+
+    vits = (*DenseHost.vits, 'vision_transformer', 'swin_transformer')  # torchvision's
 
     embed_dim: int
     num_heads: int
@@ -219,11 +217,12 @@ class GatedTorchAttention(DenseHost):
         )
 
     @classmethod
-    def refuses(cls, host: nn.MultiheadAttention, gate: Gate) -> str | None:
-        """Return the reason if torch appends a key (``bias_k``, zeros), for which a gate has no input; or None."""
+    def check_host(cls, host: nn.MultiheadAttention) -> None:
+        """Raise ConfigError if torch appends a key (``bias_k``, zeros), for which a gate has no input."""
         if host.bias_k is not None or host.add_zero_attn:
-            return 'no input belongs to the key that add_bias_kv or add_zero_attn appends; leave them at False'
-        return None
+            raise ConfigError(
+                'no input belongs to the key that add_bias_kv or add_zero_attn appends; leave them at False.'
+            )
 
     @property
     def _qkv_same_embed_dim(self) -> bool:

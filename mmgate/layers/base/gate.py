@@ -17,6 +17,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
 from mmgate.wrappers import name_in_states
 
 # The name of the child by which a gated module computes its gate.
@@ -43,6 +44,10 @@ class Sizes:
         points: Sampling points P of a head and level, of deformable attention; one number for each level if they
             differ.
         shifted: True if the host shifts its windows over the map.
+        in_vit: True if the host is part of a vision transformer, whose authors start linear layers in another way than
+            those of detectors.
+        map_size: Height and width of the map that the host sees in pre-training, where a gate over a map has to know
+            it; else None.
     """
 
     channels: int
@@ -55,6 +60,8 @@ class Sizes:
     levels: int = 1
     points: int | tuple[int, ...] = 1
     shifted: bool = False
+    in_vit: bool = False
+    map_size: tuple[int, int] | None = None
 
     @property
     def head_dim(self) -> int:
@@ -92,8 +99,7 @@ class Gate(nn.Module):
         identity_start: True if, by default, the gated attention starts as the vanilla one.
         trial_rate: Learning rate with which the gate moves in a short training of a trained model, as a multiple of the
             model's: the default of a trial.
-        in_vit: True if the host is a vision transformer, whose authors start linear layers in another way than those of
-            detectors. A swap sets it.
+        in_vit: True if the host is part of a vision transformer, see :class:`Sizes`.
         operator: Name of the operator that computes with the gate, one of :data:`mmgate.ops.backend.OPERATORS`, or
             None.
         backend: Backend of the operator that is asked for.
@@ -104,7 +110,6 @@ class Gate(nn.Module):
     gate_readings: Mapping[str, str] = {}
     identity_start = False
     trial_rate = 1.0
-    in_vit = False
     operator: str | None = None
     backend = 'auto'
     loaded = False
@@ -112,11 +117,12 @@ class Gate(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         if sizes.channels % sizes.heads:
-            raise ValueError(f'embed_dims={sizes.channels} is not a multiple of num_heads={sizes.heads}.')
+            raise ConfigError(f'embed_dims={sizes.channels} is not a multiple of num_heads={sizes.heads}.')
         self.embed_dims = sizes.channels
         self.num_heads = sizes.heads
         self.head_dim = sizes.head_dim
         self.dropout = sizes.dropout
+        self.in_vit = sizes.in_vit
 
     def reset_gate(self) -> None:
         """Initialise the gate's parameters; every subclass with parameters overrides this."""

@@ -6,9 +6,10 @@ Nothing of the host is copied or renamed, so that hooks, shards, parametrization
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial, wraps
 from types import CellType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, SupportsIndex
@@ -43,12 +44,15 @@ class GatedModule(nn.Module):
         host_signature: True if a gated class shows the signature of its host's ``forward``, for a family whose
             signatures differ.
         own_gates: What to do about hosts that were built with a gate of their package.
+        vits: Packages, modules and classes of vision transformers, by one part of a dotted name each, in which ``*``
+            stands for any letters. A host is part of a vision transformer if it, or a module around it, is of these.
     """
 
     gate: Any
     leaves_out: ClassVar[tuple[str, ...]] = ()
     host_signature: ClassVar[bool] = False
     own_gates: ClassVar[str] = ''
+    vits: ClassVar[tuple[str, ...]] = ('backbones', 'mmpretrain', 'timm')
 
     if TYPE_CHECKING:
 
@@ -62,30 +66,56 @@ class GatedModule(nn.Module):
         raise TypeError(f'{cls.__name__} does not say which sizes its hosts have.')
 
     @classmethod
-    def refuses(cls, host: Any, gate: Any) -> str | None:
-        """Return the reason why a gate does not fit an attention module (the host), or None if it fits.
-
-        The reason is a sentence without its full stop.
-        """
-        return None
+    def recognises(cls, kind: type[nn.Module]) -> bool:
+        """Return True if modules of a class are hosts by their code, for an adapter registered without names."""
+        return False
 
     @classmethod
-    def make_gate(cls, host: Any, gate_type: type[Gate], **options: object) -> nn.Module:
+    def check_host(cls, host: Any) -> None:
+        """Raise ConfigError if an attention module computes something that this adapter's ``forward`` does not."""
+
+    @classmethod
+    def check_gate(cls, host: Any, gate: Any) -> None:
+        """Raise ConfigError if a gate does not fit an attention module (the host)."""
+
+    @classmethod
+    def is_in_vit(cls, around: Iterable[type]) -> bool:
+        """Return True if a host is part of a vision transformer, whose authors start linear layers in their own way.
+
+        DeiT, GCViT, Swin, PVT and others draw every linear layer from a normal distribution of deviation 0.02.
+        Detectors have torch's and mmcv's attention, too. It is part of a vision transformer if it lies in a backbone.
+
+        Args:
+            around: Classes of the host and of the modules around it.
+        """
+        parts = {part for kind in around for part in f'{kind.__module__}.{kind.__qualname__}'.split('.')}
+        return any(fnmatchcase(part, vit) for part in parts for vit in cls.vits)
+
+    @classmethod
+    def make_gate(
+        cls, host: Any, gate_type: type[Gate], surroundings: Mapping[str, Any] | None = None, /, **options: object
+    ) -> nn.Module:
         """Make a gate of class ``gate_type`` for an attention module (the host) and return it.
 
         Args:
             host: Module to be gated.
             gate_type: Class of the gate.
+            surroundings: The :class:`~mmgate.layers.base.gate.Sizes` that the model around the host tells, by name.
             **options: Options of the gate.
 
         Raises:
-            ValueError: The gate does not fit; the message says why.
+            ConfigError: The gate does not fit; the message says why.
+            ValueError: The gate's constructor refuses an option.
         """
-        gate = gate_type(cls.sizes(host), **options)
-        reason = cls.refuses(host, gate)
-        if reason:
-            raise ValueError(f'{reason}.')
+        cls.check_host(host)
+        gate = cls.build_gate(replace(cls.sizes(host), **(surroundings or {})), gate_type, **options)
+        cls.check_gate(host, gate)
         return gate
+
+    @classmethod
+    def build_gate(cls, sizes: Sizes, gate_type: type[Gate], **options: Any) -> nn.Module:
+        """Build a gate, or several in a module, for a host of these sizes; :meth:`make_gate` checks the host before."""
+        return gate_type(sizes, **options)
 
     def after_gating(self, model: nn.Module) -> None:
         """Prepare the model around the module, for instance with hooks; called once, when a rule gates the module.
@@ -189,10 +219,13 @@ def gated_class(adapter: type[GatedModule], host: type[nn.Module]) -> type[Any]:
     if (adapter, host) in _CLASSES:
         return _CLASSES[adapter, host]
 
-    @wraps(host.forward if adapter.host_signature else adapter.forward)
+    # An adapter may override another method than the host's forward, as timm's Swin block has one for its attention.
+    own = any('forward' in vars(base) for base in adapter.__mro__[: adapter.__mro__.index(GatedModule)])
+
+    @wraps(adapter.forward if own and not adapter.host_signature else host.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, adapter):
-            return adapter.forward(self, *args, **kwargs)
+            return (adapter if own else host).forward(self, *args, **kwargs)
         # A function that was put around this method calls it while the gate is off or removed, too.
         return type(self).forward(self, *args, **kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import isqrt
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate._environment import log
+from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import Gate, Sizes, StateDict
 from mmgate.layers.base.gated import GatedModule
 from mmgate.layers.base.mmcv_or_torch import build_dropout
@@ -42,13 +44,12 @@ class MapGate(Gate):
         shifted: True if the host's windows are shifted, as those of Swin's odd blocks.
     """
 
-    map_size: Size | None = None
-
     def __init__(self, sizes: Sizes, *, class_token: bool | int = False) -> None:
         super().__init__(sizes)
         self.class_tokens = int(class_token)
         self.scale = sizes.scale or self.head_dim**-0.5
         self.shifted = sizes.shifted
+        self.map_size = sizes.map_size
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
         """Mix the tokens of a map: attend with projected queries, keys and values, up to the output projection.
@@ -117,6 +118,16 @@ class MapHost(GatedModule):
 
     gate: MapGate
 
+    @classmethod
+    def map_of_images(cls, model: Any, image: Size) -> tuple[Size, int] | None:
+        """Return the map that a model cuts images into, and the number of tokens before it; None if it does not say.
+
+        Args:
+            model: The nearest module around the host with a ``patch_embed``.
+            image: Height and width of the images.
+        """
+        return None
+
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project tokens to queries, keys and values, all ``(B, N, C)``, with the host's layers, by default ``qkv``."""
         q, k, v = self.qkv(x).chunk(3, -1)
@@ -152,6 +163,53 @@ class MapHost(GatedModule):
         return out if identity is None else identity + out
 
 
+class UntoldMapHost(MapHost):
+    """Base class of the adapters for a ViT's attention, whose call does not give the size of the map.
+
+    A hook on the patch embedding around the host notes the map of each image.
+
+    Attributes:
+        noted_map: Height and width of the map that the patch embedding has returned last, or None.
+    """
+
+    noted_map: Size | None = None
+
+    @classmethod
+    def embedded_map(cls, embedding: Any, args: Any, output: Any) -> Size | None:
+        """Return the size of the map that a call of the patch embedding cut an image into; None if it does not say."""
+        raise TypeError(f'{cls.__name__} does not say what its patch embedding returns.')
+
+    def after_gating(self, model: nn.Module) -> None:
+        """Register the hook on the patch embedding around this attention."""
+        embedding = getattr(embedder_around(model, self.gating.name), 'patch_embed', None)
+        if isinstance(embedding, nn.Module):
+            self.gating.handles.append(embedding.register_forward_hook(partial(note_map, self)))
+
+    def attend_untold(self, x: Tensor) -> Tensor:
+        """Attend over the tokens ``(B, N, C)`` of a map, with the gate.
+
+        The map's size is the noted one, else that of pre-training, else that of a square.
+        """
+        tokens = x.shape[1] - self.gate.class_tokens
+        noted = self.noted_map
+        fits = noted is not None and noted[0] * noted[1] == tokens
+        return self.attend(x, noted if fits else None)
+
+
+def note_map(gated: Any, embedding: nn.Module, args: Any, output: Any) -> None:
+    """Tell a gated attention, whose gate may be off, the size of the map that its patch embedding returns; a hook."""
+    noted = gated.gating.adapter.embedded_map(embedding, args, output)
+    if noted is not None:
+        gated.noted_map = noted
+
+
+def embedder_around(model: nn.Module, name: str) -> nn.Module | None:
+    """Return the nearest module around a module of a model that has a ``patch_embed``, or None."""
+    names = name.split('.')
+    around = (model.get_submodule('.'.join(names[:count])) for count in range(len(names) - 1, -1, -1))
+    return next((part for part in around if hasattr(part, 'patch_embed')), None)
+
+
 class MapAttention(nn.Module):
     """Base class of attention over a map as a module with projections; a subclass mixes the tokens.
 
@@ -183,7 +241,7 @@ class MapAttention(nn.Module):
     ) -> None:
         super().__init__()
         if embed_dims % num_heads:
-            raise ValueError(f'embed_dims={embed_dims} is not a multiple of num_heads={num_heads}.')
+            raise ConfigError(f'embed_dims={embed_dims} is not a multiple of num_heads={num_heads}.')
         self.embed_dims = embed_dims
         self.num_heads = num_heads
         self.attn_drop = attn_drop

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import Sizes, StateDict, start_linear
 from mmgate.layers.base.map import MapGate, Size
 from mmgate.ops.linear_attention import key_value_map, rotate
@@ -55,20 +56,20 @@ class LinearGate(MapGate):
     ) -> None:
         super().__init__(sizes, **kwargs)
         if self.dropout:
-            raise ValueError(
+            raise ConfigError(
                 f'attn_drop={self.dropout}: {type(self).__name__} has no attention weights to drop; leave it at 0, '
                 "in a backbone attn_drop_rate, and use proj_drop, a backbone's drop_rate."
             )
         if self.head_dim % self.head_multiple:
-            raise ValueError(f'The head width {self.head_dim} must be a multiple of {self.head_multiple}.')
+            raise ConfigError(f'The head width {self.head_dim} must be a multiple of {self.head_multiple}.')
         dwc = self.default_dwc if dwc is None else dwc
         if dwc < 0 or (dwc and dwc % 2 == 0):
-            raise ValueError(f'dwc={dwc} must be the odd side of a kernel, or 0 for no convolution.')
+            raise ConfigError(f'dwc={dwc} must be the odd side of a kernel, or 0 for no convolution.')
         channels = self.head_dim if dwc_shared else self.embed_dims
         self.dwc: Any = nn.Conv2d(channels, channels, dwc, padding=dwc // 2, groups=channels) if dwc else None
-        self.map_size = None if map_size is None else (int(map_size[0]), int(map_size[1]))
         self.position_encoding: Any = None
-        if self.map_size is not None:
+        if map_size is not None:
+            self.map_size = (int(map_size[0]), int(map_size[1]))
             self.position_encoding = nn.Parameter(torch.zeros(1, self.map_size[0] * self.map_size[1], self.embed_dims))
         for name in self.gate_layers:
             self.add_module(name, nn.Linear(self.embed_dims, self.embed_dims, bias=sizes.bias))

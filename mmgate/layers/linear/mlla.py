@@ -7,6 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import GatedMapAttention, Size
 from mmgate.ops.linear_attention import kernel_attention
@@ -39,7 +40,7 @@ class MLLAGate(LinearGate):
     def __init__(self, sizes: Sizes, **kwargs: Any) -> None:
         super().__init__(sizes, **kwargs)
         if self.embed_dims % 4:
-            raise ValueError(
+            raise ConfigError(
                 f'embed_dims={self.embed_dims} must be a multiple of 4: half the pairs turn by row, half by column.'
             )
 

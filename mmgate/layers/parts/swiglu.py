@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
+
 
 class SwiGLU(nn.Module):
     """SwiGLU feed-forward network: ``project(silu(a) * b)`` with ``[a; b] = expand(x)``.
@@ -34,9 +36,9 @@ class SwiGLU(nn.Module):
         super().__init__()
         hidden = round(embed_dims * expansion)
         if dropouts not in (1, 2):
-            raise ValueError(f'dropouts={dropouts} must be 1 or 2.')
+            raise ConfigError(f'dropouts={dropouts} must be 1 or 2.')
         if hidden < 2 or hidden % 2:
-            raise ValueError(
+            raise ConfigError(
                 f'expansion={expansion} makes {hidden} channels of {embed_dims}; it has to be an even number.'
             )
         self.expand = nn.Linear(embed_dims, hidden)

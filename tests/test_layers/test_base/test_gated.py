@@ -18,8 +18,10 @@ from helpers.gated import anatomy, assert_same_anatomy
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models.backbones.pvt import SpatialReductionAttention
-from mmdet.models.backbones.swin import ShiftWindowMSA
+from mmdet.models.backbones.swin import ShiftWindowMSA, WindowMSA
+from mmdet.models.layers.transformer.detr_layers import DetrTransformerEncoderLayer
 from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
+from mmseg.models.backbones.vit import VisionTransformer
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
@@ -518,3 +520,33 @@ def test_a_graph_of_torch_fx_calls_the_gates_of_the_modules_in_it() -> None:
     model['attn'].w_msa = fx.symbolic_trace(model['attn'].w_msa)
     with pytest.raises(ConfigError, match='attn.w_msa .* torch.fx has traced it.* gate the model before it is traced'):
         swap_attention(model, dict(PLUG, path='attn.w_msa'))
+
+
+class EncoderBlock(nn.Module):
+    """As torchvision has it, around torch's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attention = nn.MultiheadAttention(C, H)
+
+
+EncoderBlock.__module__ = 'torchvision.models.vision_transformer'
+# By the name of a case, what makes a host or a module around it, the host's path, and whether it is in a ViT.
+VITS: dict[str, tuple[Callable[[], nn.Module], str, bool]] = {
+    'torch': (lambda: nn.MultiheadAttention(C, H), '', False),
+    'mmcv': (lambda: MultiheadAttention(C, H), '', False),
+    'detr': (lambda: DetrTransformerEncoderLayer(dict(embed_dims=C, num_heads=H)), 'self_attn', False),
+    'swin': (lambda: WindowMSA(C, H, (4, 4)), '', True),
+    'mmseg_vit': (lambda: VisionTransformer(32, 16, embed_dims=C, num_layers=1, num_heads=H), 'layers.0.attn', True),
+    'torchvision': (EncoderBlock, 'self_attention', True),
+}
+
+
+@pytest.mark.parametrize('name', VITS)
+def test_a_gate_in_a_vision_transformer_starts_as_its_authors_layers(name: str) -> None:
+    make, path, narrow = VITS[name]
+    # What a model calls it says nothing: DETR's encoder could be called so.
+    model = nn.ModuleDict(dict(backbone=make()))
+    swap_attention(model, dict(path=f'backbone.{path}'.rstrip('.'), type='PLuGMultiheadAttention', init='paper'))
+    gate: Any = next(module for module in model.modules() if hasattr(module, 'gate_q_proj'))
+    assert gate.in_vit == (gate.gml.weight.abs().max() < 0.1) == (not gate.gate_q_proj.bias.any()) == narrow

@@ -1,0 +1,129 @@
+"""List the attention modules that a model has, with the gates that fit them or that they have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from mmgate.hosts.table import adapter_for, full_name, gates_for, held_attention
+from mmgate.layers.base.gated import GatedModule, host_class, record_of
+from mmgate.wrappers import named_parts, own_model
+
+# The names that packages give to the sizes of attention.
+SIZES = (
+    *('embed_dims', 'embed_dim', 'hidden_size', 'd_model', 'num_heads', 'num_attention_heads', 'n_heads', 'head_dim'),
+    *('num_levels', 'n_levels', 'num_points', 'num_points_list', 'n_points', 'window_size', 'sr_ratio'),
+)
+
+
+def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield name and module of each attention in a model.
+
+    An attention is a module that is gated, that a gate fits, or whose class is called so. A module such as mmcv's
+    ``MultiheadAttention`` and the attention in it, where its gate is put, are yielded once, by the name that a rule
+    takes or has taken.
+    """
+    held: set[str] = set()
+    hosts: list[str] = []
+    for name, module in named_parts(model):
+        called_so = re.search(r'Attention$|Attn$|MSA$', type(module).__name__)
+        is_host = isinstance(module, GatedModule) or bool(gates_for(module))
+        if name in held or not (called_so or is_host):
+            continue
+        # transformers' deformable attention holds its operator as a module.
+        inner = any(name.startswith(f'{host}.') for host in hosts) and next(module.parameters(), None) is None
+        if inner and not is_host:
+            continue
+        if is_host:
+            hosts.append(name)
+        inside = dict(held_attention(module))
+        if any(_was_chosen(part) for part in inside.values()):
+            continue
+        fits = bool(dict(held_attention(module, exactly=True)))
+        held.update(
+            f'{name}.{child}'.lstrip('.') for child, part in inside.items() if fits or isinstance(part, GatedModule)
+        )
+        yield name, module
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Description of one attention module in a model: path, class, sizes, its gate or the gates that fit.
+
+    Attributes:
+        path: Its name in the model.
+        class_name: Name of its class; of a gated module, that of its vanilla class.
+        sizes: The attributes in :data:`SIZES` that it has, by the names that its package gives them; ``embed_dims`` and
+            ``num_heads`` where its package gives its heads no name and a gate fits.
+        gates: Names that rules may give as ``type`` for it.
+        gate: Name of the class of its gate, or None.
+    """
+
+    path: str
+    class_name: str
+    sizes: dict[str, Any]
+    gates: tuple[str, ...]
+    gate: str | None = None
+
+
+def list_attention(model: nn.Module) -> list[Attention]:
+    """Return a description of each attention module of a model, with the path that a rule takes.
+
+    Args:
+        model: Any module, of an mm package, of transformers, timm or another, gated or not.
+    """
+    listed = []
+    for path, module in attention_modules(own_model(model)):
+        sizes = {size: getattr(module, size) for size in SIZES if hasattr(module, size)}
+        gates = gates_for(module)
+        if not any('heads' in size for size in sizes):
+            sizes.update(_sizes_of_heads(module, gates))
+        names = tuple(gate.__name__ for gate in gates)
+        listed.append(Attention(path, host_class(module).__name__, sizes, names, names_of_gates(module) or None))
+    return listed
+
+
+def _sizes_of_heads(attention: nn.Module, gates: Sequence[type]) -> dict[str, int]:
+    """Return an attention's channels and number of heads, from its gate or from the adapter of a gate that fits."""
+    if isinstance(attention, GatedModule):
+        gate: Any = attention.gates()[0]
+        return dict(embed_dims=gate.embed_dims, num_heads=gate.num_heads)
+    found = adapter_for(gates[0], attention) if gates else None
+    if found is None:
+        return {}
+    adapter, child = found
+    sizes = adapter.sizes(attention.get_submodule(child))
+    return dict(embed_dims=sizes.channels, num_heads=sizes.heads)
+
+
+def names_of_gates(attention: nn.Module) -> str:
+    """Return the class names of an attention's gates, joined by commas; empty if it is vanilla.
+
+    Args:
+        attention: A gated module, or the module around it that a rule has chosen.
+    """
+    gated = [part for part in (attention, *dict(held_attention(attention)).values()) if isinstance(part, GatedModule)]
+    return ', '.join(dict.fromkeys(type(gate).__name__ for gate in (gated[0].gates() if gated else ())))
+
+
+def _was_chosen(module: nn.Module) -> bool:
+    """Return True if a rule named a gated module itself rather than a wrapper around it."""
+    record = record_of(module)
+    return record is not None and not record.child
+
+
+def inventory(model: nn.Module) -> str:
+    """Return lines for an error message: each attention of a model with its class, and its gate or gates that fit."""
+    lines = []
+    for name, module in attention_modules(model):
+        gates = names_of_gates(module)
+        fits = ', '.join(rule_type.__name__ for rule_type in gates_for(module)) or 'none'
+        state = f'gated by {gates}' if gates else f'fits: {fits}'
+        lines.append(f'  {name}: {full_name(host_class(module))}, {state}')
+    if not lines:
+        return f'{type(model).__name__} has no attention modules.'
+    return '\n'.join([f'The attention modules of {type(model).__name__} are', *lines])
