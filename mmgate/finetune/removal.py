@@ -11,7 +11,7 @@ from mmgate.frozen import forget_start
 from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.layers.base.gated import gated_modules, remove_gate, switched_off
 from mmgate.starts import GATED, own_gated_modules
-from mmgate.wrappers import named_parts, own_model
+from mmgate.wrappers import named_parts, own_model, without_wrappers
 
 from .training import unfreeze
 
@@ -25,7 +25,13 @@ def restore_attention(model: nn.Module) -> list[str]:
     Returns:
         The names of the modules, as :func:`swap_attention` returned them; none if nothing is gated.
     """
-    return restore(dict(named_parts(own_model(model))))
+    model = own_model(model)
+    names = restore(dict(named_parts(model)))
+    # Rules for a model around this one, or of which this is a part by other means, have gated the rest.
+    for name, module in list(gated_modules(model)):
+        names.append(without_wrappers(module.gating.chosen_name(name)))
+        remove_gate(module)
+    return names
 
 
 @contextmanager
