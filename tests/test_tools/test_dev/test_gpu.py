@@ -144,7 +144,8 @@ def test_switches_change_launches_inside_them(monkeypatch: pytest.MonkeyPatch) -
     """Forward and backward; outside of them kernels are launched as before."""
     pytest.importorskip('triton', minversion='3.2')
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    for op, module, kernels in (('ms_deform_attn', switches.sampler, 2), ('plug_attention', switches.plug, 3)):
+    modules = (switches.triton_deformable, switches.triton_dense)
+    for op, module, kernels in zip(switches.SWITCHES, modules, (2, 3), strict=True):
         seen: list[int | None] = []
         monkeypatch.setattr(module, 'launch', lambda *_, kept=seen, **given: kept.append(given.get('num_warps')))
         run, inputs = switches.problem(op, device, tiny=True)
