@@ -22,8 +22,8 @@ from mmgate.registry import HOOKS
 from mmgate.wrappers import unwrap_model
 
 from .assigner import AsynchronousConstants
-from .head import match_once
-from .pairs import to_device
+from .head import assigns_as_hungarian, match_once
+from .pairs import NARROW, to_device
 
 
 @HOOKS.register_module()
@@ -33,7 +33,8 @@ class MatchOnceHook(Hook):
     The head becomes what :func:`mmgate.speed.matching.MatchedOnce` builds. Sizes of feature maps stay on the host,
     DINO's denoising queries are made without waiting for the device, and all losses are summed in one operation.
     Values are mmdet's up to rounding. Labels of denoising queries are as random as mmdet's, by other numbers. The
-    state dict does not change. Parts that the model's classes override stay as they are.
+    state dict does not change. Parts that the model's classes override stay as they are, and so does a head that
+    assigns by another class than HungarianAssigner, which the log says.
     """
 
     def before_train(self, runner: Runner) -> None:
@@ -41,7 +42,6 @@ class MatchOnceHook(Hook):
 
         Raises:
             ConfigError: The model has no head that derives from DETRHead or Mask2FormerHead.
-            TypeError: The head assigns by another class than HungarianAssigner.
         """
         model = unwrap_model(runner.model)
         modules = list(model.modules())
@@ -52,7 +52,13 @@ class MatchOnceHook(Hook):
                 'mmdet.Mask2FormerHead. Remove the hook.'
             )
         for head in heads:
-            match_once(head)
+            if assigns_as_hungarian(head):
+                match_once(head)
+            else:
+                runner.logger.info(
+                    f"MatchOnceHook: {type(head).__name__} stays the host's: {type(head.assigner).__name__} does not "
+                    'assign as HungarianAssigner does.'
+                )
         for module in modules:
             for mixin, fits in MIXINS.items():
                 if fits(module) and not isinstance(module, mixin):
@@ -72,6 +78,9 @@ class KnownSizesDetector(DeformableDETR):
 
     def gen_encoder_output_proposals(self, memory: Tensor, memory_mask: Tensor | None, spatial_shapes: Tensor) -> Any:
         """Propose boxes from the encoder's memory, as mmdet."""
+        # mmdet divides by sizes that it makes of the dtype of the memory: bfloat16 would round them above 256.
+        if memory_mask is None and memory.dtype in NARROW:
+            memory_mask = memory.new_zeros(memory.shape[:2], dtype=torch.bool)
         with AsynchronousConstants():
             return super().gen_encoder_output_proposals(memory, memory_mask, on_host(spatial_shapes))
 
@@ -179,11 +188,16 @@ class SummedLosses(BaseModel):
         return total, OrderedDict(loss=total, **numbers)
 
 
+def _has(module: nn.Module, base: Any, *names: str) -> bool:
+    """Return True if a module has these methods of mmdet's class, and not others that override them."""
+    return isinstance(module, base) and all(getattr(type(module), name) is getattr(base, name) for name in names)
+
+
 # The mixin of each part, and a check of the modules that it is for.
 MIXINS: dict[Any, Callable[[nn.Module], bool]] = {
-    KnownSizesDetector: lambda module: isinstance(module, DeformableDETR),
-    KnownSizesEncoder: lambda module: isinstance(module, DeformableDetrTransformerEncoder),
-    KnownSizesPixelDecoder: lambda module: isinstance(module, MSDeformAttnPixelDecoder),
+    KnownSizesDetector: lambda module: _has(module, DeformableDETR, 'pre_transformer', 'gen_encoder_output_proposals'),
+    KnownSizesEncoder: lambda module: _has(module, DeformableDetrTransformerEncoder, 'get_encoder_reference_points'),
+    KnownSizesPixelDecoder: lambda module: _has(module, MSDeformAttnPixelDecoder, 'forward'),
     DenoisingWithoutWaits: lambda module: type(module) is CdnQueryGenerator,
     SummedLosses: lambda module: getattr(type(module), 'parse_losses', None) is BaseModel.parse_losses,
 }
