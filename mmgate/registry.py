@@ -54,7 +54,6 @@ else:
         'analysis.hooks',
         'train.data_check_hook',
         'speed.hooks',
-        'speed.matching.model',
         'train.gates_hook',
         'train.interrupt_hook',
         'train.reproducible',

@@ -12,58 +12,45 @@ import torch
 from mmdet.models.dense_heads import DETRHead, Mask2FormerHead
 from mmdet.models.detectors import DeformableDETR
 from mmdet.models.layers import CdnQueryGenerator, DeformableDetrTransformerEncoder, MSDeformAttnPixelDecoder
-from mmengine.hooks import Hook
 from mmengine.model import BaseModel
-from mmengine.runner import Runner
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
-from mmgate.registry import HOOKS
-from mmgate.wrappers import unwrap_model
 
 from .assigner import AsynchronousConstants
 from .head import assigns_as_hungarian, match_once
 from .pairs import NARROW, to_device
 
 
-@HOOKS.register_module()
-class MatchOnceHook(Hook):
-    """Hook that lets a DETR-like detector or Mask2Former match and compute its losses once a step, and rarely wait.
+def match_model_once(model: nn.Module) -> list[str]:
+    """Change the classes of a model's heads, detector and layers in place; see ``mmgate.MatchOnceHook``.
 
-    The head becomes what :func:`mmgate.speed.matching.MatchedOnce` builds. Sizes of feature maps stay on the host,
-    DINO's denoising queries are made without waiting for the device, and all losses are summed in one operation.
-    Values are mmdet's up to rounding. Labels of denoising queries are as random as mmdet's, by other numbers. The
-    state dict does not change. Parts that the model's classes override stay as they are, and so does a head that
-    assigns by another class than HungarianAssigner, which the log says.
+    Returns:
+        A line for the log for each head that stays the host's.
+
+    Raises:
+        ConfigError: The model has no head that derives from DETRHead or Mask2FormerHead.
     """
-
-    def before_train(self, runner: Runner) -> None:
-        """Change the classes of the model's head, detector and layers in place.
-
-        Raises:
-            ConfigError: The model has no head that derives from DETRHead or Mask2FormerHead.
-        """
-        model = unwrap_model(runner.model)
-        modules = list(model.modules())
-        heads = [module for module in modules if isinstance(module, (DETRHead, Mask2FormerHead))]
-        if not heads:
-            raise ConfigError(
-                f'MatchOnceHook: {type(model).__name__} has no head that derives from mmdet.DETRHead or '
-                'mmdet.Mask2FormerHead. Remove the hook.'
-            )
-        for head in heads:
-            if assigns_as_hungarian(head):
-                match_once(head)
-            else:
-                runner.logger.info(
-                    f"MatchOnceHook: {type(head).__name__} stays the host's: {type(head.assigner).__name__} does not "
-                    'assign as HungarianAssigner does.'
-                )
-        for module in modules:
-            for mixin, fits in MIXINS.items():
-                if fits(module) and not isinstance(module, mixin):
-                    kind: Any = type(module)
-                    module.__class__ = _derived(mixin, kind)
+    modules = list(model.modules())
+    heads: list[Any] = [module for module in modules if isinstance(module, (DETRHead, Mask2FormerHead))]
+    if not heads:
+        raise ConfigError(
+            f'MatchOnceHook: {type(model).__name__} has no head that derives from mmdet.DETRHead or '
+            'mmdet.Mask2FormerHead. Remove the hook.'
+        )
+    left = []
+    for head in heads:
+        if assigns_as_hungarian(head):
+            match_once(head)
+        else:
+            assigner = type(head.assigner).__name__
+            left.append(f'{type(head).__name__} stays as it is: {assigner} does not assign as HungarianAssigner does.')
+    for module in modules:
+        for mixin, fits in MIXINS.items():
+            if fits(module) and not isinstance(module, mixin):
+                kind: Any = type(module)
+                module.__class__ = _derived(mixin, kind)
+    return left
 
 
 class KnownSizesDetector(DeformableDETR):

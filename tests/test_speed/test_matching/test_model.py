@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from mmgate.benchmarks import training
 from mmgate.errors import ConfigError
+from mmgate.speed.hooks import MatchOnceHook
 from mmgate.speed.matching import model as models
 from mmgate.train.config_file import read_config
 
@@ -157,7 +158,7 @@ def test_a_step_has_mmdets_losses(name: str) -> None:
         batch = model.data_preprocessor(deepcopy(data), True)
         torch.manual_seed(0)
         results.append(model.parse_losses(model(**batch, mode='loss')))
-        models.MatchOnceHook().before_train(SimpleNamespace(model=model))
+        MatchOnceHook().before_train(SimpleNamespace(model=model))
     (total, log), (our_total, our_log) = results
     assert list(our_log) == list(log)
     torch.testing.assert_close(our_total, total, rtol=1e-4, atol=1e-4)
@@ -179,11 +180,9 @@ def test_a_head_that_assigns_otherwise_is_left() -> None:
     model.head.assigner.__class__ = OtherAssigner
     lines: list[str] = []
     run = SimpleNamespace(model=model, logger=SimpleNamespace(info=lines.append))
-    models.MatchOnceHook().before_train(run)
+    MatchOnceHook().before_train(run)
     assert type(model.head) is DETRHead
-    assert lines == [
-        "MatchOnceHook: DETRHead stays the host's: OtherAssigner does not assign as HungarianAssigner does."
-    ]
+    assert lines == ['MatchOnceHook: DETRHead stays as it is: OtherAssigner does not assign as HungarianAssigner does.']
 
 
 class OtherDetector(DeformableDETR):
@@ -217,4 +216,4 @@ def test_proposals_in_bfloat16_are_mmdets() -> None:
 
 def test_a_model_without_such_a_head_is_refused() -> None:
     with pytest.raises(ConfigError, match='Model has no head'):
-        models.MatchOnceHook().before_train(SimpleNamespace(model=Model()))
+        MatchOnceHook().before_train(SimpleNamespace(model=Model()))
