@@ -53,7 +53,6 @@ else:
         root.HOOKS,
         'analysis.hooks',
         'speed.hooks',
-        'speed.matching.model',
         'train.gates_hook',
         'train.reproducible',
     )

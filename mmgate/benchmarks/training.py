@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -19,15 +20,20 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import HOOKS, MODELS, TRANSFORMS, init_default_scope
 from mmengine.structures import PixelData
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmgate
 from mmgate.analysis.complexity import empty_sample
 from mmgate.train.config_file import host_package, mappings, read_config, type_name
 from mmgate.train.speedups import SPEEDUPS
 
-from .measure import Row, environment, interleaved, throughput
+from .measure import Row, environment, interleaved, row_of, throughput
 
 OBJECTS = 10  # annotated objects in an image
+# Operators of which no kernel is started.
+NO_KERNELS = ('empty', 'empty_like', 'empty_strided', 'new_empty', 'detach', '_local_scalar_dense', 'is_same_size')
 Step = Callable[[Tensor], Tensor]
 # By dtype of mixed precision. At a scale of 1 no gradient overflows, so that every step is a whole one.
 LOSS_SCALES: dict[str, Any] = {'float16': 1.0, 'bfloat16': dict(enabled=False)}
@@ -69,7 +75,8 @@ def benchmark_training(
         tf32: True lets a GPU compute all float32 products in TF32, the peer's, too; this process stays so.
 
     Yields:
-        Rows of time, throughput and peak memory.
+        Rows of time, throughput and peak memory, and then of each step: on a GPU the time in kernels, their number with
+        that of copies, and the waits for them; on a CPU the operators, close to the number of kernels.
     """
     if tf32:
         torch.set_float32_matmul_precision('high')
@@ -93,10 +100,60 @@ def benchmark_training(
     x = f'{size[0]}x{size[1]}_b{batch}' + (f' {amp}' if amp else '') + (' tf32' if tf32 else '')
     start = [torch.zeros((), device=device)]
     clock = time.process_time if processor_time else time.perf_counter
+    ran = []
     for row in interleaved('training', runs, x, start, 'step', repetitions, within, clock):
         yield row
         if row.metric == 'time':
+            ran.append(row.provider)
             yield throughput(row, batch)
+    counts: dict[str, dict[tuple[str, str], float]] = {}
+    for name in ran:
+        with within.get(name, nullcontext)():
+            counts[name] = profiled(runs[name], start[0])
+    for name, found in counts.items():
+        for (metric, unit), value in found.items():
+            key = ('training', name, 'step', metric, unit, x)
+            yield row_of(key, [value], [counts[ran[0]][metric, unit]], start[0].device)
+
+
+def profiled(step: Step, start: Tensor) -> dict[tuple[str, str], float]:
+    """Return figures of one training step by metric and unit, without those that change from step to step."""
+    if not start.is_cuda:
+        with Operators() as counted:
+            step(start)
+        return {('operators', '1'): counted.count}
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step(start)
+        torch.cuda.synchronize()  # cudaDeviceSynchronize, which is not counted
+    events = profiler.key_averages()
+    # Ranges that torch marks, such as the optimizer's step, are no kernels.
+    kernels = [
+        event
+        for event in events
+        if event.device_type == DeviceType.CUDA
+        and not getattr(event, 'is_user_annotation', False)
+        and not event.key.startswith('Optimizer.')
+    ]
+    return {
+        ('kernels', 'ms'): sum(event.self_device_time_total for event in kernels) / 1e3,
+        ('launches', '1'): sum(event.count for event in kernels),
+        ('waits', '1'): sum(event.count for event in events if event.key == 'cudaStreamSynchronize'),
+    }
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that start a kernel on a GPU: none of views, of empty tensors and of reading a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operator and count it."""
+        view = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+        self.count += not view and func._schema.name.removeprefix('aten::') not in NO_KERNELS
+        return func(*args, **(kwargs or {}))
 
 
 def _step(

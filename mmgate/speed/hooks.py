@@ -1,4 +1,4 @@
-"""Hooks for faster training: compile modules, use channels last, keep modules in float32 under AMP, allow TF32."""
+"""Hooks for faster training: compile modules, match once a step, use channels last, choose float32 or TF32."""
 
 from __future__ import annotations
 
@@ -115,6 +115,29 @@ class CompileHook(_PathsHook):
             return None
         on_cpu = all(tensor.device.type == 'cpu' for tensor in module.parameters())
         return {'fallback_random': True} if on_cpu else None
+
+
+@HOOKS.register_module()
+class MatchOnceHook(Hook):
+    """Hook that lets a DETR-like detector or Mask2Former match and compute its losses once a step, and rarely wait.
+
+    The head becomes what :func:`mmgate.speed.matching.MatchedOnce` builds. Sizes of feature maps stay on the host,
+    DINO's denoising queries are made without waiting for the device, and all losses are summed in one operation.
+    Values are mmdet's up to rounding. Labels of denoising queries are as random as mmdet's, by other numbers. The
+    state dict does not change. Parts that the model's classes override stay as they are, and so does a head that
+    assigns by another class than HungarianAssigner, which the log says.
+    """
+
+    def before_train(self, runner: Runner) -> None:
+        """Change the classes of the model's head, detector and layers in place.
+
+        Raises:
+            ConfigError: The model has no head that derives from DETRHead or Mask2FormerHead.
+        """
+        from .matching.model import match_model_once  # which imports mmdet, and other hooks work without it
+
+        for line in match_model_once(unwrap_model(runner.model)):
+            runner.logger.info(f'MatchOnceHook: {line}')
 
 
 @HOOKS.register_module()

@@ -33,7 +33,7 @@ def test_the_benchmark_times_training_steps_of_a_config(
     options = dict(op=op, backends=backends, size=(64, 96), batch=1, repetitions=1, device='cpu')
     rows = list(benchmark_training(path, path, **options))
     assert {row.provider.partition(', ')[2] for row in rows} == {'', *backends}
-    assert {row.metric for row in rows} == {'time', 'throughput', 'peak memory'}
+    assert {row.metric for row in rows} == {'time', 'throughput', 'peak memory', 'operators'}
     times = {row.provider: row.y_50 for row in rows if row.metric == 'time'}
     images = {row.provider: row.y_50 for row in rows if row.metric == 'throughput'}
     assert images == pytest.approx({name: 1e3 / ms for name, ms in times.items()}, rel=1e-3, abs=1e-3)

@@ -164,7 +164,7 @@ def losses(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
     with torch.autocast('cpu', dtype=dtype or torch.bfloat16, enabled=dtype is not None):
         found = model(**batch, mode='loss')
     sum(found.values()).backward()
-    return {name: loss.detach().float() for name, loss in found.items()}
+    return {name: loss.detach().float().reshape(()) for name, loss in found.items()}
 
 
 def test_coordinates_stay_float32_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_float32_hands_on_what_is_no_tensor() -> None:
 def test_all_parts_work_together() -> None:
     """As the fast configs have them, on the demo's detector."""
     fast = Config.fromfile(DEMO.with_name('plug-deformable-detr-refine-fast-bf16_r50_8xb4-50e_coco.py'))
-    model = detector(type=fast.model.bbox_head.type, host=fast.model.bbox_head.host)
+    model = detector()
     plain = deepcopy(model)
     lines: list[str] = []
     run = SimpleNamespace(model=model, logger=SimpleNamespace(info=lines.append))

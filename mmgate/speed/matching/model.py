@@ -12,52 +12,45 @@ import torch
 from mmdet.models.dense_heads import DETRHead, Mask2FormerHead
 from mmdet.models.detectors import DeformableDETR
 from mmdet.models.layers import CdnQueryGenerator, DeformableDetrTransformerEncoder, MSDeformAttnPixelDecoder
-from mmengine.hooks import Hook
 from mmengine.model import BaseModel
-from mmengine.runner import Runner
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
-from mmgate.registry import HOOKS
-from mmgate.wrappers import unwrap_model
 
 from .assigner import AsynchronousConstants
-from .head import match_once
-from .pairs import to_device
+from .head import assigns_as_hungarian, match_once
+from .pairs import NARROW, to_device
 
 
-@HOOKS.register_module()
-class MatchOnceHook(Hook):
-    """Hook that lets a DETR-like detector or Mask2Former match and compute its losses once a step, and rarely wait.
+def match_model_once(model: nn.Module) -> list[str]:
+    """Change the classes of a model's heads, detector and layers in place; see ``mmgate.MatchOnceHook``.
 
-    The head becomes what :func:`mmgate.speed.matching.MatchedOnce` builds. Sizes of feature maps stay on the host,
-    DINO's denoising queries are made without waiting for the device, and all losses are summed in one operation.
-    Values are mmdet's up to rounding. Labels of denoising queries are as random as mmdet's, by other numbers. The
-    state dict does not change. Parts that the model's classes override stay as they are.
+    Returns:
+        A line for the log for each head that stays the host's.
+
+    Raises:
+        ConfigError: The model has no head that derives from DETRHead or Mask2FormerHead.
     """
-
-    def before_train(self, runner: Runner) -> None:
-        """Change the classes of the model's head, detector and layers in place.
-
-        Raises:
-            ConfigError: The model has no head that derives from DETRHead or Mask2FormerHead.
-            TypeError: The head assigns by another class than HungarianAssigner.
-        """
-        model = unwrap_model(runner.model)
-        modules = list(model.modules())
-        heads = [module for module in modules if isinstance(module, (DETRHead, Mask2FormerHead))]
-        if not heads:
-            raise ConfigError(
-                f'MatchOnceHook: {type(model).__name__} has no head that derives from mmdet.DETRHead or '
-                'mmdet.Mask2FormerHead. Remove the hook.'
-            )
-        for head in heads:
+    modules = list(model.modules())
+    heads: list[Any] = [module for module in modules if isinstance(module, (DETRHead, Mask2FormerHead))]
+    if not heads:
+        raise ConfigError(
+            f'MatchOnceHook: {type(model).__name__} has no head that derives from mmdet.DETRHead or '
+            'mmdet.Mask2FormerHead. Remove the hook.'
+        )
+    left = []
+    for head in heads:
+        if assigns_as_hungarian(head):
             match_once(head)
-        for module in modules:
-            for mixin, fits in MIXINS.items():
-                if fits(module) and not isinstance(module, mixin):
-                    kind: Any = type(module)
-                    module.__class__ = _derived(mixin, kind)
+        else:
+            assigner = type(head.assigner).__name__
+            left.append(f'{type(head).__name__} stays as it is: {assigner} does not assign as HungarianAssigner does.')
+    for module in modules:
+        for mixin, fits in MIXINS.items():
+            if fits(module) and not isinstance(module, mixin):
+                kind: Any = type(module)
+                module.__class__ = _derived(mixin, kind)
+    return left
 
 
 class KnownSizesDetector(DeformableDETR):
@@ -72,6 +65,9 @@ class KnownSizesDetector(DeformableDETR):
 
     def gen_encoder_output_proposals(self, memory: Tensor, memory_mask: Tensor | None, spatial_shapes: Tensor) -> Any:
         """Propose boxes from the encoder's memory, as mmdet."""
+        # mmdet divides by sizes that it makes of the dtype of the memory: bfloat16 would round them above 256.
+        if memory_mask is None and memory.dtype in NARROW:
+            memory_mask = memory.new_zeros(memory.shape[:2], dtype=torch.bool)
         with AsynchronousConstants():
             return super().gen_encoder_output_proposals(memory, memory_mask, on_host(spatial_shapes))
 
@@ -179,11 +175,16 @@ class SummedLosses(BaseModel):
         return total, OrderedDict(loss=total, **numbers)
 
 
+def _has(module: nn.Module, base: Any, *names: str) -> bool:
+    """Return True if a module has these methods of mmdet's class, and not others that override them."""
+    return isinstance(module, base) and all(getattr(type(module), name) is getattr(base, name) for name in names)
+
+
 # The mixin of each part, and a check of the modules that it is for.
 MIXINS: dict[Any, Callable[[nn.Module], bool]] = {
-    KnownSizesDetector: lambda module: isinstance(module, DeformableDETR),
-    KnownSizesEncoder: lambda module: isinstance(module, DeformableDetrTransformerEncoder),
-    KnownSizesPixelDecoder: lambda module: isinstance(module, MSDeformAttnPixelDecoder),
+    KnownSizesDetector: lambda module: _has(module, DeformableDETR, 'pre_transformer', 'gen_encoder_output_proposals'),
+    KnownSizesEncoder: lambda module: _has(module, DeformableDetrTransformerEncoder, 'get_encoder_reference_points'),
+    KnownSizesPixelDecoder: lambda module: _has(module, MSDeformAttnPixelDecoder, 'forward'),
     DenoisingWithoutWaits: lambda module: type(module) is CdnQueryGenerator,
     SummedLosses: lambda module: getattr(type(module), 'parse_losses', None) is BaseModel.parse_losses,
 }

@@ -169,14 +169,14 @@ def test_a_step_waits_once(name: str) -> None:
 def test_pairs_go_to_the_device_in_one_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all layers and images, also where the host makes the losses."""
     copies: list[torch.Size] = []
+    usual = heads.to_device
+
+    def counted(numbers: Tensor, device: Any) -> Tensor:
+        if numbers.dtype == torch.long and numbers.shape[0] == 2:
+            copies.append(numbers.shape)
+        return usual(numbers, device)
+
     for module in (assigners, heads):
-        usual = module.to_device
-
-        def counted(numbers: Tensor, device: Any, usual: Any = usual) -> Tensor:
-            if numbers.dtype == torch.long and numbers.shape[0] == 2:
-                copies.append(numbers.shape)
-            return usual(numbers, device)
-
         monkeypatch.setattr(module, 'to_device', counted)
     head = build(name, type='mmgate.MatchedOnce', host='')
     leaves, rest = loss_inputs(name, CASES['usual'])

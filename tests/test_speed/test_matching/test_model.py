@@ -10,21 +10,27 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.counting import Counts
 from helpers.matching import objects
-from mmdet.models.layers import CdnQueryGenerator
+from mmcv.ops import multi_scale_deform_attn
+from mmdet.models.dense_heads import DETRHead
+from mmdet.models.detectors import DeformableDETR
+from mmdet.models.layers import CdnQueryGenerator, DeformableDetrTransformerEncoder
+from mmdet.models.task_modules.assigners import HungarianAssigner
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from mmengine.model import BaseModel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmgate.benchmarks import training
 from mmgate.errors import ConfigError
+from mmgate.layers import plug_dense
+from mmgate.speed.hooks import CompileHook, MatchOnceHook
 from mmgate.speed.matching import model as models
 from mmgate.train.config_file import read_config
 
 PEERS = {
-    'deformable_detr': 'vanilla/deformable_detr/deformable-detr-refine_r50_8xb4-50e_coco.py',
+    'deformable_detr': 'mmdet::deformable_detr/deformable-detr-refine_r50_16xb2-50e_coco.py',
     'dino': 'mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py',
     'mask2former': 'mmseg::mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py',
 }
@@ -33,8 +39,7 @@ OURS = {
     'dino': 'plug/dino/plug-dino-4scale_r50_8xb2-12e_coco.py',
     'mask2former': 'plug/mask2former/plug-mask2former_r50_8xb2-160k_ade20k-512x512.py',
 }
-# Operators of which no kernel is started.
-EMPTY = ('empty', 'empty_like', 'empty_strided', 'new_empty', 'detach', '_local_scalar_dense', 'is_same_size')
+SIZE = (64, 96)
 WAITS = ('_local_scalar_dense', 'nonzero', '_unique2', 'masked_select', 'equal')
 # Functions that wait on a CPU only (one-hot labels of focal loss, among others), or read what is on the host anyway.
 ON_HOST = ('stack_batch', '_get_value', 'multi_scale_deformable_attn_pytorch')
@@ -44,27 +49,26 @@ def config(name: str) -> Config:
     cfg = read_config(name if '::' in name else f'configs/{name}')
     if 'dino' in name:
         cfg.model.num_queries = 50
+    if 'decode_head' in cfg.model:
+        cfg.model.data_preprocessor.size = SIZE
+        cfg.model.decode_head.train_cfg.num_points = 64
     return cfg
 
 
-class Operators(TorchDispatchMode):
-    """Counts the operators that start a kernel on a GPU, and those that wait for it."""
+class Waits(Counts):
+    """Counts operators that start a kernel, and those that wait for the GPU by where they are."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
         self.waits: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.removeprefix('aten::')
-        view = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
-        self.count += not view and name not in EMPTY
-        if name in WAITS:
+        if func._schema.name.removeprefix('aten::') in WAITS:
             frames = [frame for frame in traceback.extract_stack() if 'torch' not in frame.filename]
             callers = [frame.name for frame in frames]
             if not set(ON_HOST) & set(callers) and not any('focal_loss.py' in frame.filename for frame in frames):
                 self.waits[' > '.join(callers[-4:-1])] += 1
-        return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class Copies(TorchFunctionMode):
@@ -77,24 +81,46 @@ class Copies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def operators(cfg: Config, *speedups: str) -> tuple[int, Counter[str]]:
+def operators(cfg: Config) -> tuple[int, Counter[str]]:
     """Return the number of operators of a training step, and its waits by where they are."""
-    step = training._step(cfg, (64, 64), 2, 'cpu', None, speedups)
+    step = training._step(cfg, SIZE, 2, 'cpu', None)
     step(torch.zeros(()))
-    with Operators() as counted, Copies() as copies:
+    with Waits() as counted, Copies() as copies:
         step(torch.zeros(()))
     return counted.count, counted.waits + Counter(copies=copies.count)
 
 
-# The most operators of a step, over mmdet's or mmseg's.
-MOST = {'deformable_detr': 0.4, 'dino': 0.4, 'mask2former': 0.45}
+# The most operators of a step as configured, over mmdet's or mmseg's. Deformable DETR has 2,671, where mmdet has 7,800.
+MOST = {'deformable_detr': 0.35, 'dino': 0.3, 'mask2former': 0.37}
 
 
+@pytest.fixture
+def _one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count neither side's attention, which is a kernel on a GPU and many operators on a CPU."""
+    for module, name in (
+        (multi_scale_deform_attn, 'multi_scale_deformable_attn_pytorch'),
+        (plug_dense, 'plug_attention'),
+    ):
+        monkeypatch.setattr(module, name, Counts.without(getattr(module, name)))
+
+
+@pytest.mark.usefixtures('_one_kernel')
 @pytest.mark.parametrize('name', PEERS)
 def test_a_step_has_few_operators_and_waits(name: str) -> None:
     peer, _ = operators(config(PEERS[name]))
-    ours, waits = operators(config(OURS[name]), 'groups', 'matcher')
+    ours, waits = operators(config(OURS[name]))
     assert ours <= MOST[name] * peer, f'{ours} of {peer}'
+    assert waits.total() <= 3, waits
+
+
+def test_a_compiled_step_has_few_operators_outside_of_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def before_train(self: CompileHook, runner: Any) -> None:
+        for module in self.modules(runner).values():
+            module.forward = Counts.without(module.forward)
+
+    monkeypatch.setattr(CompileHook, 'before_train', before_train)
+    count, waits = operators(config(OURS['deformable_detr'].replace('-refine_', '-refine-fast_')))
+    assert count <= 1000
     assert waits.total() <= 3, waits
 
 
@@ -152,7 +178,7 @@ def test_a_step_has_mmdets_losses(name: str) -> None:
     model.eval()
     for module in model.modules():
         module.training = module is model
-    data = training.random_batch(cfg, (64, 96), 2)
+    data = training.random_batch(cfg, SIZE, 2)
     if name != 'mask2former':
         data['inputs'][1] = data['inputs'][1][:, :50, :70].contiguous()
         data['data_samples'][1].set_metainfo(dict(img_shape=(50, 70)))
@@ -161,16 +187,62 @@ def test_a_step_has_mmdets_losses(name: str) -> None:
         batch = model.data_preprocessor(deepcopy(data), True)
         torch.manual_seed(0)
         results.append(model.parse_losses(model(**batch, mode='loss')))
-        models.MatchOnceHook().before_train(SimpleNamespace(model=model))
+        MatchOnceHook().before_train(SimpleNamespace(model=model))
     (total, log), (our_total, our_log) = results
     assert list(our_log) == list(log)
     torch.testing.assert_close(our_total, total, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(dict(our_log), {k: v.reshape(()) for k, v in log.items()}, rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_without_such_a_head_is_refused() -> None:
-    class Model(BaseModel):
-        def forward(self) -> None: ...
+class Model(BaseModel):
+    def forward(self) -> None: ...
 
+
+class OtherAssigner(HungarianAssigner):
+    def assign(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def test_a_head_that_assigns_otherwise_is_left() -> None:
+    training.init_default_scope('mmdet')
+    model = Model()
+    model.head = DETRHead(3, 16)
+    model.head.assigner.__class__ = OtherAssigner
+    lines: list[str] = []
+    run = SimpleNamespace(model=model, logger=SimpleNamespace(info=lines.append))
+    MatchOnceHook().before_train(run)
+    assert type(model.head) is DETRHead
+    assert lines == ['MatchOnceHook: DETRHead stays as it is: OtherAssigner does not assign as HungarianAssigner does.']
+
+
+class OtherDetector(DeformableDETR):
+    def gen_encoder_output_proposals(self, memory: Any, memory_mask: Any, spatial_shapes: torch.Tensor) -> Any: ...
+
+
+class OtherEncoder(DeformableDetrTransformerEncoder):
+    def get_encoder_reference_points(self, spatial_shapes: torch.Tensor, *args: Any, **kwargs: Any) -> Any: ...
+
+
+@pytest.mark.parametrize('kind', [OtherDetector, OtherEncoder])
+def test_what_a_class_overrides_is_left(kind: Any) -> None:
+    """It may need the sizes of feature maps as a tensor."""
+    assert not any(fits(kind.__new__(kind)) for mixin, fits in models.MIXINS.items() if 'KnownSizes' in str(mixin))
+
+
+def test_proposals_in_bfloat16_are_mmdets() -> None:
+    """In a map of more than 256 columns, which bfloat16 would round."""
+    size = (2, 267)
+    shapes = torch.tensor([size])
+    memory = torch.zeros(1, 2 * 267, 8, dtype=torch.bfloat16)
+    results = []
+    for kind in (DeformableDETR, models._derived(models.KnownSizesDetector, DeformableDETR)):
+        detector = kind.__new__(kind)
+        torch.nn.Module.__init__(detector)
+        detector.memory_trans_fc = detector.memory_trans_norm = torch.nn.Identity()
+        results.append(detector.gen_encoder_output_proposals(memory, None, shapes))
+        shapes.on_host = [size]
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_a_model_without_such_a_head_is_refused() -> None:
     with pytest.raises(ConfigError, match='Model has no head'):
-        models.MatchOnceHook().before_train(SimpleNamespace(model=Model()))
+        MatchOnceHook().before_train(SimpleNamespace(model=Model()))
