@@ -291,13 +291,12 @@ def check_width(host: Any) -> None:
         )
 
 
-def map_of(model: Any, image: Size) -> tuple[Size, int] | None:
-    """Return the map that a timm model cuts images into, and the number of tokens before it; None for another model."""
-    embedding: Any = getattr(model, 'patch_embed', None)
-    if not hasattr(embedding, 'dynamic_feat_size') or not hasattr(model, 'num_prefix_tokens'):
+def map_of(embedding: Any, image: Size) -> Size | None:
+    """Return the size of the map that timm's patch embedding cuts an image into; None for another embedding."""
+    if not hasattr(embedding, 'dynamic_feat_size'):
         return None
     height, width = embedding.dynamic_feat_size(image)
-    return (int(height), int(width)), model.num_prefix_tokens
+    return int(height), int(width)
 
 
 @adapts(MapGate, TOKENS)
@@ -329,15 +328,14 @@ class MixedAttention(UntoldMapHost):
     @classmethod
     def map_of_images(cls, model: Any, image: Size) -> tuple[Size, int] | None:
         """Return the map that a timm model cuts images into, and the number of tokens before it."""
-        return map_of(model, image)
+        cut = map_of(getattr(model, 'patch_embed', None), image)
+        before = getattr(model, 'num_prefix_tokens', None)
+        return None if cut is None or before is None else (cut, before)
 
     @classmethod
     def embedded_map(cls, embedding: Any, args: Any, output: Any) -> Size | None:
         """Return the size of the map that timm's patch embedding cut an image into."""
-        if not hasattr(embedding, 'dynamic_feat_size'):
-            return None
-        height, width = embedding.dynamic_feat_size(args[0].shape[-2:])
-        return int(height), int(width)
+        return map_of(embedding, args[0].shape[-2:])
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project tokens to queries, keys and values ``(B, N, C)``, queries and keys normalised where timm does so."""
