@@ -37,5 +37,8 @@ class PublicNames(griffe.Extension):
                 decorators = getattr(member, 'decorators', [])
                 registered = any('register_module' in str(decorator.value) for decorator in decorators)
                 member.public = registered or member.name in (module.exports or ())
+                if registered:  # what mmengine calls of a hook
+                    for name in member.members:
+                        member.members[name].public = False if name.startswith(('before_', 'after_')) else None
             found |= bool(member.public)
         return found
