@@ -44,14 +44,17 @@ def build_structure(cfg: Config) -> nn.Module:
 
 
 def rules_to_paste(model: nn.Module, listed: Sequence[Attention]) -> dict[str, str]:
-    """Return for each attention that a gate fits the text of a rule that a user can paste after ``--gate``, by path.
+    """Suggest a rule for each attention that has no gate and that a gate fits, as text to paste after ``--gate``.
 
-    The rule's path is that of all attentions alike, with ``*`` for numbers, or that of the one attention where a gate
-    does not fit them all. Its type is the first that starts as the vanilla attention and has a gate, or else the first.
+    The rule's type is the first that fits, has a gate and starts as the vanilla attention, or else the first that fits.
+    Numbers in the path are replaced by ``*``, unless this type does not fit all modules that the pattern matches.
 
     Args:
         model: The model.
         listed: Its attention, see :func:`list_attention`.
+
+    Returns:
+        The texts by the attention's path.
     """
     gated = [row.path for row in listed if row.gate]
 

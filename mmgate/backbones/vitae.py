@@ -157,8 +157,8 @@ class ViTAE(BaseModule):
 
     It has neither a class token nor position embeddings.
 
-    A rule gates the attention of the normal cells, ``stages.*.*.attn`` with the third stage's number. That of the first
-    two reduction cells is a Performer's: it has no logits.
+    A rule can gate the attention of the normal cells, which is at ``stages.STAGE.CELL.attn`` with CELL from 1 on. The
+    reduction cells of the first two stages, CELL 0, have a Performer's attention, which has no logits to gate.
 
     Args:
         arch: ``'tiny'`` or ``'small'``.

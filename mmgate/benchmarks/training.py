@@ -198,9 +198,9 @@ def _drop_pretrained(model: Any) -> None:
 
 
 def random_batch(cfg: Config, size: tuple[int, int], batch: int) -> dict[str, Any]:
-    """Return a batch of noise images with random annotations, in the form that the config's data loader gives.
+    """Return a batch of noise images with random annotations, in the form of the config's data loader.
 
-    A segmentor gets a map of classes in blocks of 32 pixels, a detector boxes with their masks.
+    For a segmentor the annotations are maps of classes, in blocks of 32 pixels; for a detector, boxes with masks.
     """
     keys = ('num_classes', 'num_things_classes')  # Mask2Former of mmdet has the latter
     classes = min(entry[key] for _, entry in mappings(cfg.model) for key in keys if entry.get(key) is not None)

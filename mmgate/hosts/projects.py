@@ -83,10 +83,7 @@ class GatedProjectAttention(DeformableHost):
 
     @classmethod
     def points(cls, host: Any) -> int | tuple[int, ...]:
-        """Return a deformable attention's number of sampling points per head and level, or one for each level.
-
-        It is one number for each level if they differ.
-        """
+        """Return the number of sampling points per head and level, or a tuple of them where levels differ."""
         return host.n_points
 
     @classmethod
@@ -338,10 +335,7 @@ class GatedMSDeformableAttention(GatedProjectAttention):
 
     @classmethod
     def points(cls, host: Any) -> int | tuple[int, ...]:
-        """Return a deformable attention's number of sampling points per head and level, or one for each level.
-
-        It is one number for each level if they differ.
-        """
+        """Return the number of sampling points per head and level, or a tuple of them where levels differ."""
         return points_of_levels(getattr(host, 'num_points_list', None) or host.num_points, host.num_levels)
 
     @classmethod

@@ -111,25 +111,24 @@ class DifferentialMultiheadAttention(GatedMultiheadAttention):
 class DifferentialV2Gate(DenseGate):
     """Differential attention, version 2, as a gate: the difference of two attentions over the same keys and values.
 
-    It is ``(A1 - lambda A2) V``.
+    ``(A1 - lambda A2) V``
 
-    The first attention is the vanilla one. The second has other queries, as wide as the first, so that there are twice
-    as many queries for the same keys and values. ``lambda = sigmoid(x W + b)`` is a weight of each token and
-    head, of the query input ``x``. No norm follows.
+    ``A1`` is the vanilla attention. ``A2`` has other queries for the same keys. Each token and head has a weight
+    ``lambda = sigmoid(x W + b)``, where ``x`` is the query's input. No norm follows.
 
-    With ``init='paper'`` the second queries are ``x W2 + b2`` with weights drawn as torch's Linear, as is ``W``, and
-    ``sigmoid(b)`` is ``lambda_init``. The start is that of the source, whose lambda has no bias, and no vanilla
-    attention. The closer ``lambda_init`` is to 0, the closer it is to the vanilla one. But the gradients of all
-    parameters have lambda as a factor: where float32 rounds the difference away, nothing is learnt any more.
+    With ``init='paper'`` the second queries are ``x W2 + b2``, in the parameters ``query_proj``. ``W`` and ``W2`` are
+    drawn as by torch's Linear, and ``b`` so that lambda starts near ``lambda_init``; the source has no ``b``. This
+    start is not the vanilla attention. A smaller ``lambda_init`` brings it closer, but the gradients of the gate are
+    proportional to lambda: if it is too small, the gate does not learn.
 
-    With ``init='identity'`` the second queries are the host's plus ``x W2 + b2``, and the heads are divided by
-    ``1 - lambda_init``. ``W``, ``W2`` and ``b2`` start at 0. Then both maps are ``A1``, and their difference is
-    ``(1 - lambda_init) A1``. The start equals the vanilla attention for any ``lambda_init``, and all parameters learn
-    from the first step on. Trained, it is the source's attention as well: the sum of two projections of ``x`` is a
-    projection of ``x``, and the output projection can have any factor.
+    With ``init='identity'`` the second queries are the host's plus ``x W2 + b2``, in the parameters ``query_shift``,
+    and the heads are divided by ``1 - lambda_init``. ``W``, ``W2`` and ``b2`` start at 0, so that ``A1 = A2`` and the
+    output is the vanilla attention's for any ``lambda_init``. All parameters learn from the first step on. This form
+    can compute all that the source's can: two projections of ``x`` sum up to one projection, and the factor can be
+    part of the output projection.
 
-    The second projection is called ``query_proj`` in the one and ``query_shift`` in the other, so that neither loads a
-    checkpoint of the other. Beside the vanilla attention, the cost is one more projection and one more attention.
+    Neither form loads a checkpoint of the other. The cost over the vanilla attention is one more projection and one
+    more attention.
 
     Args:
         sizes: Sizes of the host's attention.

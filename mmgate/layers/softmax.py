@@ -14,14 +14,8 @@ class SoftmaxGate(MapGate):
 
     ``softmax(Q K^T / sqrt(d)) V``
 
-    ``softmax(Q K^T / sqrt(d)) V``
-
-    ``softmax(Q K^T / sqrt(d)) V``
-
-    The formula is ``softmax(Q K^T / sqrt(d)) V``.
-
-    PVT reduces the keys' map and Swin divides the map into windows; agent and linear attention do neither. Compared
-    with this one, they differ by the attention alone. It takes O(N^2 d) operations, in torch's fused attention.
+    Agent and linear attention differ from this baseline in the attention only, while PVT's own attention also reduces
+    the keys' map and Swin's divides the map into windows. The cost is O(N^2 d) operations, in torch's fused attention.
     """
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:

@@ -11,7 +11,7 @@ if [ "$(cat "$STAMP" 2>/dev/null)" != "$requirements" ]; then
   echo "setup: creating $VENV"
   [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
   # shellcheck disable=SC2086
-  "$VENV/bin/python" -m pip --disable-pip-version-check install -q $requirements
+  "$VENV/bin/python" -m pip --disable-pip-version-check install -qq $requirements
   echo "$requirements" >"$STAMP"
 fi
 export NO_MKDOCS_2_WARNING=1

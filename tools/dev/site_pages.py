@@ -1,16 +1,24 @@
-"""A hook of MkDocs that adds the pages in the code's folders to the site, at their paths, with the files they link."""
+"""A hook of MkDocs: pages in the code's folders, at their paths, with the files they link; formulas as MathML."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ('*.md', 'configs/**/*.md', 'mmgate/**/*.md', 'projects/*/README.md', 'tools/**/*.md', 'tests/README.md')
 LINK = re.compile(r'\]\(([^)#:\s]+)')
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Set blocks of ``math``, which GitHub shows as formulas, as browsers show them without a script."""
+    fence = dict(name='math', **{'class': 'math'}, format=lambda source, *_, **__: convert(source, display='block'))
+    config.mdx_configs.setdefault('pymdownx.superfences', {})['custom_fences'] = [fence]
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

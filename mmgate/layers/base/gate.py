@@ -137,8 +137,8 @@ class Gate(nn.Module):
     def apply(self, fn: Callable[[nn.Module], None]) -> Gate:
         """Apply a function to the gate and its children as ``Module.apply`` does, unless it belongs to an init_cfg.
 
-        An ``init_cfg`` draws every layer below its module. mmengine then asks the modules in it for their own start,
-        but it reaches none inside a plain ``nn.Module``. A gate there keeps the start of its construction.
+        The ``init_cfg`` of a module draws all layers below it anew. mmengine then calls ``init_weights`` of the modules
+        below, but not inside a plain ``nn.Module``: a gate there would never get its own start back.
         """
         if getattr(fn, '__module__', '') != INITIALISERS:
             super().apply(fn)
