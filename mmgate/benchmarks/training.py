@@ -135,8 +135,9 @@ def profiled(step: Step, start: Tensor) -> dict[tuple[str, str], float]:
         and not getattr(event, 'is_user_annotation', False)
         and not event.key.startswith('Optimizer.')
     ]
+    microseconds = 'self_device_time_total' if hasattr(events[0], 'self_device_time_total') else 'self_cuda_time_total'
     return {
-        ('kernels', 'ms'): sum(event.self_device_time_total for event in kernels) / 1e3,
+        ('kernels', 'ms'): sum(getattr(event, microseconds) for event in kernels) / 1e3,
         ('launches', '1'): sum(event.count for event in kernels),
         ('waits', '1'): sum(event.count for event in events if event.key == 'cudaStreamSynchronize'),
     }

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
 from helpers.pure_python import write_in_pure_python
 from helpers.small_demo import CONFIG
 from mmengine.hub import get_config
+from torch.autograd import DeviceType
 
+from mmgate.benchmarks import training
 from mmgate.benchmarks.training import benchmark_training, random_batch
 from mmgate.train.config_file import read_config
 
@@ -63,3 +67,24 @@ def test_speedups_are_measured_alone_and_together(monkeypatch: pytest.MonkeyPatc
     rows = [r for r in benchmark_training(path, path, speedups=speedups, **options) if r.metric == 'time']
     assert [row.provider.partition(', ')[2] for row in rows] == ['', 'auto', *speedups]
     assert len(compiled) == 1 and all(row.y_50 > 0 for row in rows)
+
+
+@pytest.mark.parametrize('time', ['self_device_time_total', 'self_cuda_time_total'], ids=['torch', 'torch_2.1'])
+def test_kernels_and_waits_of_a_profile(time: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges that torch marks on the GPU are no kernels."""
+
+    def event(key: str, device: DeviceType, count: int, microseconds: float, marked: bool = False) -> SimpleNamespace:
+        times = {time: microseconds}
+        return SimpleNamespace(key=key, device_type=device, count=count, is_user_annotation=marked, **times)
+
+    events = [
+        event('cudaStreamSynchronize', DeviceType.CPU, 3, 0),
+        event('forward_kernel', DeviceType.CUDA, 12, 1500),
+        event('Memcpy HtoD', DeviceType.CUDA, 2, 500),
+        event('Optimizer.step#AdamW.step', DeviceType.CUDA, 1, 9000),
+        event('range', DeviceType.CUDA, 1, 9000, True),
+    ]
+    monkeypatch.setattr(training, 'profile', lambda **_: nullcontext(SimpleNamespace(key_averages=lambda: events)))
+    monkeypatch.setattr('torch.cuda.synchronize', lambda: None)
+    found = training.profiled(lambda x: x, SimpleNamespace(is_cuda=True))
+    assert found == {('kernels', 'ms'): 2.0, ('launches', '1'): 14, ('waits', '1'): 3}
