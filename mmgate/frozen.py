@@ -12,7 +12,7 @@ from torch import nn
 from mmgate._environment import log
 from mmgate.errors import ConfigError, listed
 from mmgate.layers.base.gate import Gate, named_gate_parameters
-from mmgate.wrappers import unwrap_model
+from mmgate.wrappers import named_parts, unwrap_model, without_wrappers
 
 # The number of modules that the warning names for each class of gates.
 MOST_NAMES = 12
@@ -23,9 +23,13 @@ def frozen_parts(model: nn.Module) -> list[str]:
 
     The layers of a list or a sequence are no parts of a model in this sense.
     """
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        return []
-    return [name for name, part in _parts(model).items() if not any(p.requires_grad for p in part.parameters())]
+    # Gates that an earlier rule has put in do not count: a frozen model's gates train, rule after rule.
+    gates = {id(parameter) for _, parameter in named_gate_parameters(model)}
+
+    def trains(part: nn.Module) -> bool:
+        return any(parameter.requires_grad for parameter in part.parameters() if id(parameter) not in gates)
+
+    return [name for name, part in _parts(model).items() if not trains(part)] if trains(model) else []
 
 
 def averaged_copies(model: nn.Module) -> dict[str, str]:
@@ -60,8 +64,9 @@ def refuse_unlike(model: nn.Module, rules: Mapping[int, Sequence[object]]) -> No
                 'mmgate.swap_attention before the average is made.'
             )
     for copied, source in averaged_copies(model).items():
-        others = dict(model.get_submodule(source).named_modules(remove_duplicate=False))
-        for name, module in model.get_submodule(copied).named_modules(remove_duplicate=False):
+        parts = _parts(model)
+        others = dict(named_parts(parts[source]))
+        for name, module in named_parts(parts[copied]):
             if rules.get(id(module)) != rules.get(id(others.get(name))):
                 raise ConfigError(
                     f'{copied} is a frozen copy of {source}, so that its tensors may be averages of those, and the '
@@ -103,7 +108,7 @@ def _warn_of_frozen_gates(model: nn.Module) -> None:
     resting: dict[type[Gate], list[str]] = {}
     tensors = 0
     for name, module in model.named_modules():
-        if not isinstance(module, Gate) or module.loaded or name.startswith(copies):
+        if not isinstance(module, Gate) or module.loaded or without_wrappers(name).startswith(copies):
             continue
         parameters = list(module.parameters())
         if parameters and not any(parameter.requires_grad for parameter in parameters):
@@ -132,5 +137,5 @@ def _parts(model: nn.Module) -> dict[str, nn.Module]:
     for name, child in model.named_children():
         inner = unwrap_model(child)
         if any(True for _ in inner.parameters()):
-            parts[next(path for path, part in child.named_modules(prefix=name) if part is inner)] = inner
+            parts[name] = inner
     return parts

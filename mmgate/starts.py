@@ -39,13 +39,16 @@ def initialise_gates_last(model: nn.Module) -> None:
 
 def own_gated_modules(model: nn.Module) -> list[Any]:
     """Return the modules gated by rules for this model, without those gated by rules for a model inside it."""
-    noted = {id(module) for module in vars(model).get(GATED, ())}
-    return [module for _, module in gated_modules(model) if id(module) in noted]
+    noted = {id(record) for record in vars(model).get(GATED, ())}
+    return [module for _, module in gated_modules(model) if id(module.gating) in noted]
 
 
-def note_gated(model: nn.Module, module: nn.Module) -> None:
-    """Note that a rule for this model has gated a module; wrappers may rename the module afterwards."""
-    vars(model).setdefault(GATED, []).append(module)
+def note_gated(model: nn.Module, module: Any) -> None:
+    """Note that a rule for this model has gated a module.
+
+    It is noted by its record, as wrappers may rename the module, and another model's rule may gate it later.
+    """
+    vars(model).setdefault(GATED, []).append(module.gating)
 
 
 @contextmanager

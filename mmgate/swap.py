@@ -109,9 +109,9 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
             of several names, or for a part of the model and its frozen copy. A method of a module was replaced, so that
             the gate would not be called.
     """
+    refuse_sharded(model, 'takes no gates, which would not be sharded with it; gate the model first, then shard it.')
     model = own_model(model)
     parsed = parse_rules(rules)
-    refuse_sharded(model, 'takes no gates, which would not be sharded with it; gate the model first, then shard it.')
     return commit(model, parsed, make(model, find(model, parsed)))
 
 

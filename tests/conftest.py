@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-# Tests do not depend on what this machine was found to be fastest with.
 # Triton reads this when it is imported, which torch may do for any test.
 if not torch.cuda.is_available():
     os.environ['TRITON_INTERPRET'] = '1'

@@ -193,3 +193,19 @@ def test_the_warning_comes_where_gates_rest_and_nothing_has_filled_them(logged: 
     copied = copy.deepcopy(swin(AGENT, True))
     copied.train()
     assert len(logged) == 2 and not any(p.requires_grad for p in copied.backbone.stages[0].parameters())
+
+
+def test_rules_one_after_the_other_gate_a_frozen_model_as_all_at_once() -> None:
+    """The first rule's gates train, and so do the second's."""
+    model = nn.ModuleDict(dict(first=Net(), second=Net())).requires_grad_(False)
+    for part in ('first', 'second'):
+        mmgate.swap_attention(model, dict(PLUG, path=f'{part}.backbone.attn'))
+    assert all(parameter.requires_grad for parameter in mmgate.gate_parameters(model).values())
+
+
+def test_a_compiled_teacher_is_a_frozen_part() -> None:
+    model = Semi()
+    model.teacher = torch.compile(model.teacher)
+    mmgate.swap_attention(model, dict(PLUG, path='**backbone.attn'))
+    trains = {name.partition('.')[0]: p.requires_grad for name, p in mmgate.gate_parameters(model).items()}
+    assert trains == dict(student=True, teacher=False)

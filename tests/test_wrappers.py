@@ -96,6 +96,12 @@ def test_gates_beside_wrapped_parts(wrap: str, tmp_path: Path) -> None:
         torch.testing.assert_close(gradients(wrapped), vanilla)
 
 
+def test_a_model_that_fsdp_wraps_takes_no_gates() -> None:
+    """They would lie outside of its flat parameters."""
+    with pytest.raises(ConfigError, match='a sharded model .* gate the model first'):
+        mmgate.swap_attention(WRAPS['sharded'](layers(())), PLUG)
+
+
 @pytest.mark.skipif(TORCH < (2, 6), reason='torch.distributed.fsdp has no fully_shard')
 @pytest.mark.parametrize(
     'rules, act, message',

@@ -90,6 +90,8 @@ def _bins(
     if not len(rois) or not shape.numel():
         return
     rois = rois.to(torch.promote_types(rois.dtype, torch.float32))
+    if not rois.isfinite().all():
+        raise ValueError('RoIAlign got boxes that are NaN or infinite, as of a training that has diverged.')
     image = rois[:, 0].long()
     corners = rois[:, [2, 1, 4, 3]] * scale - 0.5 * aligned  # (y1, x1, y2, x2)
     start = corners[:, :2]

@@ -49,7 +49,8 @@ def refuse_other_run(runner: Runner, checkpoint: Mapping[str, Any], source: str)
     if trains:
         log(
             f'{source} is of a run in which other parameters trained, {"; ".join(trains)}. Parameters that train anew '
-            f'start without a state of the optimizer, and that of the {dropped} now frozen is dropped.',
+            'start without a state of the optimizer'
+            + (f', and that of the {dropped} now frozen is dropped.' if dropped else '.'),
             logging.WARNING,
         )
     rules = [one for one in changed if _is_of_rules(one)]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from helpers.finetuned import layers
+from torch import nn
 
 import mmgate
 
@@ -33,3 +34,15 @@ def test_trained_tensors_are_forgotten_with_the_gates(tmp_path: Path) -> None:
         other.load_state_dict(plain.state_dict(), strict=False)
         state = other.state_dict()
         assert all(torch.equal(state[name], tensor) for name, tensor in plain.state_dict().items())
+
+
+def test_a_part_that_is_gated_anew_belongs_to_its_new_rule() -> None:
+    """The rule of the model around it has gated it before."""
+    model = nn.ModuleDict(dict(part=nn.TransformerEncoderLayer(16, 2), other=nn.TransformerEncoderLayer(16, 2)))
+    names = list(model.state_dict())
+    rule = dict(type='PLuGMultiheadAttention', path='**self_attn')
+    mmgate.swap_attention(model, rule)
+    assert mmgate.restore_attention(model['part']) == ['self_attn']
+    mmgate.swap_attention(model['part'], rule)
+    assert sorted(mmgate.restore_attention(model)) == ['other.self_attn', 'part.self_attn']
+    assert list(model.state_dict()) == names and 'init_weights' not in vars(model)

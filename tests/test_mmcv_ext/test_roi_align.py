@@ -89,3 +89,10 @@ def test_a_gpu_gives_the_same(monkeypatch: pytest.MonkeyPatch, kind: str, dtype:
     torch.testing.assert_close(
         found.cpu(), ours.roi_align_gradient(grad, rois, x.shape, *options[1:]), rtol=2e-2, atol=1e-4
     )
+
+
+@pytest.mark.parametrize('bad', [float('nan'), float('inf')])
+def test_a_box_that_is_no_number_is_said(bad: float) -> None:
+    rois = torch.tensor([[0.0, 1, 1, 5, 5], [0.0, 1, bad, 5, 5]])
+    with pytest.raises(ValueError, match='NaN or infinite, as of a training that has diverged'):
+        ours.roi_align(torch.randn(1, 2, 8, 8), rois, (2, 2), 1.0, 0, True)

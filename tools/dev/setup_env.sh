@@ -61,7 +61,7 @@ TORCH=${TORCH:-2.13.0}
 CACHE=${MMGATE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/mmgate}
 PYTHON=${PYTHON:-$(command -v python3.11 || command -v python3)}
 
-# A line a set that is installed. The tests' environment is the demo's with more in it.
+# The set that is installed, with a checksum. The tests' environment is the demo's with more in it.
 STAMP=$VENV/.mmgate-setup
 fingerprint() {
   cat pyproject.toml tools/dev/setup_env.sh tools/dev/join_sources.py mmgate/ops/native/cpp/*.{h,cpp} \
@@ -69,10 +69,12 @@ fingerprint() {
 }
 installed() { grep -qsxF "$1 $(fingerprint "$1")" "$STAMP"; }
 finish() {
-  echo "$SET $(fingerprint "$SET")" >>"$STAMP"
+  echo "$SET $(fingerprint "$SET")" >"$STAMP"
   say "ready in ${SECONDS} s"
 }
 if installed "$SET" || { [ "$SET" = demo ] && installed forks; }; then exit 0; fi
+
+rm -f "$STAMP"
 
 say() { printf 'setup: %s\n' "$*"; }
 run_pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
@@ -114,7 +116,8 @@ build_mmcv() {
   local jobs=${MAX_JOBS:-$(nproc)} start=$SECONDS work log
   work=$(mktemp -d) log=$wheels/build.log
   mkdir -p "$wheels"
-  trap 'rm -rf "$work"' EXIT INT TERM
+  # shellcheck disable=SC2064  # the variable is gone when the trap runs
+  trap "rm -rf '$work'" EXIT INT TERM
   say "compiling the operators of $MMCV with $jobs jobs: 1 to 2 minutes on 2 cores, once for $tag; log: $log"
   # Debug information would take more than half of the time. CFLAGS would replace Python's -O3 with a new setuptools.
   export MMCV_WITH_OPS=1 MAX_JOBS=$jobs CPPFLAGS="${CPPFLAGS:-} -g0"
