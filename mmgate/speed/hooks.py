@@ -129,11 +129,7 @@ class MatchOnceHook(Hook):
     """
 
     def before_train(self, runner: Runner) -> None:
-        """Change the classes of the model's head, detector and layers in place.
-
-        Raises:
-            ConfigError: The model has no head that derives from DETRHead or Mask2FormerHead.
-        """
+        """Change the classes of the model's head, detector and layers in place."""
         from .matching.model import match_model_once  # which imports mmdet, and other hooks work without it
 
         for line in match_model_once(unwrap_model(runner.model)):

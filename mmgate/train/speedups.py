@@ -72,6 +72,12 @@ def _is_matched_once(cfg: Config, entry: Mapping[str, Any]) -> bool:
     return any(base.__name__ in HEADS for base in getattr(found, '__mro__', ()))
 
 
+def _channels_last(cfg: Config) -> None:
+    """Hand images to the backbone with their channels last; a model around a detector has no backbone of that name."""
+    if 'backbone' in (cfg.get('model') or {}):
+        _hook('ChannelsLastHook')(cfg)
+
+
 def _hook(name: str) -> Callable[[Config], None]:
     def add(cfg: Config) -> None:
         hooks = list(cfg.get('custom_hooks') or [])
@@ -84,7 +90,7 @@ def _hook(name: str) -> Callable[[Config], None]:
 SPEEDUPS: dict[str, Callable[[Config], None]] = {
     'groups': _group,
     'matcher': _match,
-    'channels-last': _hook('ChannelsLastHook'),
+    'channels-last': _channels_last,
     'compile': _hook('CompileHook'),
 }
 # What mmgate's configs have where it fits.

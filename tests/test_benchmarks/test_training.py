@@ -22,7 +22,11 @@ from mmgate.train.config_file import read_config
 @pytest.mark.parametrize(
     'config, op, backends',
     [
-        ('plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes', 'ms_deform_attn', ('torch', 'cpu')),
+        (
+            'plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes',
+            'ms_deform_attn',
+            ('torch', 'grid_sample'),
+        ),
         ('plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128', 'plug_attention', ('torch',)),
         ('vanilla/mask_rcnn/mask-rcnn_pvt-demo_1xb8-8e_shapes', 'ms_deform_attn', ('auto',)),
     ],

@@ -14,11 +14,15 @@ from mmgate.layers import CrossWindowAttention
 
 
 def test_cross_windows_go_into_another_host_by_a_rule() -> None:
-    """And compute there what the layer computes; a checkpoint may have their convolutions beside the projections."""
+    """And compute there what the layer computes."""
     model = nn.ModuleDict(dict(attn=SpatialReductionAttention(12, 2, sr_ratio=2)))
     swap_attention(model, dict(path='attn', type='CrossWindowAttention', split=2))
     layer = filled(CrossWindowAttention(12, 2, split=2), 0.5).eval()
-    state = {f'attn.{name}': tensor for name, tensor in layer.state_dict().items()}
+    theirs = {'qkv.': 'attn.in_proj_', 'proj.': 'attn.out_proj.', 'lepe.': 'gate.lepe.'}
+    state = {}
+    for name, tensor in layer.state_dict().items():
+        old = next(old for old in theirs if name.startswith(old))
+        state[f'attn.{theirs[old]}{name.removeprefix(old)}'] = tensor
     model.eval().load_state_dict(state)
     x = torch.randn(2, 15, 12)
     torch.testing.assert_close(model['attn'](x, (3, 5)), layer(x, (3, 5)))

@@ -60,7 +60,7 @@ def test_a_head_gets_the_matching_that_fits_it(name: str, hooks: list[dict[str, 
 def test_what_a_config_has_stays() -> None:
     """Its constructor with the settings, its hooks; a gated config's constructor merges by itself."""
     wrapper = dict(optimizer=dict(type='AdamW'), constructor='LayerDecay', paramwise_cfg=dict(num_layers=12))
-    cfg = Config(dict(model=dict(type='M'), optim_wrapper=wrapper, custom_hooks=[dict(type='EMAHook')]))
+    cfg = Config(dict(model=dict(type='M', backbone={}), optim_wrapper=wrapper, custom_hooks=[dict(type='EMAHook')]))
     speed_up(cfg)
     assert cfg.optim_wrapper.constructor == MERGED
     assert cfg.optim_wrapper.paramwise_cfg == dict(num_layers=12, grouped='LayerDecay')
@@ -69,3 +69,11 @@ def test_what_a_config_has_stays() -> None:
     cfg = Config(dict(optim_wrapper=dict(optimizer=dict(type='AdamW'), constructor=gated)))
     speed_up(cfg)
     assert cfg.optim_wrapper.constructor == gated
+
+
+def test_a_model_around_a_detector_has_no_backbone_for_channels_last() -> None:
+    """The hook would look for it in vain, and end the run."""
+    cfg = read_config('mmdet::soft_teacher/soft-teacher_faster-rcnn_r50-caffe_fpn_180k_semi-0.1-coco.py')
+    before = deepcopy(cfg.custom_hooks)
+    speed_up(cfg)
+    assert cfg.custom_hooks == before and cfg.optim_wrapper.constructor == MERGED

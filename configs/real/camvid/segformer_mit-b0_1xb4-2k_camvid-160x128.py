@@ -48,3 +48,4 @@ param_scheduler = [
     dict(type='LinearLR', start_factor=0.1, by_epoch=False, begin=0, end=50),
     dict(type='PolyLR', eta_min=0, power=1.0, begin=50, end=2000, by_epoch=False)
 ]
+custom_hooks = []  # those of the base are Mask2Former's

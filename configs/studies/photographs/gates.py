@@ -15,4 +15,6 @@ param_scheduler = [
     dict(type='LinearLR', start_factor=0.1, by_epoch=False, begin=0, end=20),
     dict(type='MultiStepLR', by_epoch=False, begin=0, end=200, milestones=[160], gamma=0.1)
 ]
-custom_hooks = [dict(type='mmgate.GatesCheckpointHook', by_epoch=False, interval=200)]
+custom_hooks = [
+    *_base_.custom_hooks,
+    dict(type='mmgate.GatesCheckpointHook', by_epoch=False, interval=200)]

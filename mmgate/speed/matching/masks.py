@@ -90,13 +90,14 @@ class MatchedOnceMaskHead(Mask2FormerHead):
             masks.flatten(0, 1).index_select(0, of_layer) for masks, of_layer in zip(all_masks, rows, strict=True)
         ]
         masks = torch.cat(chosen)[:, None]  # (L * N, 1, h, w)
+        # Processes without an object take part, too: the others wait for them.
+        total = reduce_mean(scores.new_tensor([float(sum(max(count, 1) for count in pairs_of_image))])).clamp(min=1)
         if not pairs:
             nothing = masks.sum().expand(layers)
             return losses_cls, nothing, nothing
         at = self._uncertain(masks.detach(), sampled, random)  # (L * N, P, 2)
         targets = _of_objects(object_masks, at, matched[:, 1])
         predicted = _sample(masks, at[:, None])[:, 0, 0]  # (L * N, P)
-        total = reduce_mean(scores.new_tensor([float(sum(max(count, 1) for count in pairs_of_image))])).clamp(min=1)
         of_dice = self.loss_dice(predicted, targets, reduction_override='none')
         of_masks = self.loss_mask(predicted, targets, reduction_override='none')
         losses_dice = of_dice.reshape(layers, -1).sum(1) / total

@@ -15,8 +15,6 @@ from mmdet.models.layers import CdnQueryGenerator, DeformableDetrTransformerEnco
 from mmengine.model import BaseModel
 from torch import Tensor, nn
 
-from mmgate.errors import ConfigError
-
 from .assigner import AsynchronousConstants
 from .head import assigns_as_hungarian, match_once
 from .pairs import NARROW, to_device
@@ -26,19 +24,14 @@ def match_model_once(model: nn.Module) -> list[str]:
     """Change the classes of a model's heads, detector and layers in place; see ``mmgate.MatchOnceHook``.
 
     Returns:
-        A line for the log for each head that stays the host's.
-
-    Raises:
-        ConfigError: The model has no head that derives from DETRHead or Mask2FormerHead.
+        Lines for the log: the heads that stay the host's, or that there is no head to change, as where a config has
+        inherited the hook and another head.
     """
     modules = list(model.modules())
     heads: list[Any] = [module for module in modules if isinstance(module, (DETRHead, Mask2FormerHead))]
-    if not heads:
-        raise ConfigError(
-            f'MatchOnceHook: {type(model).__name__} has no head that derives from mmdet.DETRHead or '
-            'mmdet.Mask2FormerHead. Remove the hook.'
-        )
     left = []
+    if not heads:
+        left.append(f'{type(model).__name__} has no head that derives from mmdet.DETRHead or mmdet.Mask2FormerHead.')
     for head in heads:
         if assigns_as_hungarian(head):
             match_once(head)
@@ -105,6 +98,7 @@ class _KnownSizes(AsynchronousConstants):
     def __init__(self, sizes: Sequence[tuple[int, ...]]) -> None:
         super().__init__()
         self.sizes = sizes
+        self.values = sum(height * width for height, width in sizes)
         self._next: Iterator[tuple[int, ...]] = iter(sizes)
 
     def __torch_function__(
@@ -114,8 +108,8 @@ class _KnownSizes(AsynchronousConstants):
             args = (args[0], [height * width for height, width in self.sizes])
         elif func is Tensor.reshape and isinstance(args[-1], Tensor) and args[2] == -1:
             args = (*args[:-2], *next(self._next))
-        elif func is Tensor.__eq__ and isinstance(args[1], int) and not args[0].dim():
-            return args[1] == sum(height * width for height, width in self.sizes)
+        elif func is Tensor.__eq__ and args[1] == self.values and args[0].dtype == torch.long and not args[0].dim():
+            return True
         return super().__torch_function__(func, types, args, kwargs)
 
 

@@ -274,7 +274,7 @@ def test_the_map_of_keys_and_values(kind: str, class_token: bool, monkeypatch: p
         used.append((k.transpose(-1, -2) @ v) / k.shape[-2])
         return used[-1]
 
-    for operators in ('linear_attention', 'gated_linear_attention'):
+    for operators in ('linear_attention', 'gated_linear'):
         monkeypatch.setattr(import_module(f'mmgate.ops.{operators}'), 'key_value_map', noted)
     with torch.no_grad():
         model(**given)

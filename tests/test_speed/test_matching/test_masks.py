@@ -71,6 +71,18 @@ def test_losses_are_mmdets(case: str, parts: str, monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(our_grads, grads, rtol=1e-5, atol=1e-6)
 
 
+def test_processes_reduce_as_often_whatever_their_images_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without an object would otherwise leave the others waiting."""
+    reductions = []
+    monkeypatch.setattr(masks, 'reduce_mean', lambda x: reductions.append(len(x)) or x)
+    counts = []
+    for case in ('usual', 'none'):
+        reductions.clear()
+        build(True).loss_by_feat(*inputs(CASES[case]))
+        counts.append(len(reductions))
+    assert counts[0] == counts[1] > 0
+
+
 def test_losses_wait_once() -> None:
     head = build(True)
     with Waits() as waits:
