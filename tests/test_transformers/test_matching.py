@@ -186,17 +186,6 @@ def test_boxes_that_are_not_valid_are_refused_as_before(where: str, value: float
             function(logits, targets, torch.device('cpu'), given['pred_boxes'], transformers.DetrConfig(num_labels=3))
 
 
-def test_a_cost_that_is_no_number_is_named_with_layer_and_image() -> None:
-    loss = MatchedOnceLoss(build('detr').loss_function)
-    config = transformers.DetrConfig(num_labels=3, auxiliary_loss=True)
-    logits = torch.randn(3, 2, 6, 4)  # of three layers
-    boxes = torch.rand(3, 2, 6, 4)
-    logits[1, 1, 2] = torch.nan
-    targets = [dict(class_labels=torch.tensor([0, 2]), boxes=torch.rand(2, 4)) for _ in range(2)]
-    with pytest.raises(ValueError, match='of layer 2 of 3, image 1 of the batch cannot be matched'):
-        loss(logits[-1], targets, torch.device('cpu'), boxes[-1], config, logits, boxes)
-
-
 def test_costs_are_summed_without_cdist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._VF, 'cdist', lambda *_: pytest.fail('torch.cdist was called'))
     step('detr', (3, 5), True)

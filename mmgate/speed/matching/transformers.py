@@ -131,7 +131,6 @@ class MatchedOnceCriterion(nn.Module):
 
         Raises:
             ValueError: A predicted box or that of an object has a negative width or height, or is NaN.
-            ConfigError: A cost is NaN.
         """
         layers = [*outputs.get('auxiliary_outputs', ()), outputs]
         if 'enc_outputs' in outputs:
@@ -142,8 +141,7 @@ class MatchedOnceCriterion(nn.Module):
 
         def match(layer: Layer, targets: Targets, group_detr: int = 1) -> list[Pairs]:
             sizes = [len(target['boxes']) for target in targets]
-            place = f'layer {list(costs).index(_key(layer)) + 1} of {len(costs)}'
-            return _pairs(costs[_key(layer)], sizes, group_detr, device, place)
+            return _pairs(costs[_key(layer)], sizes, group_detr, device)
 
         # The criterion has been built for this call alone.
         self.matcher.forward = match
@@ -208,7 +206,7 @@ class _UntilTheyAreCopied(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _pairs(cost: Tensor, sizes: Sequence[int], groups: int, device: torch.device | str, place: str) -> list[Pairs]:
+def _pairs(cost: Tensor, sizes: Sequence[int], groups: int, device: torch.device | str) -> list[Pairs]:
     """Match each image's predictions and objects on the CPU, and move all pairs to a device in one copy.
 
     Args:
@@ -216,13 +214,11 @@ def _pairs(cost: Tensor, sizes: Sequence[int], groups: int, device: torch.device
         sizes: Number of objects of each image.
         groups: Number of groups of queries that are matched separately.
         device: Device of the pairs.
-        place: Name of the layer in errors.
     """
     width = cost.shape[1] // groups
     found = []
     for image, own in enumerate(cost.split(list(sizes), -1)):
-        named = f'{place}, image {image} of the batch'
-        parts = [match_pairs(part, named) for part in own[image, : width * groups].split(width)]
+        parts = [match_pairs(part) for part in own[image, : width * groups].split(width)]
         found.append(np.concatenate([part + [[width * group], [0]] for group, part in enumerate(parts)], 1))
     moved = to_device(torch.from_numpy(np.concatenate(found, 1)), device)
     return [(rows, columns) for rows, columns in moved.split([pairs.shape[1] for pairs in found], 1)]
