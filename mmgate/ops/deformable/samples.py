@@ -113,7 +113,19 @@ def checked(samples: Samples) -> Samples:
     batch, queries = samples.logits.shape[:2]
     levels = samples.logits.shape[3] if samples.num_points is None else len(samples.num_points)
     reference_points = samples.reference_points.expand(batch, queries, levels, samples.reference_points.shape[-1])
-    return Samples(*samples[:8], reference_points, samples.num_points)
+    # Not by a slice of the tuple, which torch 2.7's compiler cannot trace.
+    return Samples(
+        samples.value,
+        samples.spatial_shapes,
+        samples.level_start_index,
+        samples.points,
+        samples.logits,
+        samples.gate,
+        samples.residual,
+        samples.position,
+        reference_points,
+        samples.num_points,
+    )
 
 
 def _check_levels(sizes: list[list[int]], starts: list[int], tokens: int) -> None:

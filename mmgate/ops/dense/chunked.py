@@ -43,7 +43,7 @@ def attend(pairs: Pairs) -> Tensor:
         return _checkpointed(step, pairs, partial(functional_call, modulation, bound))
     device_type = query.device.type
     narrow = autocast_dtype(device_type)
-    tensors: tuple[Tensor, ...] = pairs[:5]
+    tensors: tuple[Tensor, ...] = (query, pairs.key, pairs.value, pairs.gate_query, pairs.gate_key)
     if narrow is not None:
         tensors = tuple(x.to(narrow) for x in tensors)
 
@@ -76,7 +76,9 @@ def _checkpointed(step: int, pairs: Pairs, modulation: Modulation) -> Tensor:
 
     def attend_rows(query: Tensor, gate_query: Tensor, bias: Tensor | None, *wide: Tensor) -> Tensor:
         key, value, gate_key = (x.to(like.dtype) for x, like in zip(wide, columns, strict=True))
-        rows = Pairs(query, key, value, gate_query, gate_key, modulation, bias, *pairs[7:])
+        rows = Pairs(
+            query, key, value, gate_query, gate_key, modulation, bias, pairs.residual, pairs.position, pairs.dropout
+        )
         return reference.attend(rows)
 
     outputs = []

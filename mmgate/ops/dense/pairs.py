@@ -71,4 +71,16 @@ def checked(pairs: Pairs) -> Pairs:
     if pairs.bias is None:
         return pairs
     bias = pairs.bias[(None,) * (4 - pairs.bias.dim())]
-    return Pairs(*pairs[:6], bias, pairs.residual, pairs.position, pairs.dropout)
+    # Not by a slice of the tuple, which torch 2.7's compiler cannot trace.
+    return Pairs(
+        pairs.query,
+        pairs.key,
+        pairs.value,
+        pairs.gate_query,
+        pairs.gate_key,
+        pairs.modulation,
+        bias,
+        pairs.residual,
+        pairs.position,
+        pairs.dropout,
+    )
