@@ -3,9 +3,9 @@ _base_ = 'mask2former_lite0_1xb4-1k_camvid-160x128.py'
 
 model = dict(
     _delete_=True,
-    type='EncoderDecoder',
+    type='mmseg.EncoderDecoder',
     data_preprocessor=dict(
-        type='SegDataPreProcessor',
+        type='mmseg.SegDataPreProcessor',
         mean=[127.5] * 3,
         std=[127.5] * 3,
         bgr_to_rgb=True,
@@ -13,7 +13,7 @@ model = dict(
         seg_pad_val=255,
         size=(128, 160)),
     backbone=dict(
-        type='MixVisionTransformer',
+        type='mmseg.MixVisionTransformer',
         in_channels=3,
         embed_dims=32,
         num_stages=4,
@@ -26,7 +26,7 @@ model = dict(
         qkv_bias=True,
         drop_path_rate=0.1),
     decode_head=dict(
-        type='SegformerHead',
+        type='mmseg.SegformerHead',
         in_channels=[32, 64, 160, 256],
         in_index=[0, 1, 2, 3],
         channels=128,
@@ -34,7 +34,7 @@ model = dict(
         num_classes=11,
         norm_cfg=dict(type='BN', requires_grad=True),
         align_corners=False,
-        loss_decode=dict(type='CrossEntropyLoss', use_sigmoid=False, loss_weight=1.0)),
+        loss_decode=dict(type='mmseg.CrossEntropyLoss', use_sigmoid=False, loss_weight=1.0)),
     train_cfg=dict(),
     test_cfg=dict(mode='whole'))
 
