@@ -191,9 +191,11 @@ class AgentBiases(MapGate):
             block = block.unflatten(-1, (BLOCK, BLOCK))
             to_height = interpolation_matrix(BLOCK, height, block)
             block = torch.bmm(to_height.expand(len(block), -1, -1), block)  # (2 H n, h, 7)
-            if map_height != height:
+            # A comparison would fix the size in a graph that is for maps of any size.
+            known = keeps_constants(block)
+            if not (known and map_height == height):
                 rows = rows @ interpolation_matrix(map_height, height, rows).t()
-            if map_width != width:
+            if not (known and map_width == width):
                 columns = columns @ interpolation_matrix(map_width, width, columns).t()
             basis = interpolation_matrix(BLOCK, width, block, ones=True).t()
             return torch.cat([block, rows[..., None]], -1), columns[:, None], basis
