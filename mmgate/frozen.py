@@ -63,8 +63,8 @@ def refuse_unlike(model: nn.Module, rules: Mapping[int, Sequence[object]]) -> No
                 "later. Gate its source before: by backbone=dict(type='mmgate.Gated', host=..., attention=...), or by "
                 'mmgate.swap_attention before the average is made.'
             )
+    parts = _parts(model)
     for copied, source in averaged_copies(model).items():
-        parts = _parts(model)
         others = dict(named_parts(parts[source]))
         for name, module in named_parts(parts[copied]):
             if rules.get(id(module)) != rules.get(id(others.get(name))):

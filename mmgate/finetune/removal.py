@@ -31,6 +31,7 @@ def restore_attention(model: nn.Module) -> list[str]:
     for name, module in list(gated_modules(model)):
         names.append(without_wrappers(module.gating.chosen_name(name)))
         remove_gate(module)
+    switch_nested_tensors(model)
     return names
 
 

@@ -45,8 +45,8 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
     Args:
         model: A gated model.
         train: ``'gates'``: the gates' parameters, in a backbone's frozen stages, too, but not in a frozen copy of a
-            part of the model, such as a teacher. ``'attention'``: all parameters
-            of the modules that the rules chose. ``'all'``: all parameters that were trainable before.
+            part of the model, such as a teacher. ``'attention'``: all parameters of the modules that the rules chose.
+            ``'all'``: all parameters that were trainable before.
 
     Returns:
         The names of the parameters that train.

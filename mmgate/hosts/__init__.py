@@ -1,7 +1,7 @@
 """Adapters: the classes that let gates into the attention modules of other packages, one file for each package.
 
 A file that is called like a package has the adapters for it. It is imported when a model holds a module of the package.
-Those of torch and of the mm packages are imported with mmgate.
+The files of torch and of the mm packages are imported with mmgate.
 """
 
 from importlib import import_module
@@ -9,7 +9,7 @@ from importlib import import_module
 from mmgate._environment import EXTRAS, HOSTS, available
 from mmgate.hosts.table import adapter_for, adapts, gates_for, hosts_of
 
-# Those of torch, mmcv and cloned projects need no package of their own.
+# The adapters of torch, mmcv and cloned projects, which need no further package.
 for _package in ('torch', 'mmcv', 'projects', *HOSTS, *EXTRAS):
     if _package not in HOSTS + EXTRAS or available(_package):
         import_module(f'{__name__}.{_package}')

@@ -36,7 +36,7 @@ EXAMPLES = dict(
 
 @dataclass(frozen=True)
 class Derived:
-    """What a pass of the backbone told of an attention's map, for its gate.
+    """Map that an attention sees in pre-training, as a pass of the backbone shows it, for the gate.
 
     Attributes:
         options: The options ``map_size`` and ``class_token`` that the gate needs and the rule leaves out.

@@ -80,7 +80,7 @@ def _other_gates(runner: Runner, checkpoint: Mapping[str, Any]) -> str:
 def _other_groups(runner: Runner, checkpoint: Mapping[str, Any]) -> str:
     """Return a message if the optimizer's parameter groups differ from the checkpoint's, or an empty text."""
     state = checkpoint.get('optimizer')
-    optimizer = getattr(getattr(runner, 'optim_wrapper', None), 'optimizer', None)
+    optimizer = _optimizer_of(runner)
     given = state.get('param_groups') if isinstance(state, Mapping) else None
     if state is None or optimizer is None or not given or not getattr(optimizer, 'param_groups', None):
         return ''
@@ -107,7 +107,7 @@ def _changed(runner: Runner, checkpoint: Mapping[str, Any]) -> list[str]:
 def _drop_state_of_frozen(runner: Runner, checkpoint: Mapping[str, Any]) -> int:
     """Remove the optimizer's state of parameters that ``train`` has frozen from a checkpoint; return their number."""
     saved = checkpoint.get('optimizer')
-    optimizer = getattr(getattr(runner, 'optim_wrapper', None), 'optimizer', None)
+    optimizer = _optimizer_of(runner)
     if optimizer is None or not isinstance(saved, Mapping) or not saved.get('state'):
         return 0
     groups = groups_for(optimizer, saved) or []
@@ -119,6 +119,11 @@ def _drop_state_of_frozen(runner: Runner, checkpoint: Mapping[str, Any]) -> int:
         for number, parameter in zip(before['params'], now['params'], strict=True):
             dropped += id(parameter) in frozen and saved['state'].pop(number, None) is not None
     return dropped
+
+
+def _optimizer_of(runner: Runner) -> Any:
+    """Return a runner's optimizer; None if it has no single one."""
+    return getattr(getattr(runner, 'optim_wrapper', None), 'optimizer', None)
 
 
 def _is_of_train(setting: str) -> bool:

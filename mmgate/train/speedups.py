@@ -37,7 +37,7 @@ def _group(cfg: Config) -> None:
     wrapper: Any = cfg.get('optim_wrapper') or {}
     constructor = type_path(wrapper.get('constructor') or 'DefaultOptimWrapperConstructor')
     name = constructor.rpartition('.')[2]
-    # Several optimizers have a constructor of their own.
+    # A config of several optimizers names none here, and its own constructor makes them.
     if name in (GROUPED, 'GateOptimWrapperConstructor') or 'optimizer' not in wrapper:
         return
     wrapper.constructor = f'mmgate.{GROUPED}'
@@ -48,12 +48,11 @@ def _group(cfg: Config) -> None:
 def _match(cfg: Config) -> None:
     """Match once a step in DETR-like heads and Mask2Former's, and with one wait a call in others that use Hungarian."""
     model: Any = cfg.get('model') or {}
-    found = [entry for _, entry in mappings(model) if _assigns(entry)]
-    heads = [entry for _, entry in mappings(model) if _is_matched_once(cfg, entry)]
-    if heads:
+    entries = [entry for _, entry in mappings(model)]
+    if any(_is_matched_once(cfg, entry) for entry in entries):
         _hook('MatchOnceHook')(cfg)
         return
-    for entry in found:
+    for entry in filter(_assigns, entries):
         entry.assigner.type = f'mmgate.{HUNGARIAN}'
 
 
@@ -93,5 +92,5 @@ SPEEDUPS: dict[str, Callable[[Config], None]] = {
     'channels-last': _channels_last,
     'compile': _hook('CompileHook'),
 }
-# What mmgate's configs have where it fits.
+# The changes that mmgate's configs have where they fit.
 DEFAULTS = ('groups', 'matcher', 'channels-last')

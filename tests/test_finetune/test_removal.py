@@ -46,3 +46,12 @@ def test_a_part_that_is_gated_anew_belongs_to_its_new_rule() -> None:
     mmgate.swap_attention(model['part'], rule)
     assert sorted(mmgate.restore_attention(model)) == ['other.self_attn', 'part.self_attn']
     assert list(model.state_dict()) == names and 'init_weights' not in vars(model)
+
+
+def test_a_part_of_a_gated_model_takes_its_gates_off() -> None:
+    """And computes by torch's nested tensors again, which the gates had switched off."""
+    part = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 1)
+    nested = part.use_nested_tensor
+    mmgate.swap_attention(nn.ModuleDict(dict(part=part)), dict(type='PLuGMultiheadAttention', path='**self_attn'))
+    assert nested and not part.use_nested_tensor
+    assert mmgate.restore_attention(part) == ['layers.0.self_attn'] and part.use_nested_tensor

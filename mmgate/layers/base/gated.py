@@ -45,7 +45,8 @@ class GatedModule(nn.Module):
             signatures differ.
         own_gates: What to do about hosts that were built with a gate of their package.
         vits: Packages, modules and classes of vision transformers, by one part of a dotted name each, in which ``*``
-            stands for any letters. A host is part of a vision transformer if it, or a module around it, is of these.
+            stands for any letters. A host is part of a vision transformer if they name its class, or the class of a
+            module around it.
     """
 
     gate: Any

@@ -359,11 +359,6 @@ def costs_of(
 BATCHED_COSTS = (BBoxL1Cost, ClassificationCost, FocalLossCost, IoUCost)
 
 
-def costs_in(assigner: MMDetHungarianAssigner) -> list[Any]:
-    """Return the parts of an assigner's cost."""
-    return assigner.match_costs
-
-
 def _apart(assigner: MMDetHungarianAssigner, scores: Tensor, corners: Tensor, layer: Layer, width: int) -> Tensor:
     """Compute the costs ``(B, Q, G)`` of one image after the other."""
     found = []
