@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mmgate
 from mmgate.analysis.complexity import empty_sample
 from mmgate.train.config_file import host_package, mappings, read_config, type_name
-from mmgate.train.speedups import SPEEDUPS
+from mmgate.train.speedups import DEFAULTS, SPEEDUPS
 
 from .measure import Row, environment, interleaved, row_of, throughput
 
@@ -62,8 +62,8 @@ def benchmark_training(
         ours: Config that is compared with it; one of the peer's name and another model is ``NAME, gated`` in the rows.
         op: Operator whose backends are measured.
         backends: Backends of ``op``; ``ours`` is measured with each.
-        speedups: Keys of :data:`~mmgate.train.speedups.SPEEDUPS`, or ``'all'`` for all together; ``ours`` is measured
-            with each.
+        speedups: Keys of :data:`~mmgate.train.speedups.SPEEDUPS`, or ``'all'`` for all but ``'graphs'`` together;
+            ``ours`` is measured with each.
         size: Height and width of the images.
         batch: Images in a step.
         repetitions: Steps that are measured; one more comes first, to warm up.
@@ -94,7 +94,7 @@ def benchmark_training(
         variables[name] = {f'MMGATE_{op.upper()}': backend}
     for speedup in speedups:
         name = f'{names[1]}, {speedup}'
-        changes = list(SPEEDUPS) if speedup == 'all' else [speedup]
+        changes = [*DEFAULTS, 'compile'] if speedup == 'all' else [speedup]
         runs[name] = _step(configs[1], size, batch, device, amp, changes, train)
     within = {name: partial(environment, **values) for name, values in variables.items()}
     x = f'{size[0]}x{size[1]}_b{batch}' + (f' {amp}' if amp else '') + (' tf32' if tf32 else '')
@@ -183,13 +183,20 @@ def _step(
     optimizer = build_optim_wrapper(model, wrapper)
     data = random_batch(cfg, size, batch)
     run = SimpleNamespace(model=model, logger=MMLogger.get_current_instance(), optim_wrapper=optimizer)
+    hooks = []
     for hook in cfg.get('custom_hooks', []):
         if type_name(hook) in ('ChannelsLastHook', 'CompileHook', 'Float32Hook', 'MatchOnceHook'):
             built = HOOKS.build(hook)
             built.before_run(run)
             built.before_train(run)
+            hooks.append(built)
 
-    return lambda _: model.train_step(deepcopy(data), optimizer)['loss']
+    def step(_: Tensor) -> Tensor:
+        for hook in hooks:
+            hook.before_train_iter(run, 0)
+        return model.train_step(deepcopy(data), optimizer)['loss']
+
+    return step
 
 
 def _drop_pretrained(model: Any) -> None:

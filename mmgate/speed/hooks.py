@@ -80,12 +80,14 @@ class CompileHook(_PathsHook):
     Args:
         paths: Patterns like those of ``mmgate.Gated``; by default ``'backbone'``, ``'**encoder.layers.*'``,
             ``'decoder'`` and ``'**transformer_decoder.layers.*'``, of which at least one has to match.
-        mode: Option of torch.compile.
+        mode: Option of torch.compile. ``'reduce-overhead'`` and ``'max-autotune'`` replay CUDA graphs on a GPU, one for
+            each size of the images; pad them to few sizes by ``pad_size_divisor`` of the data preprocessor.
         dynamic: Option of torch.compile; None compiles for the first size and, at the second, for any size.
         backend: Option of torch.compile.
 
     Raises:
-        ConfigError: ``paths`` is malformed. :meth:`before_train` raises it if a pattern matches nothing.
+        ConfigError: ``paths`` is malformed. :meth:`before_train` raises it if a pattern matches nothing, and for CUDA
+            graphs if gradients of several iterations add up.
     """
 
     usual = ('backbone', '**encoder.layers.*', 'decoder', '**transformer_decoder.layers.*')
@@ -100,13 +102,25 @@ class CompileHook(_PathsHook):
     ) -> None:
         super().__init__(paths)
         self.options: dict[str, Any] = dict(mode=mode, dynamic=dynamic, backend=backend)
+        self.replays = mode in ('reduce-overhead', 'max-autotune')
 
     def before_train(self, runner: Runner) -> None:
         """Let torch.compile compile each of the modules in place, at its first call."""
         modules = self.modules(runner)
+        if self.replays and getattr(runner.optim_wrapper, '_accumulative_counts', 1) > 1:
+            # A graph's next replay overwrites the gradients of the one before.
+            raise ConfigError(
+                f'CompileHook: mode={self.options["mode"]!r} replays CUDA graphs, which cannot add up the gradients of '
+                'several iterations; set optim_wrapper.accumulative_counts to 1, or leave out the mode.'
+            )
         for module in dict.fromkeys(modules.values()):
             module.compile(**self.options, options=self._random_numbers(module))
         runner.logger.info(f'CompileHook: {", ".join(modules)} are compiled as they are first called.')
+
+    def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
+        """Tell CUDA graphs that results of the last iteration are needed no more."""
+        if self.replays:
+            torch.compiler.cudagraph_mark_step_begin()
 
     def _random_numbers(self, module: nn.Module) -> dict[str, Any] | None:
         """Return, for a module on a CPU, the option of inductor that leaves random numbers to torch; else None."""

@@ -140,6 +140,22 @@ def test_a_pattern_without_a_match_is_refused(paths: Any, message: str) -> None:
         run(CompileHook(paths), Net())
 
 
+def test_graphs_do_not_add_up_gradients() -> None:
+    run = SimpleNamespace(
+        model=Net(), optim_wrapper=SimpleNamespace(_accumulative_counts=2), logger=SimpleNamespace(info=print)
+    )
+    CompileHook(backend='eager').before_train(run)
+    with pytest.raises(ConfigError, match=r'accumulative_counts to 1'):
+        CompileHook(mode='reduce-overhead').before_train(run)
+
+
+@pytest.mark.gpu
+def test_a_run_of_graphs_is_the_same_run(tmp_path: Path) -> None:
+    expected = train(tmp_path / 'plain', [], 4).model.state_dict()
+    hook = dict(type='mmgate.CompileHook', mode='reduce-overhead')
+    torch.testing.assert_close(train(tmp_path / 'graphs', [hook], 4).model.state_dict(), expected)
+
+
 def test_one_of_the_defaults_has_to_match() -> None:
     net = Net()
     del net.encoder

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
         nargs='+',
         default=[],
         choices=[*SPEEDUPS, 'all'],
-        help='of ours with the backend that it chooses, one at a time; all of them together: all',
+        help='of ours with the backend that it chooses, one at a time; all but graphs together: all',
     )
     parser.add_argument('--train', choices=TRAINS, default='all', help='what of ours trains')
     parser.add_argument('--size', type=int, nargs=2, default=[800, 1333], metavar=('HEIGHT', 'WIDTH'))
