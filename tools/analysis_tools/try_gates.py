@@ -19,7 +19,7 @@ from typing import Any
 from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.logging import MMLogger
-from report import Section, drawn, run, run_quietly, write_page
+from page import Section, draw, write_page
 from study import Study, add_processes, report_study, run_study, run_tool, write_study
 
 import mmgate  # noqa: F401
@@ -319,7 +319,7 @@ def _drawn(title: str, text: str, command: list[str], out: Path, verbose: bool) 
     print(f'drawing {title}', flush=True)
     folder = out / 'pictures' / re.sub(r'[^\w.-]+', '_', title)
     try:
-        return drawn(title, text, command, folder, execute=run if verbose else run_quietly)
+        return draw(title, text, command, folder, verbose=verbose)
     except ConfigError as error:
         print(f'{command[0]} draws nothing of these models: {str(error).splitlines()[-1]}', flush=True)
         return None
