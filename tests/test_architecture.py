@@ -55,7 +55,6 @@ TESTED_BY = {
     'test_checkpoints/test_loading.py': ('checkpoints/allowed.py',),
     'test_deploy/test_build.py': (
         'deploy/detectors.py',
-        'deploy/inputs.py',
         'deploy/network.py',
         'deploy/segmentors.py',
         'deploy/sizes.py',
