@@ -46,7 +46,6 @@ CROSSING = {
     'test_transformers/test_readings.py',
     'test_transformers/test_rfdetr.py',
     'test_transformers/test_torch_alone.py',
-    'test_transformers/test_transformers_table.py',
     'test_transformers/test_ultralytics.py',
 }
 # Modules without a test file of their name, by the file that tests them. The list may only shrink.
