@@ -89,7 +89,7 @@ def main(argv: list[str]) -> None:
     _write_config(plan.pop('text'), config, out)
     processes = args.processes or 2 if args.launcher == 'pytorch' else 1
     study = Study(
-        path=Path(args.save or out / 'study.py'),
+        path=out / 'study.py',
         runs=dict.fromkeys(names, str(config)),
         seeds=list(range(args.seeds)),
         metric=metric,
@@ -166,7 +166,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument('--amp', action='store_true', help='automatic mixed precision (on a GPU)')
     add_processes(parser)
     parser.add_argument('--out', help='folder of the trial (default: work_dirs/try_NAME)')
-    parser.add_argument('--save', help='study file to write, for study.py (default: study.py in that folder)')
     parser.add_argument('--plan-only', action='store_true', help='stop after the costs and the plan')
     parser.add_argument('--verbose', action='store_true', help='show the output of the runs, else in their folders')
     add_trust_option(parser)
@@ -199,7 +198,7 @@ def _plan(args: argparse.Namespace, original: Config, gated: Mapping[str, list[s
 
     A trial with other seeds keeps its length, unless that follows from a budget for all of them.
     """
-    beside = ('seeds', 'out', 'save', 'plan_only', 'verbose', 'max_images')
+    beside = ('seeds', 'out', 'plan_only', 'verbose', 'max_images')
     asked = {key: value for key, value in vars(args).items() if key not in beside or (key == 'seeds' and args.budget)}
     asked = json.loads(json.dumps({**asked, 'config': original.pretty_text}, default=str))
     kept = json.loads((out / PLAN).read_text()) if (out / PLAN).is_file() else {}
