@@ -90,6 +90,6 @@ bench: setup
 gpu: setup
 	@$(PY) tools/dev/gpu.py --out benchmarks/results $(if $(PART),--part $(PART))
 
-# The wheel, the source archive, a bill of materials and their checksums, in dist.
+# The source archive and the wheel, in dist.
 dist: setup
 	@$(PY) tools/dev/dist.py
