@@ -9,7 +9,7 @@ DEMO := configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_sh
 DEMO_BACKBONES := configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py \
 	configs/saga/mask_rcnn/saga-mask-rcnn_swin-demo_1xb8-8e_shapes.py
 
-.PHONY: setup setup-demo sanitize demo demo-seg demo-backbones demo-pretrain report test test-slow test-originals test-transformers test-torch mutants lint docs bench gpu dist
+.PHONY: setup setup-demo sanitize demo demo-seg demo-backbones demo-pretrain test test-slow test-originals test-transformers test-torch mutants lint docs bench gpu dist
 export PYTHON VENV
 
 setup:
@@ -30,12 +30,6 @@ demo-backbones: setup-demo
 
 demo-pretrain: setup
 	@$(PY) tools/dev/demo_pretrain.py
-
-# A page of pictures of the demos' models, which are trained if they are not there yet: work_dirs/report/index.html.
-# DATA=real: of the models of configs/real, where their images are; work_dirs/report_real/index.html.
-DATA ?= shapes
-report: setup
-	@$(PY) tools/analysis_tools/report.py --data $(DATA)
 
 test: setup lint
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow"
@@ -96,6 +90,6 @@ bench: setup
 gpu: setup
 	@$(PY) tools/dev/gpu.py --out benchmarks/results $(if $(PART),--part $(PART))
 
-# The wheel, the source archive, a bill of materials and their checksums, in dist.
+# The source archive and the wheel, in dist.
 dist: setup
 	@$(PY) tools/dev/dist.py

@@ -46,7 +46,6 @@ CROSSING = {
     'test_transformers/test_readings.py',
     'test_transformers/test_rfdetr.py',
     'test_transformers/test_torch_alone.py',
-    'test_transformers/test_transformers_table.py',
     'test_transformers/test_ultralytics.py',
 }
 # Modules without a test file of their name, by the file that tests them. The list may only shrink.
@@ -55,7 +54,6 @@ TESTED_BY = {
     'test_checkpoints/test_loading.py': ('checkpoints/allowed.py',),
     'test_deploy/test_build.py': (
         'deploy/detectors.py',
-        'deploy/inputs.py',
         'deploy/network.py',
         'deploy/segmentors.py',
         'deploy/sizes.py',

@@ -90,7 +90,7 @@ def settings(model: nn.Module, wrapper: dict[str, Any]) -> dict[str, tuple[float
 @pytest.mark.slow  # the configs themselves are built above
 def test_every_config_builds_from_another_project(tmp_path: Path) -> None:
     """As a downstream project inherits them: another folder, the wheel's content as pip installs it, ``mmgate::``."""
-    dist = [sys.executable, str(ROOT / 'tools/dev/dist.py'), '--no-bom', '--out', str(tmp_path / 'dist')]
+    dist = [sys.executable, str(ROOT / 'tools/dev/dist.py'), '--out', str(tmp_path / 'dist')]
     subprocess.run(dist, check=True, capture_output=True)
     installed = tmp_path / 'site'
     with zipfile.ZipFile(next((tmp_path / 'dist').glob('*.whl'))) as wheel:

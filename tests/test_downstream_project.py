@@ -30,7 +30,7 @@ def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if request.param == 'checkout':
         return sys.executable
     folder = tmp_path_factory.mktemp('clean')
-    dist = [sys.executable, str(ROOT / 'tools/dev/dist.py'), '--no-bom', '--out', str(folder / 'dist')]
+    dist = [sys.executable, str(ROOT / 'tools/dev/dist.py'), '--out', str(folder / 'dist')]
     subprocess.run(dist, check=True, capture_output=True)
     venv.create(folder / 'env', with_pip=False)
     there = str(folder / 'env/bin/python')

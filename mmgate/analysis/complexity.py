@@ -1,4 +1,4 @@
-"""Count the multiply-accumulates (MACs) of a model in the way in which papers on attention count them.
+"""Count the multiply-accumulates (MACs) of a model as papers on attention count them.
 
 Every matrix product and convolution counts, in linear layers, einsum, linear attention and fused attention alike.
 Deformable sampling counts its interpolation and its weighted sum. Norms, activations, softmax, gates, other elementwise
@@ -20,8 +20,6 @@ from mmengine.logging import print_log
 from mmengine.registry import MODELS
 from mmengine.structures import BaseDataElement, InstanceData
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmgate.analysis.structure import build_structure
@@ -37,21 +35,17 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Complexity:
-    """Number of a model's trainable parameters, and the MACs of one forward pass, by module and by gate.
+    """Number of a model's trainable parameters, and the MACs of one forward pass, by module.
 
     Attributes:
         parameters: Trainable parameters.
         macs: Multiply-accumulates of a forward pass.
         by_module: Those of every direct child.
-        by_gate: Those of gates, by the class of the gate: products and convolutions with their parameters. They are
-            part of the above. Products of what these compute, such as PLuG's of gate queries and keys, belong to the
-            attention.
     """
 
     parameters: int
     macs: int
     by_module: dict[str, int]
-    by_gate: dict[str, int]
 
 
 def count_config(cfg: Config, height: int, width: int) -> Complexity:
@@ -100,66 +94,15 @@ def count_model(model: nn.Module, *inputs: Any) -> Complexity:
         if isinstance(layer, Gate):
             layer.prepare_count()
     counter = FlopCounterMode(display=False, custom_mapping=rules())
-    of_gates = _CountOfGates(model, counter)
     # Under a torch function mode torch's attention leaves out its fused operator, which would hide the products.
-    with torch.no_grad(), torch.device('cpu'), counter, of_gates:
+    with torch.no_grad(), torch.device('cpu'), counter:
         model(*inputs)
     counts = {name: sum(by_op.values()) // 2 for name, by_op in counter.get_flop_counts().items()}
     prefix = type(model).__name__
     total = counter.get_total_flops() // 2
     by_module = {name: _of(module, f'{prefix}.{name}', counts) for name, module in model.named_children()}
     rest = total - sum(by_module.values())
-    by_gate = {gate: flops // 2 for gate, flops in of_gates.flops.items()}
-    return Complexity(parameters, total, {**by_module, **({'itself': rest} if rest > 0 else {})}, by_gate)
-
-
-class _CountOfGates(TorchDispatchMode):
-    """Note what a counter adds in operators that take a gate's parameter, or what was computed from such alone.
-
-    A counter goes by modules, but a gate may use its parameters without calling a module.
-
-    Args:
-        model: Model with gates.
-        counter: Counter of the same pass, which has to be entered first.
-
-    Attributes:
-        flops: Operations by the class of the gate.
-    """
-
-    def __init__(self, model: nn.Module, counter: FlopCounterMode) -> None:
-        super().__init__()
-        self.flops: dict[str, int] = {}
-        self._counter = counter
-        # Class of the gate by the address of a storage, which views of a parameter share.
-        self._owners: dict[int, str] = {}
-        # Storages that were noted have to live, since another one could get their address.
-        self._noted: list[Tensor] = []
-        for module in model.modules():
-            if isinstance(module, Gate):
-                self.flops.setdefault(type(module).__name__, 0)
-                for parameter in module.parameters():
-                    self._note(parameter, type(module).__name__)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-        owners = [self._owners.get(_address(x)) for x in given]
-        owner = next((owner for owner in owners if owner is not None), None)
-        before = self._counter.get_total_flops()
-        result = func(*args, **(kwargs or {}))
-        if owner is not None:
-            added = self._counter.get_total_flops() - before
-            self.flops[owner] += added
-            if not added and all(owners) and isinstance(result, Tensor):
-                self._note(result, owner)
-        return result
-
-    def _note(self, x: Tensor, owner: str) -> None:
-        self._owners[_address(x)] = owner
-        self._noted.append(x)
-
-
-def _address(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
+    return Complexity(parameters, total, {**by_module, **({'itself': rest} if rest > 0 else {})})
 
 
 def _of(module: nn.Module, name: str, counts: dict[str, int]) -> int:

@@ -31,9 +31,7 @@ PER = ('layer', 'type')
 class GateStatisticsHook(Hook):
     """Hook that logs statistics of the gates during training: mean, spread, movement, gradient norm, histogram.
 
-    The statistics go to the run's visualizer, and so to TensorBoard and the like.
-
-    All of the visualizer's backends get them (local JSON and PNG, TensorBoard, W&B, MLflow). Tags of scalars are
+    All backends of the run's visualizer get them (local JSON and PNG, TensorBoard, W&B, MLflow). Tags of scalars are
     ``gate/<path>/<mean | std | sparsity | moved | moved_most | grad_norm>``; a reading of another name, such as SAGA's
     ``gate_k``, has that name in front. Per type the path is the gate's class, and the values are means over its layers
     (the largest for ``moved_most``, the norm over all for ``grad_norm``); the log gets a line for each. ``moved`` and

@@ -109,17 +109,12 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def add_inputs(parser: argparse.ArgumentParser, *, split: str = 'val', count: int = 8) -> None:
     """Add arguments for a checkpoint and images to a parser; the default is the first ``count`` images of ``split``."""
     parser.add_argument('checkpoint', help=f"checkpoint file or URL; '{UNTRAINED}' for the model as it is initialised")
-    add_images(parser, split=split, count=count)
-    add_trust_option(parser)
-
-
-def add_images(parser: argparse.ArgumentParser, *, split: str, count: int) -> None:
-    """Add the options that choose images to a parser; the default is the first ``count`` images of ``split``."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument('--images', nargs='+', help='image files, folders of some, or patterns')
     splits = ['train', 'val', 'test']
     where.add_argument('--split', default=split, choices=splits, help='images of the data set (default %(default)s)')
     parser.add_argument('--max-images', type=positive, default=count, help='of the split (default %(default)s)')
+    add_trust_option(parser)
 
 
 def positive(text: str) -> int:

@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-
-from mmcv.ops import MultiScaleDeformableAttention as MMCVMultiScaleDeformableAttention
 from torch import nn
 
 from mmgate._environment import available
 from mmgate.errors import ConfigError
-from mmgate.layers.base.deformable import MultiScaleDeformableAttention
-from mmgate.layers.base.gated import gated_modules, is_on, remove_gate
-from mmgate.swap import swap_attention
 
 from .network import Network, not_exportable
 from .runtime import Exported
+from .to_onnx import copied, use_our_sampler
 
 
 def build_network(model: nn.Module) -> Network:
     """Return the network to export for a model: a module around a copy of the model, in eval mode.
 
-    Gates that are switched off are removed. mmcv's deformable attention is swapped for ours, which computes the same
-    and can be exported.
+    Gates that are switched off are removed. Vanilla deformable attention runs on mmgate's operator, which computes the
+    same and can be exported.
 
     Raises:
         ConfigError: The model cannot be exported.
     """
-    host = deepcopy(model)
-    # Some hosts return None from ``eval``.
-    host.eval()
-    for _, module in list(gated_modules(host)):
-        if not is_on(module):
-            remove_gate(module)
-    vanilla = [name for name, module in host.named_modules() if type(module) is MMCVMultiScaleDeformableAttention]
-    if vanilla:
-        swap_attention(host, dict(path=vanilla, type=MultiScaleDeformableAttention))
+    host = copied(model)
+    use_our_sampler(host)
     return _network_of(host)
 
 

@@ -1,4 +1,4 @@
-"""Export a model to a file, and keep the file only if it finds on real images what the model finds."""
+"""Export a model to an ONNX file, and keep the file only if it finds on real images what the model finds."""
 
 from __future__ import annotations
 
@@ -17,16 +17,13 @@ from mmgate.errors import ConfigError, first_line
 
 from .build import build_network
 from .compare import Differences, check_finds_something, compare
-from .formats import MAX_BATCH, check_format
 from .graph import write
 from .network import Network
 from .runtime import Exported
-from .time_limit import time_limit
+from .to_onnx import MAX_BATCH, check_environment
 
 # Divisor of the sides of images, for backbones that need one.
 DIVISOR = 32
-# Seconds for writing one graph.
-TIME_LIMIT = 300.0
 
 
 def export(
@@ -34,13 +31,10 @@ def export(
     batches: Sequence[dict[str, Any]],
     path: Path,
     *,
-    format: str = 'onnx',
-    msda: str = 'gather',
     fixed_size: bool = False,
     threshold: float = 0.05,
-    seconds: float = TIME_LIMIT,
 ) -> Differences:
-    """Export a model to a file and compare the two on images; a file that differs is dropped.
+    """Export a model to an ONNX file and compare the two on images; a file that differs is dropped.
 
     What was at ``path`` then stays.
 
@@ -49,11 +43,8 @@ def export(
         batches: Batches of a data loader, one real image each, on which results are compared. The largest gives the
             size of the graph if no graph of several sizes can be written.
         path: File to write; folders are made.
-        format: ``'onnx'`` or ``'torch-export'``.
-        msda: One of :data:`mmgate.deploy.sampling.SAMPLERS`.
         fixed_size: True writes a graph of one size at once, without an attempt at any size.
         threshold: Detections above this score are compared.
-        seconds: Time limit for writing a graph, after which the next kind of sizes is tried; 0 sets none.
 
     Returns:
         The differences between the file's results and the model's.
@@ -61,7 +52,7 @@ def export(
     Raises:
         ConfigError: The model cannot be exported, the images show nothing, or the file differs.
     """
-    check_format(format)
+    check_environment()
     path.parent.mkdir(parents=True, exist_ok=True)
     net = build_network(model)
     largest = max(batches, key=lambda batch: math.prod(batch['inputs'][0].shape))
@@ -77,19 +68,15 @@ def export(
         new = Path(folder) / path.name
         for number, divisor in enumerate(tried, 1):
             sides = {0: 'one size', 1: 'any size'}.get(divisor, f'sides that {divisor} divides')
-            longest = f', for {seconds:g} s at the most' if seconds else ''
             hint = ' (--fixed-size asks for one size at once, which is quickest)' if divisor else ''
-            print_log(f'attempt {number} of {len(tried)}: images of {sides}{longest}{hint}', logger='current')
+            print_log(f'attempt {number} of {len(tried)}: images of {sides}{hint}', logger='current')
             try:
-                with time_limit(seconds):
-                    takes = write(net, inputs, new, format=format, msda=msda, divisor=divisor)
+                takes = write(net, inputs, new, divisor=divisor)
                 found = _compared(model, batches, new, threshold)
             # Exporters and runtimes raise many kinds of errors.
             except Exception as error:
                 problem = error
                 reason = first_line(error)
-                if isinstance(error, TimeoutError):
-                    reason += '; --time-limit gives it more'
                 print_log(f'not to be written for images of {sides}: {reason}', logger='current')
                 continue
             print_log(f'{path.name} takes {takes}, up to {MAX_BATCH} at a time', logger='current')
@@ -100,7 +87,7 @@ def export(
 
 def _compared(model: nn.Module, batches: Sequence[dict[str, Any]], path: Path, threshold: float) -> Differences:
     """Compare an exported file's results with its model's; raise ConfigError if they differ beyond tolerance."""
-    run = Exported(path, trusted=True)
+    run = Exported(path)
     net = build_network(model)
     chosen, description = _batches_for(net, batches, run)
     found = compare(model, net, run, chosen, threshold=threshold)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +10,10 @@ import torch
 from torch import Tensor
 
 from .build import describe_model
-from .formats import MAX_BATCH
 from .network import Network
 from .operators import translations
-from .runtime import NOTES_FILE
-from .sampling import sampled_by
-from .to_onnx import write_program
+from .sampling import gathering
+from .to_onnx import MAX_BATCH, write_program
 from .tracing import traceable
 
 if TYPE_CHECKING:
@@ -26,30 +23,24 @@ if TYPE_CHECKING:
 LEAST = (33, 65, 129)
 
 
-def write(net: Network, inputs: Sequence[Tensor], path: Path, *, format: str, msda: str, divisor: int) -> str:
-    """Export a network to the file ``path``, and return a text on the images that the file takes.
+def write(net: Network, inputs: Sequence[Tensor], path: Path, *, divisor: int) -> str:
+    """Export a network to the ONNX file ``path``, and return a text on the images that the file takes.
 
     The other arguments are those of :func:`capture`.
     """
-    program, taken = capture(net, inputs, divisor, msda)
-    notes = dict(model=describe_model(net.host), inputs=net.inputs, outputs=net.outputs, msda=msda, **taken)
-    if format == 'onnx':
-        write_onnx(program, net, path, notes)
-    else:
-        torch.export.save(program, path, extra_files={NOTES_FILE: json.dumps(notes)})
+    program, taken = capture(net, inputs, divisor)
+    notes = dict(model=describe_model(net.host), inputs=net.inputs, outputs=net.outputs, **taken)
+    write_onnx(program, net, path, notes)
     return taken['takes']
 
 
-def capture(
-    network: Network, inputs: Sequence[Tensor], divisor: int, msda: str = 'gather'
-) -> tuple[ExportedProgram, dict[str, Any]]:
+def capture(network: Network, inputs: Sequence[Tensor], divisor: int) -> tuple[ExportedProgram, dict[str, Any]]:
     """Capture a network as a graph with torch.export and return the program; torch may raise any error.
 
     Args:
         network: Network to capture.
         inputs: Inputs of a batch. Their values do not matter; their sizes matter if the program takes one size only.
         divisor: Divisor of the images' sides; 1 for any sides, 0 for the sides of ``inputs`` only.
-        msda: Form of deformable attention, one of :data:`mmgate.deploy.sampling.SAMPLERS`.
 
     Returns:
         The program, and a dict about the images that it takes: ``divisor`` and least value ``least`` of their sides,
@@ -72,7 +63,7 @@ def capture(
             side = Dim(name, min=steps)
             images[axis] = side if divisor == 1 else divisor * side
     shapes = tuple(images if name == 'images' else {0: batch} for name in network.inputs)
-    with traceable(sampled_by(msda)):
+    with traceable(gathering()):
         program = torch.export.export(network, inputs, dynamic_shapes=shapes, strict=False)
     words = {0: f'{height} x {width} pixels', 1: f'any sides from {least} pixels on'}
     takes = words.get(divisor, f'sides that are multiples of {divisor} from {least} pixels on')

@@ -3,7 +3,7 @@
 In PyTorch they run mmcv's code.
 
 Layout: boxes (B, N, 4) as (x1, y1, x2, y2); scores (B, N), above 0 for candidates; RoIs (R, 5) as (image, x1, y1, x2,
-y2) in pixels of the image. A program of torch.export needs this module imported where it runs.
+y2) in pixels of the image.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run exported files as functions of tensors."""
+"""Run ONNX files that mmgate has written as functions of tensors."""
 
 from __future__ import annotations
 
@@ -9,23 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmgate._environment import available
 from mmgate.errors import ConfigError
 
-if available('mmcv'):
-    from . import operators  # noqa: F401  (programs call them)
-
-# Key of the notes in an ONNX file's metadata, and their file beside a program of torch.export.
+# Key of the notes in an ONNX file's metadata.
 NOTES_KEY = 'mmgate'
-NOTES_FILE = 'mmgate.json'
 
 
 class Exported:
     """An exported file that is called with tensors, in the order of its inputs, and returns a tuple of outputs.
 
     Args:
-        path: ``.onnx``, or ``.pt2`` of torch.export.
-        trusted: True opens a ``.pt2`` file, which may hold code and pickles; so does MMGATE_TRUST_CHECKPOINT=1.
+        path: An ``.onnx`` file.
 
     Attributes:
         notes: Notes of the export: names of inputs and outputs, sizes, the model in words.
@@ -34,18 +28,13 @@ class Exported:
         ConfigError: The file is missing, of another kind, or not made by tools/deploy/export.py.
     """
 
-    def __init__(self, path: str | Path, *, trusted: bool = False) -> None:
+    def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_file():
             raise ConfigError(f'exported file {path} does not exist.')
-        if self.path.suffix == '.onnx':
-            notes = self._open_onnx()
-        elif self.path.suffix != '.pt2':
-            raise ConfigError(f'{path} is no exported file: give an .onnx or a .pt2 file of tools/deploy/export.py.')
-        else:
-            if not trusted:
-                _refuse_untrusted(path)
-            notes = self._open_program()
+        if self.path.suffix != '.onnx':
+            raise ConfigError(f'{path} is no exported file: give an .onnx file of tools/deploy/export.py.')
+        notes = self._open()
         if not notes:
             raise ConfigError(f'{path} was not written by tools/deploy/export.py; its inputs are unknown.')
         self.notes: dict[str, Any] = json.loads(notes)
@@ -78,7 +67,7 @@ class Exported:
             return [height, width] == self.notes['size']
         return not (height % divisor or width % divisor) and min(height, width) >= self.notes['least']
 
-    def _open_onnx(self) -> str | None:
+    def _open(self) -> str | None:
         """Open an ONNX file, and return the notes in its metadata on the inputs that it takes."""
         import onnxruntime
 
@@ -99,24 +88,3 @@ class Exported:
 
         self._run: Any = run
         return session.get_modelmeta().custom_metadata_map.get(NOTES_KEY)
-
-    def _open_program(self) -> str | None:
-        """Open a ``.pt2`` file of torch.export, and return the notes in it on the inputs that it takes."""
-        extra = {NOTES_FILE: ''}
-        try:
-            program = torch.export.load(self.path, extra_files=extra)
-        # torch raises many kinds of errors.
-        except Exception as error:
-            raise ConfigError(f'{self.path} cannot be read as a program of torch: {error}') from error
-        # The program was captured with a batch of two, and its guards would refuse a batch of one.
-        self._run = program.module(check_guards=False)
-        return extra[NOTES_FILE]
-
-
-def _refuse_untrusted(path: str | Path) -> None:
-    """Raise ConfigError for a file that may contain code, unless the environment says to trust all files."""
-    # It needs mmengine, which an ONNX file does without.
-    from mmgate.checkpoints.loading import HOW_TO_TRUST, is_trusted
-
-    if not is_trusted():
-        raise ConfigError(f'{path} may hold code, which opening it would run. {HOW_TO_TRUST}.')

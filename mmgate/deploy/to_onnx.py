@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmgate._environment import log
+from mmgate._environment import log, why_not
 from mmgate.errors import ConfigError, first_line
 from mmgate.layers.base.deformable import MultiScaleDeformableAttention
 from mmgate.layers.base.gated import gated_modules, is_on, remove_gate
@@ -29,15 +29,31 @@ from mmgate.listing import list_attention
 from mmgate.swap import swap_attention
 from mmgate.wrappers import unwrap_model
 
-from .formats import MAX_BATCH, check_format
 from .runtime import NOTES_KEY, Exported
-from .sampling import check_form, sampling_by
+from .sampling import exportable_sampling
 from .tracing import plain_attention
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 OPSET = 18
+NEEDED = ('onnx', 'onnxscript', 'onnxruntime')
+# First torch that can export whole detectors.
+OLDEST = (2, 9)
+# Largest number of images that a file takes, if it takes any number.
+MAX_BATCH = 64
+
+
+def check_environment() -> None:
+    """Raise ConfigError if no ONNX file can be written here: torch is too old, or a package is missing."""
+    if tuple(int(part) for part in torch.__version__.split('.')[:2]) < OLDEST:
+        raise ConfigError(
+            f'exporting needs torch {OLDEST[0]}.{OLDEST[1]} or newer, this is {torch.__version__}: export from an '
+            'environment of the maintained forks, which loads the same configs and checkpoints.'
+        )
+    missing = [name for name in NEEDED if why_not(name)]
+    if missing:
+        raise ConfigError(f'an export to ONNX needs {", ".join(missing)}: pip install "mmgate[deploy]".')
 
 
 class Tensors(nn.Module):
@@ -83,7 +99,6 @@ def export_onnx(
     path: str | os.PathLike[str],
     *,
     outputs: Sequence[str] = (),
-    msda: str = 'gather',
     dynamic_batch: bool = False,
     tolerance: float = 1e-4,
 ) -> dict[str, float]:
@@ -98,7 +113,6 @@ def export_onnx(
         path: File to write, which ends with ``.onnx``; folders are made. It is written if the two agree.
         outputs: Names of the outputs that the file has, such as ``('logits', 'pred_boxes')``; default all tensors that
             the model returns. Those of a model that returns a tuple are called ``output_0``, ``output_1``, ...
-        msda: Form of deformable attention, one of :data:`.sampling.SAMPLERS`.
         dynamic_batch: True for a file that takes any number of images up to 64; then it is compared on two batches.
         tolerance: Largest difference of an output, divided by its largest value where that is above 1.
 
@@ -111,14 +125,13 @@ def export_onnx(
         ConfigError: A package is missing, torch is too old, the model refuses such arguments or returns no such output,
             it cannot be exported, or the file differs from the model.
     """
-    check_format('onnx')
+    check_environment()
     path = Path(path)
     if path.suffix != '.onnx':
         raise ConfigError(f'{path}: an ONNX file ends with .onnx.')
-    check_form(msda)
     _check_names(inputs, outputs)
     _check_arguments(model, inputs)
-    network = Tensors(_copied(model), tuple(inputs), outputs).eval()
+    network = Tensors(copied(model), tuple(inputs), outputs).eval()
     tensors = tuple(tensor.detach() for tensor in inputs.values())
     batches = [tensors, tuple(tensor.flip(-1) if tensor.is_floating_point() else tensor for tensor in tensors)]
     if dynamic_batch:
@@ -126,10 +139,10 @@ def export_onnx(
     with torch.no_grad():
         network.outputs = tuple(network.named(network.model(**inputs)))
         expected = [[one.cpu() for one in network(*batch)] for batch in batches]
-    _by_our_sampler(network.model)
+    use_our_sampler(network.model)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        program = _captured(network, tensors, msda, dynamic_batch)
+        program = _captured(network, tensors, dynamic_batch)
     except ConfigError:
         raise
     # torch raises many kinds of errors.
@@ -141,7 +154,7 @@ def export_onnx(
         raise ConfigError(f'{name} cannot be exported: {reason}') from error
     size = list(tensors[0].shape[-2:])
     takes = f'{network.inputs[0]} of {" x ".join(map(str, size))}'
-    notes = dict(inputs=network.inputs, outputs=network.outputs, msda=msda, divisor=0, size=size, takes=takes)
+    notes = dict(inputs=network.inputs, outputs=network.outputs, divisor=0, size=size, takes=takes)
     notes['model'] = f'a {type(network.model).__name__}'
     with tempfile.TemporaryDirectory(dir=path.parent, prefix='.export-') as folder:
         new = Path(folder) / path.name
@@ -244,7 +257,7 @@ def _keep_constants(graph: Any) -> None:
                 graph.register_initializer(value)
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def copied(model: nn.Module) -> nn.Module:
     """Return a copy of a model in eval mode, from which gates that are switched off are removed."""
     host = deepcopy(unwrap_model(model))
     # Some hosts return None from ``eval``.
@@ -255,15 +268,15 @@ def _copied(model: nn.Module) -> nn.Module:
     return host
 
 
-def _by_our_sampler(host: nn.Module) -> None:
-    """Let vanilla deformable attention in a model run on mmgate's operator, which can be exported in several forms."""
+def use_our_sampler(host: nn.Module) -> None:
+    """Let vanilla deformable attention in a model run on mmgate's operator, which graphs can hold."""
     ours = MultiScaleDeformableAttention.__name__
     vanilla = [one.path for one in list_attention(host) if ours in one.gates and one.gate is None]
     if vanilla:
         swap_attention(host, dict(path=vanilla, type=ours))
 
 
-def _captured(network: Tensors, tensors: tuple[Tensor, ...], msda: str, dynamic_batch: bool) -> ExportedProgram:
+def _captured(network: Tensors, tensors: tuple[Tensor, ...], dynamic_batch: bool) -> ExportedProgram:
     """Capture a network with torch.export and return the program."""
     from torch.export import Dim
 
@@ -273,7 +286,7 @@ def _captured(network: Tensors, tensors: tuple[Tensor, ...], msda: str, dynamic_
         tensors = tuple(torch.cat([x, x])[:2] if len(x) == 1 else x for x in tensors)
         batch = Dim('batch', min=1, max=MAX_BATCH)
         shapes = (tuple({0: batch} for _ in tensors),)
-    with warnings.catch_warnings(), sampling_by(msda), plain_attention(), torch.no_grad():
+    with warnings.catch_warnings(), exportable_sampling(), plain_attention(), torch.no_grad():
         warnings.simplefilter('ignore')
         return torch.export.export(network, tensors, dynamic_shapes=shapes, strict=False)
 

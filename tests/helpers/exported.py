@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -139,13 +137,6 @@ def batches(name: str, folder: Path, sizes: Sequence[tuple[int, int]] = ((SIZE, 
         packed = dict(type=pack, meta_keys=keys) if keys else dict(type=pack)
         collated.append(pseudo_collate([Compose([*steps, packed])(dict(img_path=str(path), img_id=number))]))
     return deepcopy(collated)
-
-
-def hang(*_: object) -> None:
-    """Take any time, and go on after errors, as exporters do."""
-    while True:
-        with suppress(Exception):
-            time.sleep(0.01)
 
 
 def boxes_and_scores(count: int = 60, classes: int = 3) -> Boxes:

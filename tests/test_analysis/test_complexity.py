@@ -11,9 +11,8 @@ from mmengine.hub import get_config
 from torch import nn
 
 from mmgate.analysis.complexity import count_config, count_model
-from mmgate.layers import AgentAttention, PLuGMultiheadAttention, SAGAAttention
+from mmgate.layers import AgentAttention, SAGAAttention
 from mmgate.ops import gated_linear_attention, ms_deform_attn
-from mmgate.swap import swap_attention
 
 Q, K = torch.zeros(2, 4, 10, 8), torch.zeros(2, 4, 6, 8)  # (B, H, N, d)
 SHAPES, START = torch.tensor([[4, 5], [2, 3]]), torch.tensor([0, 20])
@@ -77,22 +76,6 @@ def test_layers_are_counted_as_by_hand() -> None:
     counted = count_model(saga, x, (6, 8))
     assert counted.macs == n * c * 7 * c + 2 * n * d * c + 25 * n * c
     assert counted.parameters == sum(p.numel() for p in saga.parameters())
-
-
-def test_gates_are_counted_apart() -> None:
-    """By class, over all layers, and as part of the whole."""
-    layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 16), 3)
-    layers.eval()
-    vanilla = count_model(layers, torch.zeros(6, 2, 16))
-    rules = [dict(path='layers.*.self_attn', type='SDPAGatedMultiheadAttention', granularity='headwise')]
-    swap_attention(layers, rules)
-    counted = count_model(layers, torch.zeros(6, 2, 16))
-    assert not vanilla.by_gate
-    assert counted.by_gate == {'SDPAGate': 3 * (6 * 2) * 16 * 4} == {'SDPAGate': counted.macs - vanilla.macs}
-    saga = count_model(SAGAAttention(12, 3, map_size=(2, 4)), torch.zeros(1, 8, 12), (2, 4))
-    assert saga.by_gate == {'SAGAGate': 8 * 12 * 3 * 12 + 25 * 8 * 12}
-    plug = PLuGMultiheadAttention(16, 4, batch_first=True)
-    assert count_model(plug, *[torch.zeros(1, 6, 16)] * 3).by_gate == {'PLuGGate': 2 * 6 * 16 * 4}
 
 
 def test_what_is_frozen_computes_and_is_no_parameter() -> None:

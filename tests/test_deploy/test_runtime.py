@@ -12,23 +12,18 @@ from mmgate.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ('name', 'trusted', 'reason'),
+    ('name', 'reason'),
     [
-        ('model.pth', False, r'is no exported file: give an \.onnx or a \.pt2 file'),
-        ('model.pt2', False, 'may hold code, which opening it would run.*--trust-checkpoint'),
-        ('model.pt2', True, 'cannot be read as a program of torch'),
-        ('checkpoint.pt2', True, 'cannot be read as a program of torch'),
-        ('model.onnx', False, 'onnxruntime cannot read .*model.onnx'),
+        ('model.pth', r'is no exported file: give an \.onnx file'),
+        ('model.onnx', 'onnxruntime cannot read .*model.onnx'),
     ],
 )
-def test_what_is_no_exported_file(name: str, trusted: bool, reason: str, tmp_path: Path) -> None:
+def test_what_is_no_exported_file(name: str, reason: str, tmp_path: Path) -> None:
     if name.endswith('.onnx'):
         pytest.importorskip('onnxruntime', reason='needs the extra "deploy"')
-    for empty in ('model.pth', 'model.pt2', 'model.onnx'):
-        (tmp_path / empty).write_bytes(b'')
-    torch.save({}, tmp_path / 'checkpoint.pt2')
+    (tmp_path / name).write_bytes(b'')
     with pytest.raises(ConfigError, match=reason):
-        Exported(tmp_path / name, trusted=trusted)
+        Exported(tmp_path / name)
 
 
 def test_images_of_a_size_that_the_graph_does_not_take() -> None:

@@ -128,7 +128,6 @@ REFUSED: list[tuple[type[nn.Module], dict[str, Any], str, str]] = [
     (Classifier, dict(outputs='logits'), 'a.onnx', r"outputs='logits' must be a list of names, such as \['logits'\]"),
     (Counted, {}, 'a.onnx', 'Counted returns no tensor at all; its tensors are none'),
     (Classifier, {}, 'a.pt2', 'a.pt2: an ONNX file ends with .onnx'),
-    (Classifier, dict(msda='rows'), 'a.onnx', "msda='rows': it is one of 'gather', 'grid'"),
     (Counting, {}, 'a.onnx', 'the exported Counting differs from PyTorch and is not kept: logits to'),
     (Fixed, dict(dynamic_batch=True), 'a.onnx', 'the code of Fixed fixes the number of images; leave dynamic'),
 ]
@@ -164,6 +163,19 @@ def test_outputs_of_a_model_without_a_signature_are_checked(tmp_path: Path) -> N
     traced = torch.jit.trace(nn.Conv2d(3, 1, 1), images)
     with pytest.raises(ConfigError, match='must be a list of names'):
         export_onnx(traced, dict(images=images), tmp_path / 'a.onnx', outputs='logits')
+
+
+@pytest.mark.parametrize('version', ['2.1.2', '2.8.0+cpu'])
+def test_an_older_torch_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, '__version__', version)
+    with pytest.raises(ConfigError, match=r'needs torch 2\.9 or newer, this is 2'):
+        to_onnx.check_environment()
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(to_onnx, 'why_not', lambda package: None if package == 'onnx' else 'missing')
+    with pytest.raises(ConfigError, match=r'needs onnxscript, onnxruntime: pip install "mmgate\[deploy\]"'):
+        to_onnx.check_environment()
 
 
 def test_rows_are_compared_in_any_order() -> None:

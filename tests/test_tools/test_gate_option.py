@@ -131,8 +131,8 @@ def test_the_benchmark_of_a_training_step_gates_its_peer(config: str, tmp_path: 
 @pytest.mark.slow
 def test_export_of_a_gated_model(config: str, tmp_path: Path) -> None:
     pytest.importorskip('onnxruntime')
-    out = tmp_path / 'gated.pt2'
-    command = [config, 'untrained', '--gate', GATE, '--format', 'torch-export', '--fixed-size', '--out', str(out)]
+    out = tmp_path / 'gated.onnx'
+    command = [config, 'untrained', '--gate', GATE, '--fixed-size', '--out', str(out)]
     assert cli.main(tool('export', 'deploy').main, [*command, '--max-images', '1', '--score-thr', '0.01']) == 0
     assert out.stat().st_size > 0
 

@@ -35,8 +35,6 @@ def main(argv: list[str]) -> None:
     for name, macs in counted.by_module.items():
         if macs:
             print(f'    {name:19} {macs / 1e9:10.3f} G')
-    for name, macs in counted.by_gate.items():
-        print(f'    {name:19} {macs / 1e6:10.3f} M, in the above')
 
 
 if __name__ == '__main__':

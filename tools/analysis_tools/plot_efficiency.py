@@ -37,7 +37,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument('--sizes', type=int, nargs='+', default=[224, 512, 800, 1280], help='sides of square images')
     parser.add_argument('--batch', type=int, default=1, help='images at a time (default %(default)s)')
     parser.add_argument('--modes', nargs='+', choices=MODES, default=MODES[:1], help='each a panel (default: forward)')
-    parser.add_argument('--train', dest='modes', action='store_const', const=MODES[1:], help='forward+backward alone')
     parser.add_argument('--repetitions', type=int, default=3, help='the median of which is drawn (default %(default)s)')
     parser.add_argument('--device', default='cpu', help='cpu (default) or cuda')
     parser.add_argument('--autocast', action='store_true', help='bfloat16 where autocast takes it')

@@ -1,4 +1,4 @@
-"""Draw sampling points of deformable attention on each image, their density over all images, or a difference.
+"""Draw sampling points of deformable attention on each image with their density, or a difference.
 
 With --difference a picture shows which points gain weight and which lose some: by the gates of one model, which runs
 with them and without, or between CONFIG and the model of --against. Queries of two models can be compared only if both
@@ -15,18 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from mmengine.logging import print_log
 
 import mmgate
-from mmgate.analysis.figures.sampling import draw_densities, draw_difference, draw_sampling
+from mmgate.analysis.figures.sampling import draw_difference, draw_sampling
 from mmgate.analysis.loading import LoadedModel, class_names, load_models, parser, picture_names, positive, write_csv
 from mmgate.analysis.probes.recording import predict
 from mmgate.analysis.probes.sampling import (
     SamplingPoints,
     chosen_points,
     compare_points,
-    mean_density,
     record_sampling,
 )
 from mmgate.errors import ConfigError
@@ -38,7 +36,7 @@ Shown = dict[str, list[tuple[str, SamplingPoints, Any]]]  # by image: model, its
 
 
 def main(argv: list[str]) -> None:
-    """Parse arguments, run the models, draw a picture and a table for each image, or for all together."""
+    """Parse arguments, run the models, draw a picture and write a table for each image."""
     options = parser(__doc__)
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument('--part', choices=['decoder', 'encoder'], help='default: the decoder, if there is one')
@@ -49,15 +47,11 @@ def main(argv: list[str]) -> None:
     options.add_argument('--pixel', type=float, nargs=2, metavar=('X', 'Y'), help=middle)
     level = 'decoder: the points of this level alone; encoder: level of the query (default 0); 0 is the finest'
     options.add_argument('--level', type=int, help=level)
-    over_images = "one picture of the finest level's points over all images, instead of one each"
-    options.add_argument('--density', action='store_true', help=over_images)
     gain = 'weights that points gain and lose against the model of --against, or without it against the same model '
     options.add_argument('--difference', action='store_true', help=gain + 'with its gates switched off')
     args = options.parse_args(argv)
-    if args.density and args.level is not None:
-        raise ConfigError('--density is of the finest level; leave --level away.')
-    if args.difference and (args.density or len(args.against) > 1):
-        raise ConfigError('--difference is of two models on each image; leave --density and a third model away.')
+    if args.difference and len(args.against) > 1:
+        raise ConfigError('--difference is of two models; leave the third away.')
     if args.difference and args.level is not None and args.part != 'encoder':
         raise ConfigError('--difference is of a decoder on all levels; leave --level away, or give --part encoder.')
     shown: Shown = {}
@@ -74,9 +68,6 @@ def main(argv: list[str]) -> None:
             first = drawn[0][1] if args.difference and drawn else None
             same = {} if first is None or first.is_encoder else dict(queries=first.queries.tolist())
             drawn.append((title, chosen_points(recording, sample, **{**chosen, **same}), sample))
-    if args.density:
-        _draw_density(shown, Path(args.out))
-        return
     names = picture_names(shown)
     for image, drawn in shown.items():
         if args.difference:
@@ -120,21 +111,6 @@ def _draw_difference(drawn: list[tuple[str, SamplingPoints, Any]], out: Path, of
     print(out, write_csv(out.with_suffix('.csv'), change.rows()))
     most = f'a point gained {change.weights.max():.3g} at most and lost {max(0, -change.weights.min()):.3g}'
     print(f'{change.moved:.2%} of the attention moved; {most}.')
-
-
-def _draw_density(shown: Shown, out: Path) -> None:
-    by_model: dict[str, list[tuple[SamplingPoints, Any]]] = {}
-    for drawn in shown.values():
-        for title, points, sample in drawn:
-            by_model.setdefault(title, []).append((points, sample))
-    found = [(title, mean_density(*zip(*of, strict=True))) for title, of in by_model.items()]
-    picture = draw_densities(found, out / 'sampling_density.png', images=len(shown))
-    rows = [
-        dict(model=title, row=row, column=column, density=float(values[row, column]))
-        for title, values in found
-        for row, column in np.ndindex(*values.shape)
-    ]
-    print(picture, write_csv(picture.with_suffix('.csv'), rows))
 
 
 if __name__ == '__main__':

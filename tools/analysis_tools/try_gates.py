@@ -19,7 +19,7 @@ from typing import Any
 from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.logging import MMLogger
-from report import Section, drawn, run, run_quietly, write_page
+from page import Section, draw, write_page
 from study import Study, add_processes, report_study, run_study, run_tool, write_study
 
 import mmgate  # noqa: F401
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> None:
     _write_config(plan.pop('text'), config, out)
     processes = args.processes or 2 if args.launcher == 'pytorch' else 1
     study = Study(
-        path=Path(args.save or out / 'study.py'),
+        path=out / 'study.py',
         runs=dict.fromkeys(names, str(config)),
         seeds=list(range(args.seeds)),
         metric=metric,
@@ -166,7 +166,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument('--amp', action='store_true', help='automatic mixed precision (on a GPU)')
     add_processes(parser)
     parser.add_argument('--out', help='folder of the trial (default: work_dirs/try_NAME)')
-    parser.add_argument('--save', help='study file to write, for study.py (default: study.py in that folder)')
     parser.add_argument('--plan-only', action='store_true', help='stop after the costs and the plan')
     parser.add_argument('--verbose', action='store_true', help='show the output of the runs, else in their folders')
     add_trust_option(parser)
@@ -199,7 +198,7 @@ def _plan(args: argparse.Namespace, original: Config, gated: Mapping[str, list[s
 
     A trial with other seeds keeps its length, unless that follows from a budget for all of them.
     """
-    beside = ('seeds', 'out', 'save', 'plan_only', 'verbose', 'max_images')
+    beside = ('seeds', 'out', 'plan_only', 'verbose', 'max_images')
     asked = {key: value for key, value in vars(args).items() if key not in beside or (key == 'seeds' and args.budget)}
     asked = json.loads(json.dumps({**asked, 'config': original.pretty_text}, default=str))
     kept = json.loads((out / PLAN).read_text()) if (out / PLAN).is_file() else {}
@@ -319,7 +318,7 @@ def _drawn(title: str, text: str, command: list[str], out: Path, verbose: bool) 
     print(f'drawing {title}', flush=True)
     folder = out / 'pictures' / re.sub(r'[^\w.-]+', '_', title)
     try:
-        return drawn(title, text, command, folder, execute=run if verbose else run_quietly)
+        return draw(title, text, command, folder, verbose=verbose)
     except ConfigError as error:
         print(f'{command[0]} draws nothing of these models: {str(error).splitlines()[-1]}', flush=True)
         return None

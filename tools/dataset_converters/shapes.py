@@ -172,8 +172,8 @@ def write_once(root: Path, stamp: str, recipe: dict[str, Any], write: Callable[[
         if not (root / stamp).is_file():
             raise FileExistsError(f'{root} holds something that is no data set of this kind; choose another folder.')
         found = (root / stamp).read_text()
-        if {'difficulty': 'plain', **json.loads(found)} == {'difficulty': 'plain', **json.loads(text)}:
-            return False  # older folders name no difficulty
+        if json.loads(found) == json.loads(text):
+            return False
         if not force:
             raise FileExistsError(
                 f'{root} holds what was made of {found.strip()}, not of {text}; choose another folder or pass '

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import mmgate  # noqa: F401
 from mmgate.deploy.build import serve
-from mmgate.deploy.inputs import FOLDER
 from mmgate.deploy.runtime import Exported
 from mmgate.train import cli
 from mmgate.train.config_file import add_trust_option, config_parser, load_config
@@ -15,12 +14,12 @@ from mmgate.train.gate_options import add_gate_options, put_gates
 def main(argv: list[str]) -> None:
     """Parse arguments and evaluate."""
     parser = config_parser(__doc__)
-    parser.add_argument('file', help='.onnx or .pt2 file of tools/deploy/export.py')
+    parser.add_argument('file', help='ONNX file of tools/deploy/export.py')
     parser.add_argument('--work-dir', help='folder for logs and metrics (default: work_dirs/deploy/NAME)')
     add_gate_options(parser)
     add_trust_option(parser)
     args = parser.parse_args(argv)
-    args.work_dir = args.work_dir or f'{FOLDER}/{Path(args.file).stem}'
+    args.work_dir = args.work_dir or f'work_dirs/deploy/{Path(args.file).stem}'
     run = Exported(args.file)
     args.launcher = 'none'
     cfg = load_config(args)

@@ -9,17 +9,12 @@ from pathlib import Path
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import save_checkpoint
-from predictions import draw_predictions, draw_segmentation
 
 import mmgate  # noqa: F401
 
 REAL_IMAGES = 'demo: the same on real images, of face masks, blood cells and streets: configs/real/README.md'
 MAKE_SHAPES = 'tools/dataset_converters/make_shapes.py'
-# by the config's scope: the metrics to show, if they are there, and the picture
-TASKS = {
-    'mmdet': (('coco/bbox_mAP_50', 'coco/segm_mAP_50'), draw_predictions),
-    'mmseg': (('mIoU',), draw_segmentation),
-}
+METRICS = ('coco/bbox_mAP_50', 'coco/segm_mAP_50', 'mIoU')  # to show, if they are there
 
 
 def run(*command: str) -> None:
@@ -28,9 +23,9 @@ def run(*command: str) -> None:
     subprocess.run([sys.executable, '-W', 'ignore', *command], check=True)
 
 
-def evaluate(config: str, checkpoint: Path, work_dir: Path) -> dict[str, float]:
+def evaluate(config: str, checkpoint: Path, work_dir: Path, *options: str) -> dict[str, float]:
     """Return the metrics of a checkpoint, as tools/test.py measures them."""
-    run('tools/test.py', config, str(checkpoint), '--work-dir', str(work_dir))
+    run('tools/test.py', config, str(checkpoint), '--work-dir', str(work_dir), *options)
     results = max(work_dir.glob('*/*.json'), key=lambda path: path.stat().st_mtime)
     return json.loads(results.read_text().splitlines()[-1])
 
@@ -38,7 +33,6 @@ def evaluate(config: str, checkpoint: Path, work_dir: Path) -> dict[str, float]:
 def demo(config: str) -> str:
     """Train and test ``config`` and return a line of results."""
     cfg = Config.fromfile(config)
-    metrics, draw = TASKS[cfg.default_scope]
     work_dir = Path('work_dirs') / Path(config).stem
     run(MAKE_SHAPES, cfg.data_root.rstrip('/').removesuffix('/ade'), '--num-objects', '0')
 
@@ -52,14 +46,14 @@ def demo(config: str) -> str:
 
     run('tools/train.py', config, '--work-dir', str(work_dir))
     checkpoint = Path((work_dir / 'last_checkpoint').read_text())
-    after = evaluate(config, checkpoint, work_dir / 'test')
-    picture = draw(config, str(checkpoint), work_dir / 'predictions.png')
+    pictures = work_dir / 'pictures'
+    after = evaluate(config, checkpoint, work_dir / 'test', '--show-dir', str(pictures.resolve()))
     figures = ', '.join(
         f'{metric.removeprefix("coco/")} = {after[metric]:.3f} (untrained {before.get(metric, 0.0):.3f})'
-        for metric in metrics
+        for metric in METRICS
         if metric in after
     )
-    return f'demo: {figures}, picture: {picture}, checkpoint: {checkpoint}'
+    return f'demo: {figures}, pictures: {pictures}, checkpoint: {checkpoint}'
 
 
 def main() -> None:

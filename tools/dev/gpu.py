@@ -18,7 +18,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -68,7 +67,6 @@ CHUNKS = (1 << 21, 1 << 24, 1 << 26)  # elements of PLuG's map that exist at a t
 # compute-sanitizer watches our kernels alone, as torch's many would take most of the time. initcheck has to watch all:
 # it takes for uninitialized what a kernel has written that it does not watch.
 KERNELS = ('order_kernel', 'forward_kernel', 'backward_kernel')
-INTERPRETER = "triton's interpreter does not run beside this numpy; the GPU's tests do not need it"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,28 +129,7 @@ def _run(command: list[str] | str, limit: int, log: Path, step: str) -> str:
     return 'done' if done.returncode == 0 else f'failed with {done.returncode}, see {log.name}'
 
 
-def interpreter_runs() -> bool:
-    """Return whether Triton's interpreter runs beside this numpy: triton 3.6 does not beside numpy 2.5.
-
-    It then converts arrays of one element to numbers, which newer numpy versions refuse.
-    """
-    program = (
-        'import torch, triton, triton.language as tl\n'
-        '@triton.jit\n'
-        'def twice(x, n: tl.constexpr):\n'
-        '    for i in range(tl.load(x)):\n'
-        '        tl.store(x, 2 * tl.load(x))\n'
-        'twice[(1,)](torch.ones(1, dtype=torch.int32), 1)\n'
-    )
-    environment = os.environ | {'TRITON_INTERPRET': '1'}
-    with tempfile.TemporaryDirectory() as folder:  # Triton reads the source of a kernel from its file
-        path = Path(folder, 'twice.py')
-        path.write_text(program)
-        done = subprocess.run([sys.executable, str(path)], env=environment, capture_output=True, check=False)
-    return done.returncode == 0
-
-
-def _tests(op: str, args: argparse.Namespace, _: Path) -> list[str] | str:
+def _tests(op: str, args: argparse.Namespace, _: Path) -> list[str]:
     path = KERNEL_TESTS[op]
     options = ['-q', '--maxfail=20', '-p', 'no:cacheprovider']
     if args.device == 'cuda':
@@ -160,10 +137,8 @@ def _tests(op: str, args: argparse.Namespace, _: Path) -> list[str] | str:
         # Most of the time is spent on compiling kernels, which processes do beside each other.
         if importlib.util.find_spec('xdist') is not None:
             options += ['-n', '8']
-    elif interpreter_runs():
-        marks = ['-k', f'interpreter and {SMALL_TESTS}']
     else:
-        return INTERPRETER
+        marks = ['-k', f'interpreter and {SMALL_TESTS}']
     return [sys.executable, '-m', 'pytest', *options, *marks, path]
 
 

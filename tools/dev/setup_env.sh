@@ -28,7 +28,7 @@ case $SET in
     VENV=${VENV:-.venv}
     MMCV=onedl-mmcv==2.3.6
     BUILD+=(wheel packaging ninja psutil)
-    PACKAGES=('.[mm,pretrain,triton,deploy,dev,mutants,release]')
+    PACKAGES=('.[mm,pretrain,triton,deploy,dev,mutants]')
     ;;
   originals)
     TORCH=${TORCH:-2.1.2} VENV=${VENV:-.venv-originals}

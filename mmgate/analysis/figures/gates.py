@@ -20,20 +20,17 @@ MAP_INCHES = 1.5  # width of a map, about
 MOST_DPI = 600
 TITLE = 28  # characters of a line above the first panel
 AXES = dict(pairs='of pairs', levels='of levels', heads='of heads', channels='of channels')
-# Sentences below the figure, by the value at which a gate changes nothing.
-MEANINGS: dict[float | None, str] = {
-    0: 'a gate of 0 leaves attention unchanged (PLuG multiplies logits by 1 + gate).',
-    1: 'a gate of 1 leaves attention unchanged, one of 0 closes it.',
-    None: 'a gate of 0 is closed.',
-}
+NOTE = (
+    'Grey lines, white in maps: the value at which a gate leaves attention unchanged.\n'
+    'By layer: bars are the standard deviation over all gates of the layer.'
+)
 
 
 def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> Path:
     """Draw for each model the maps of its gates, the mean gate of every layer, and a histogram; return the file's path.
 
     The colours of a map are centred on the value at which its gates change nothing; maps of equal axes share a scale.
-    Histograms count every layer alike, no matter how many values it has. Each sentence below the figure names the
-    panels that it is about.
+    Histograms count every layer alike, no matter how many values it has.
     """
     maps = [mean_maps(gates) for _, gates in models]
     drawn = [of_kind for found in maps for of_kind in found]
@@ -58,17 +55,15 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
         _draw_histogram(right, gates, used, labels)
         for axis in lefts[len(found) :]:
             axis.set_axis_off()
-        for number, (axis, of_kind) in enumerate(zip(lefts, found, strict=False), 1):
+        for axis, of_kind in zip(lefts, found, strict=False):
             scale = (of_kind.axes, of_kind.unchanged)
             alike = [other.values for other in drawn if (other.axes, other.unchanged) == scale]
             _draw_map(figure, axis, of_kind, alike, [listed[gates.index(gate)] for gate in of_kind.gates])
-            if len(found) > 1:
-                axis.set_title(f'map {number}: {axis.get_title()}')
         if lefts and not found:
             lefts[0].set_title('no map: these gates are of channels')
         first = (*lefts, middle)[0]
         first.set_title(f'{fill(title, TITLE)}\n{first.get_title()}')
-    style.legend(figure, note='\n'.join(_notes(models, maps)))
+    style.legend(figure, note=NOTE)
     cells = max((max(of_kind.values.shape) for of_kind in drawn), default=0)
     # Two pixels a cell show a diagonal.
     figure.set_dpi(min(cells / MAP_INCHES * 2, MOST_DPI))
@@ -92,49 +87,11 @@ def histogram_image(by_kind: Mapping[str, Sequence[LayerGate]]) -> np.ndarray:
     return np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])
 
 
-def _meaning(value: float | None) -> str:
-    """Return the sentence below a figure that tells at which value a gate leaves the attention unchanged."""
-    return MEANINGS.get(value, f'a gate of {value} leaves attention unchanged.')
-
-
 def _names(gates: Sequence[LayerGate]) -> list[str]:
     """Return a label for each gate of a model: its layer's name, with ``k`` or the like where a layer has several."""
     layers = style.layer_labels([gate.path for gate in gates], length=LONGEST)
     names = [gate.name.removeprefix('gate').removeprefix('_') for gate in gates]
     return [f'{layer} {name}'.strip() for layer, name in zip(layers, names, strict=True)]
-
-
-def _notes(models: Sequence[tuple[str, Sequence[LayerGate]]], maps: Sequence[Sequence[GateMap]]) -> list[str]:
-    """Return the lines of text below the figure, each with the names of the panels that it explains."""
-    values = {gate.unchanged for _, gates in models for gate in gates}
-    lines = []
-    if len(values) == 1:
-        lines = [f'All panels: {_meaning(value)}' for value in values]
-    else:
-        for (title, gates), found in zip(models, maps, strict=True):
-            row = f'{title}, ' if len(models) > 1 else ''
-            for value in dict.fromkeys(gate.unchanged for gate in gates):
-                lines.append(f'{row}{_panels_of(value, gates, found)}: {_meaning(value)}')
-    if values != {None}:
-        where = 'By layer, histogram: grey lines mark the value that changes nothing.'
-        if any(of_kind.unchanged is not None for found in maps for of_kind in found):
-            where += ' In maps that value is white.'
-        lines.append(where)
-    return [*lines, 'By layer: bars are the standard deviation over all gates of the layer.']
-
-
-def _panels_of(value: float | None, gates: Sequence[LayerGate], found: Sequence[GateMap]) -> str:
-    """Return the names of the panels of a model whose gates change nothing if they are equal to ``value``."""
-    numbers = [str(number) for number, of_kind in enumerate(found, 1) if of_kind.unchanged == value]
-    panels = []
-    if numbers and len(found) == 1:
-        panels.append('map')
-    elif numbers:
-        panels.append(f'map{"s" if len(numbers) > 1 else ""} {" and ".join(numbers)}')
-    on_maps = {id(gate) for of_kind in found for gate in of_kind.gates}
-    if any(gate.unchanged == value and id(gate) not in on_maps for gate in gates):
-        panels.append('layers without a map')
-    return ' and '.join(panels)
 
 
 def _draw_map(figure: Any, axis: Any, of_kind: GateMap, alike: Sequence[np.ndarray], names: Sequence[str]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from mmgate.analysis.figures import style
-from mmgate.analysis.probes.sinks import LOW_RANK, NO_SINK, SINK, SMALL
 
 Rows = list[dict[str, Any]]
 RANKS = (
@@ -19,7 +18,7 @@ RANKS = (
 )
 
 
-def draw_sinks(models: list[tuple[str, Rows]], out: Path, heads: Sequence[tuple[str, Rows]] = ()) -> Path:
+def draw_sinks(models: list[tuple[str, Rows]], out: Path) -> Path:
     """Draw over the layers of each model the attention on its sink, the largest activation, and the gates' sparsity.
 
     Empty markers are the first token's, where there is a class token. Attentions of different names, such as self- and
@@ -28,14 +27,8 @@ def draw_sinks(models: list[tuple[str, Rows]], out: Path, heads: Sequence[tuple[
     Args:
         models: The name of each model, and its rows of :func:`~mmgate.analysis.probes.layers.sinks`.
         out: PNG to write.
-        heads: The same models' rows of :func:`~mmgate.analysis.probes.sinks.sink_heads`, for a second row of panels
-            with a dot for every head. Dots of heads with a sink are filled.
     """
-    with_heads = any(rows for _, rows in heads)
-    figure, axes = style.panels(1 + with_heads, 3, height=2.9)
-    left, middle, right = axes[0]
-    if with_heads:
-        _draw_heads(axes[1], heads)
+    figure, ((left, middle, right),) = style.panels(1, 3, height=2.9)
     for number, (name, layers) in enumerate(models):
         colour = style.COLOURS[number % len(style.COLOURS)]
         drawn: set[tuple[float, ...]] = set()
@@ -73,36 +66,6 @@ def draw_sinks(models: list[tuple[str, Rows]], out: Path, heads: Sequence[tuple[
         right.set(xticks=[], yticks=[], xlabel='', ylabel='')
     style.legend(figure, left.get_legend_handles_labels()[0])
     return style.save(figure, out)
-
-
-def _draw_heads(axes: np.ndarray, models: Sequence[tuple[str, Rows]]) -> None:
-    """Draw each head's attention sink over the layers: its share, the size of its value, and the rank of outputs."""
-    for number, (_, rows) in enumerate(models):
-        colour = style.COLOURS[number % len(style.COLOURS)]
-        layers = list(dict.fromkeys(row['layer'] for row in rows))
-        count = {layer: sum(row['layer'] == layer for row in rows) for layer in layers}
-        # The heads of a layer are beside each other, and so are the models at a head.
-        places = []
-        for row in rows:
-            slot = row['head'] + (number + 0.5) / len(models)
-            places.append(layers.index(row['layer']) + 0.7 * (slot / count[row['layer']] - 0.5))
-        is_sink = np.array([row['kind'] != NO_SINK for row in rows])
-        for axis, key in zip(axes, ('sink_share', 'value_norm', 'output_rank'), strict=True):
-            for chosen, face, alpha in ((~is_sink, 'none', 0.4), (is_sink, colour, 1.0)):
-                x = np.array(places)[chosen]
-                y = np.array([row[key] for row in rows])[chosen]
-                axis.scatter(x, y, s=12, marker='o', edgecolors=colour, facecolors=face, alpha=alpha)
-    limits = (SINK, SMALL, LOW_RANK)
-    titles = (
-        'share of the most attended\ntoken, by head (filled: a sink)',
-        "its value over the others':\nbelow the line a no-op sink",
-        'rank of the outputs:\nbelow the line a broadcast',
-    )
-    for axis, limit, title in zip(axes, limits, titles, strict=True):
-        axis.axhline(limit, color='0.5', linewidth=0.8, linestyle='--')
-        axis.set(title=title)
-        style.layer_axis(axis, 'attentions, as they run')
-        axis.set_ylim(bottom=0)
 
 
 def _kind(path: str) -> str:

@@ -142,20 +142,6 @@ def _draw_sizes(axis: Axes, image: np.ndarray, points: SamplingPoints, shares: n
     _draw_references(axis, points)
 
 
-def draw_densities(models: Sequence[tuple[str, np.ndarray]], out: Path, *, images: int) -> Path:
-    """Draw where each model's points lie on average over images, all on one colour scale; return the file's path.
-
-    See :func:`~mmgate.analysis.probes.sampling.mean_density`.
-    """
-    figure, (axes,) = style.panels(1, len(models), height=3.2, width=3.2 * len(models) + 0.6)
-    high = max(float(values.max()) for _, values in models)
-    for axis, (title, values) in zip(axes, models, strict=True):
-        drawn = style.show_map(axis, values, cmap=style.SEQUENTIAL, vmin=0, vmax=high, extent=(0, 1, 1, 0))
-        axis.set(title=fill(title, 34), xlabel="share of the image's width", ylabel='of its height')
-    style.colour_bar(figure, drawn, axes, f'density of points on the finest level,\n{images} images; 1: even')
-    return style.save(figure, out)
-
-
 def _draw_image(axis: Axes, image: np.ndarray, dim: float = 0.6) -> None:
     """Draw an image dim and grey on an axis, so that coloured points on it can be seen."""
     height, width = image.shape[:2]

@@ -38,7 +38,6 @@ HEADS = ('panoptic_head', 'decode_head', 'bbox_head')  # of detectors and segmen
 # Words for the readings, with the tools that draw them.
 DRAWN = {
     'attention': 'attention weights (plot_rollout.py, plot_cka.py, plot_attention_sink.py)',
-    'values': 'values that attention weighs (plot_attention_sink.py)',
     'locations': 'sampling points (plot_sampling_points.py)',
     'kv': 'a map K^T V of linear attention (plot_kv_rank.py)',
     'agents': 'agent tokens (plot_agents.py)',

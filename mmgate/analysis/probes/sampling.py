@@ -277,28 +277,3 @@ def density(xy: np.ndarray, weights: np.ndarray, size: tuple[int, int], steps: i
         return None
     x, y = np.meshgrid(np.linspace(0, size[1], steps), np.linspace(0, size[0], steps))
     return kernel(np.stack([x.ravel(), y.ravel()])).reshape(steps, steps)
-
-
-def mean_density(points: Sequence[SamplingPoints], samples: Sequence[Sample], steps: int = 96) -> np.ndarray:
-    """Estimate where sampling points lie on average over images, on a grid ``(steps, steps)`` over an image's area.
-
-    Only points that sample the finest level count.
-
-    Every point counts alike, no matter what its weight is; places are shares of the images' heights and widths, so that
-    images of any size can be added. An even density is 1, except at the border, where the kernel's tails lie outside:
-    there an even density falls to a half, in corners to a quarter.
-
-    Raises:
-        ConfigError: The points have no spread to estimate a density from.
-
-    Source: PLuG, appendix G and Fig. 9, there of one image.
-    """
-    finest = []
-    for found in points:
-        place = found.levels.index(0)
-        finest.append(found.xy[:, :, place, found.there[place]].reshape(-1, 2))
-    shares = np.concatenate([xy / sample.ori_shape[1::-1] for xy, sample in zip(finest, samples, strict=True)])
-    estimated = density(shares, np.ones(len(shares)), (1, 1), steps)
-    if estimated is None:
-        raise ConfigError(f'{len(shares)} sampling points of no spread have no density.')
-    return estimated

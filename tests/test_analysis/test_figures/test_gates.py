@@ -32,9 +32,9 @@ def test_a_picture_has_every_layer_of_every_kind(tmp_path: Path, monkeypatch: py
     maps = [axis for axis in rows if axis.images]
     found = [(sum(axis.images[0].get_clim()) / 2, axis.get_title().split('\n')[-1]) for axis in maps]
     assert found == [
-        (0, 'map 1: mean gate of 2 layers'),
-        (1, 'map 2: mean gate of 2 layers'),
-        (1, 'map 3: mean gate of 1 layer'),
+        (0, 'mean gate of 2 layers'),
+        (1, 'mean gate of 2 layers'),
+        (1, 'mean gate of 1 layer'),
         (0, 'mean gate of 1 layer'),
     ]
     names = [label.get_text() for label in rows[3].get_yticklabels()]

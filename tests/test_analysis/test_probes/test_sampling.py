@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,6 @@ from mmgate.analysis.probes.sampling import (
     compare_points,
     density,
     layers_of,
-    mean_density,
     query_at,
 )
 from mmgate.errors import ConfigError
@@ -46,22 +44,14 @@ def test_an_encoder_has_as_many_queries_as_its_levels_have_pixels() -> None:
         assert [name for name in ('encoder', 'decoder') if layers_of(layers, name)] == [part]
 
 
-def test_density_is_that_of_the_finest_level() -> None:
-    """Over two images of other sizes; the coarse level's points elsewhere weigh more, which counts for nothing."""
+def test_density_lies_where_the_weights_are() -> None:
+    """Points on one line have none."""
     rng = np.random.default_rng(0)
-    points, samples = [], []
-    for height, width in ((50, 100), (400, 200)):
-        size = np.array([width, height])
-        xy = np.stack([rng.normal((0.25, 0.75), 0.03, (6, 2, 4, 2)), rng.normal((0.75, 0.25), 0.03, (6, 2, 4, 2))], 2)
-        weights = np.broadcast_to(np.array([0.01, 1.0])[:, None], (6, 2, 2, 4))
-        points.append(SamplingPoints('layer', xy * size, weights, xy[:, 0, 0, 0], np.arange(6), range(2), False))
-        samples.append(SimpleNamespace(ori_shape=(height, width)))
-    found = mean_density(points, samples)
+    xy = np.stack([rng.normal((25, 75), 3, (50, 2)), rng.normal((75, 25), 3, (50, 2))])
+    found = density(xy, np.repeat([[0.01], [1.0]], 50, 1), (100, 100))
+    assert found is not None
     row, column = np.unravel_index(found.argmax(), found.shape)
-    assert abs(row / 95 - 0.75) < 0.05 and abs(column / 95 - 0.25) < 0.05 and found[24, 71] < 1e-3
-    of_all = density(np.concatenate([p.xy / s.ori_shape[::-1] for p, s in zip(points, samples, strict=True)]),
-                     np.concatenate([p.weights for p in points]), (1, 1))  # fmt: skip
-    assert of_all is not None and of_all[24, 71] > of_all[71, 24]  # the heavier points
+    assert abs(row / 95 - 0.25) < 0.05 and abs(column / 95 - 0.75) < 0.05
     assert density(np.ones((4, 2)), np.ones(4), (50, 100)) is None
 
 
@@ -87,11 +77,10 @@ def test_points_of_other_queries_have_no_difference() -> None:
         compare_points(points([0.5, 0.5]), points([0.5, 0.5], query=6))
 
 
-def test_points_that_are_not_there_have_no_row_and_no_density() -> None:
+def test_points_that_are_not_there_have_no_row() -> None:
     """Of a level with one point and one with two."""
     xy = np.full((1, 1, 2, 2, 2), np.nan)
     xy[0, 0, 0, 0] = 1.0
-    # Not on one line with their mirror images, which would have no density.
     xy[0, 0, 1] = [[2.0, 5.0], [3.0, 1.0]]
     weights = np.array([[0.5, 0.0], [0.3, 0.2]])[None, None]
 
@@ -101,9 +90,6 @@ def test_points_that_are_not_there_have_no_row_and_no_density() -> None:
     uneven = of((1, 2), [1, 0])
     assert [(row['level'], row['point'], row['x']) for row in uneven.rows()] == [(1, 0, 1.0), (0, 0, 2.0), (0, 1, 3.0)]
     assert compare_points(uneven, uneven).moved == 0
-    # The finest level has one point in each of three images.
-    images = [replace(of((1, 2), [0, 1]), xy=xy + np.array(apart)) for apart in ((0, 0), (1, 3), (4, 1))]
-    assert np.isfinite(mean_density(images, [SimpleNamespace(ori_shape=(8, 8))] * 3)).all()
     with pytest.raises(ConfigError, match=r'on levels \[1, 2\] and .* on levels \[2, 2\]'):
         compare_points(uneven, of((2, 2), [1, 0]))
 

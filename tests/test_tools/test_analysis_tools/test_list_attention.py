@@ -1,23 +1,18 @@
-"""The list of a model's attention: its rows, the gates that fit, and figures of it on images."""
+"""The list of a model's attention: its rows and the gates that fit."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from conftest import over_shapes, tool
+from conftest import tool
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmdet.models.backbones.pvt import SpatialReductionAttention
 from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention as Fused
 from mmengine.registry import MODELS
-from shapes import write_shapes
 from torch import nn
 
 import mmgate
-from mmgate.analysis.structure import build_structure, list_attention
+from mmgate.analysis.structure import list_attention
 from mmgate.errors import ConfigError
-from mmgate.train import cli
-from mmgate.train.config_file import read_config
 
 PLUGGED = 'PLuGMultiScaleDeformableAttention'
 PLUG = 'plug/deformable_detr/plug-deformable-detr-refine_r50_8xb4-50e_coco.py'
@@ -32,32 +27,6 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert 'num_levels=4' in rows['encoder.layers.0.self_attn']
     assert 'PLuGMultiheadAttention, SDPAGatedMultiheadAttention' in rows['decoder.layers.0.self_attn']
     assert 'decoder.layers.0.self_attn.attn' not in rows
-
-
-@pytest.mark.parametrize(
-    ('config', 'first', 'rank'),
-    [
-        ('_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py', '--gate ', '-'),
-        ('saga/mask_rcnn/saga-mask-rcnn_swin-demo_1xb8-8e_shapes.py', '--gate ', '0.'),
-    ],
-    ids=['deformable', 'linear'],
-)
-def test_figures_of_a_model_on_images(
-    config: str, first: str, rank: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Every attention has a line, those that move most first; each is named as rules name it."""
-    write_shapes(tmp_path / 'shapes', num_train=1, num_val=1, size=64)
-    (tmp_path / 'config.py').write_text(over_shapes(f'configs/{config}', tmp_path / 'shapes'))
-    measured = ['--measure', 'untrained', '--max-images', '1']
-    assert cli.main(tool('list_attention').main, [str(tmp_path / 'config.py'), *measured]) == 0
-    table, note = capsys.readouterr().out.rsplit('path  ', 1)[1].rsplit('\n\n', 1)
-    assert note.startswith('The further up, ') and note.count('. ') == 0
-    rows = [line.split() for line in table.splitlines()[1:]]
-    paths = {row.path for row in list_attention(build_structure(read_config(str(tmp_path / 'config.py'))))}
-    assert {row[0] for row in rows} <= paths and len(rows) > 3
-    moved = [float(row[2]) + float(row[3]) if row[2] != '-' else -1.0 for row in rows]
-    assert moved == sorted(moved, reverse=True) and moved[0] > 0 and first in table
-    assert any(row[7].startswith(rank) for row in rows)
 
 
 def test_a_gated_module_is_named_by_its_host_and_its_gate(capsys: pytest.CaptureFixture[str]) -> None:

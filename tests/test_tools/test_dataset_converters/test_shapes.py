@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from pathlib import Path
 from typing import Any
@@ -90,15 +89,6 @@ def test_existing_folders_are_kept_or_refused(write: Any, counts: dict[str, int]
     assert content(tmp_path / 'other') == {'precious.txt': b'x'}
     assert write(root, **counts, seed=5, force=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ['other', 'shapes']
-
-
-def test_folders_of_releases_without_difficulty_are_known_again(tmp_path: Path) -> None:
-    write_shapes(tmp_path / 'old', **COUNTS)
-    stamp = tmp_path / 'old/shapes.json'
-    stamp.write_text(json.dumps({k: v for k, v in json.loads(stamp.read_text()).items() if k != 'difficulty'}))
-    assert not write_shapes(tmp_path / 'old', **COUNTS)
-    with pytest.raises(FileExistsError, match='--force'):
-        write_shapes(tmp_path / 'old', **COUNTS, difficulty='hard')
 
 
 @pytest.mark.parametrize(

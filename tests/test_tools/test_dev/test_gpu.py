@@ -51,7 +51,6 @@ def test_steps_are_told_as_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize('device', ['cpu', 'cuda'])
 def test_steps_run_test_files_that_are_there(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu.shutil, 'which', lambda name: name)
-    monkeypatch.setattr(gpu, 'interpreter_runs', lambda: True)
     args = SimpleNamespace(device=device)
     commands = [gpu._tests(op, args, Path('rows.csv')) for op in gpu.OPS]
     if device == 'cuda':
@@ -85,15 +84,6 @@ def test_memcheck_sees_single_tensors(tmp_path: Path, monkeypatch: pytest.Monkey
     for step, shown in (('memcheck', '1'), ('sampler', 'None')):
         assert gpu._run(shows, 60, log, step) == 'done'
         assert log.read_text().strip() == shown
-
-
-def test_a_trial_says_that_the_interpreter_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As triton 3.6's beside numpy 2.5."""
-    pytest.importorskip('triton', minversion='3.2')
-    assert gpu.interpreter_runs(), 'it does in the tested environments'
-    monkeypatch.setattr(gpu, 'interpreter_runs', lambda: False)
-    command = gpu._tests('ms_deform_attn', SimpleNamespace(device='cpu', tiny=True), tmp_path)
-    assert gpu._run(command, 60, tmp_path / 'x.log', 'sampler-tests').startswith('could not run: triton')
 
 
 def test_each_part_ends_in_eight_minutes(tmp_path: Path) -> None:
