@@ -114,34 +114,6 @@ def measure_costs(
     return rows
 
 
-def plan_iters(
-    seconds: float, rows: list[dict[str, Any]], *, seeds: int, images: int, validations: int, least: int = 20
-) -> int:
-    """Return how many iterations each run of a trial may have, for all runs together to take about ``seconds``.
-
-    Args:
-        seconds: What the trial may take.
-        rows: Costs of :func:`measure_costs`, a run for each.
-        seeds: Number of seeds.
-        images: Images of a validation and of the test.
-        validations: Validations of a run.
-        least: Iterations below which a trial is none.
-
-    Raises:
-        ConfigError: The time is too short.
-    """
-    beside = sum(START + (validations + 1) * images * row['image_ms'] / 1e3 for row in rows)
-    step = sum(BESIDE * row['step_ms'] / 1e3 for row in rows)
-    iters = int((seconds / seeds - beside) / step)
-    if iters < least:
-        needed = seeds * (beside + least * step)
-        raise ConfigError(
-            f'--budget: {len(rows)} models with {seeds} seeds take {needed / 60:.0f} minutes for {least} iterations '
-            'alone. Give more time, fewer gates, fewer --seeds or fewer --validations.'
-        )
-    return iters
-
-
 def run_seconds(rows: list[dict[str, Any]], *, iters: int, images: int, validations: int) -> float:
     """Estimate from the measured steps how many seconds a run of so many iterations takes, in the mean over models."""
     per_run = [
