@@ -20,8 +20,6 @@ from mmgate.errors import ConfigError, listed
 from mmgate.layers.base.gate import is_gate_key, named_gate_parameters
 from mmgate.wrappers import unwrap_model
 
-from .resuming import refuse_other_run
-
 COUNTERS = 'num_batches_tracked'  # of batch norms; often left out of checkpoints
 OF_TRAINING = ('auxiliary_head', 'dn_query_generator')
 
@@ -47,8 +45,8 @@ class LoadReportHook(Hook):
         gates: Gates file that is to be tested; the hook warns if the checkpoint has gates, too.
 
     Raises:
-        ConfigError: Too few keys were filled (from :meth:`before_test` and :meth:`before_train`), or a run is to be
-            resumed from weights alone or with other gates (from :meth:`after_load_checkpoint`).
+        ConfigError: Too few keys were filled (from :meth:`before_test` and :meth:`before_train`), or the checkpoint of
+            a run that is to be resumed holds nothing but weights (from :meth:`after_load_checkpoint`).
     """
 
     def __init__(self, checkpoint: str, *, allow_mismatch: bool = False, gates: str | None = None) -> None:
@@ -64,12 +62,10 @@ class LoadReportHook(Hook):
         whole = 'iter' in checkpoint.get('meta', {}) and 'message_hub' in checkpoint
         if getattr(runner, '_resume', False) and not whole:
             raise ConfigError(
-                f'{self.checkpoint} holds weights alone, no run that could be resumed. '
+                f'{self.checkpoint} holds nothing but weights, so that no run can be resumed from it. '
                 f'--cfg-options load_from={self.checkpoint} starts a new run from them.'
             )
         self._before = _versions(runner.model)
-        if getattr(runner, '_resume', False) and self._before:
-            refuse_other_run(runner, checkpoint, self.checkpoint)
         self._given = [key for key in checkpoint.get('state_dict', checkpoint) if not key.endswith(COUNTERS)]
 
     def before_train(self, runner: Runner) -> None:
