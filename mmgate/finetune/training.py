@@ -1,4 +1,4 @@
-"""Train the gates of a model alone, with all other parameters frozen."""
+"""Train the gates of a model with all other parameters frozen."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
         The names of the parameters that train.
 
     Raises:
-        ValueError: ``train`` is unknown, or the model has no gates.
+        ConfigError: ``train`` is unknown, or the model has no gates.
     """
     if train not in TRAINS:
         raise ConfigError(f'train={train!r}: it is one of {", ".join(map(repr, TRAINS))}.')
@@ -130,7 +130,7 @@ def _warn_of_random_weights(model: nn.Module) -> None:
 
 
 def _rest(model: Any, mode: bool) -> nn.Module:
-    """Set training or eval mode of a model whose gates train alone; its other norms and dropout stay in eval mode."""
+    """Set training or eval mode of a model of which only gates train; its other norms and dropout stay in eval mode."""
     trained = [parameter for parameter in gate_parameters(model).values() if parameter.requires_grad]
     type(model).train(model, mode)
     # Backbones freeze their stages, gates included, whenever a mode is set.
@@ -151,6 +151,6 @@ def _rest(model: Any, mode: bool) -> nn.Module:
 
 
 def _gated_attention(model: nn.Module) -> list[nn.Module]:
-    """Return all gated attention modules of a model: those that rules name, and those of mmgate's own classes."""
+    """Return all gated attention modules of a model: modules that rules name, and instances of mmgate's classes."""
     chosen = [model.get_submodule(module.gating.chosen_name(name)) for name, module in gated_modules(model)]
     return [*chosen, *(part for part in model.modules() if isinstance(part, (GatedModule, GatedMultiheadAttention)))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from logging.handlers import BufferingHandler
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 from mmengine.hooks import Hook
 from mmengine.logging import print_log
@@ -22,12 +22,6 @@ from mmgate.wrappers import unwrap_model
 
 COUNTERS = 'num_batches_tracked'  # of batch norms; often left out of checkpoints
 OF_TRAINING = ('auxiliary_head', 'dn_query_generator')
-
-
-class HasModel(Protocol):
-    """Protocol of a Runner or another object with an attribute ``model``."""
-
-    model: nn.Module
 
 
 class LoadReportHook(Hook):
@@ -56,7 +50,7 @@ class LoadReportHook(Hook):
         self._before: dict[str, tuple[int, int]] = {}
         self._given: list[str] = []
 
-    def after_load_checkpoint(self, runner: HasModel, checkpoint: dict[str, Any]) -> None:
+    def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the state of each tensor, to see later which ones loading has changed; called before the copy."""
         # mmengine needs these two to resume.
         whole = 'iter' in checkpoint.get('meta', {}) and 'message_hub' in checkpoint
@@ -92,7 +86,7 @@ class LoadReportHook(Hook):
                 logging.WARNING,
             )
 
-    def report(self, runner: HasModel) -> tuple[str, float]:
+    def report(self, runner: Any) -> tuple[str, float]:
         """Return a message on how many tensors were loaded, and their share; empty for a sharded model.
 
         Gates that were not filled do not count in the share: a vanilla checkpoint in a gated model is whole.
@@ -113,11 +107,11 @@ class LoadReportHook(Hook):
             missing = [key for key in missing if key not in gates]
         return found + (f'; not loaded: {listed(missing)}' if missing else ''), share
 
-    def missing(self, runner: HasModel) -> list[str]:
+    def missing(self, runner: Any) -> list[str]:
         """Return the names of the model's tensors that the checkpoint did not fill."""
         return [key for key, version in _versions(runner.model).items() if self._before.get(key) == version]
 
-    def log_report(self, runner: HasModel, found: str, fits: bool) -> None:
+    def log_report(self, runner: Any, found: str, fits: bool) -> None:
         """Log the message of :meth:`report`, and warn if the checkpoint has gates that the model does not have."""
         if not found:
             return
@@ -140,7 +134,7 @@ def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> N
     Args:
         model: Model.
         checkpoint: File or address.
-        whole: True requires every parameter to be filled, except for those of heads that only training has.
+        whole: True requires every parameter to be filled, except in heads that only training has.
 
     Raises:
         ConfigError: It fills less than half of the model's keys, or leaves a parameter as it is.

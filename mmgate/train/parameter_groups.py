@@ -103,7 +103,7 @@ class GateOptimWrapperConstructor(GroupedOptimWrapperConstructor):
     def change(self, optimizer: Optimizer, model: nn.Module) -> None:
         """Apply the settings under ``'mmgate.gates'`` to gates, then take weight decay off the undecayed parameters."""
         keys = {name: key for name, key in (self.options.get('custom_keys') or {}).items() if _is_of_gates(name)}
-        # The key of all gates comes first, those of classes after it.
+        # The key of all gates comes first, then the keys of single classes.
         for name in sorted(keys):
             factors = dict(lr=keys[name].get('lr_mult'), weight_decay=keys[name].get('decay_mult'))
             settings = {name: optimizer.defaults[name] * by for name, by in factors.items() if by is not None}

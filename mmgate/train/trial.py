@@ -1,4 +1,4 @@
-"""Turn any config into that of a short training, in which a vanilla model and gated ones can be compared."""
+"""Change any config to a short training, in which a vanilla model and gated ones can be compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .config_file import mappings, type_name
 from .gate_options import import_mmgate
 from .parameter_groups import GATES
 
-# By the name of a metric of mm packages, what its test logs first, of what is compared.
+# By the class of a metric: the figures that its test logs, by what is measured.
 FIRST_FIGURES = {
     'CocoMetric': {'bbox': 'coco/bbox_mAP', 'segm': 'coco/segm_mAP'},
     'IoUMetric': {'mIoU': 'mIoU'},
@@ -123,7 +123,7 @@ def _squeeze(cfg: Config, factor: Fraction, length: int, steps_in_epoch: int) ->
             scheduler.gamma **= float(1 / of_one)
         scheduler.by_epoch = False
         scheduler.pop('convert_to_iter_based', None)
-    # A warm-up that would be over after a step or two is none.
+    # A warm-up of a step or two would have no effect.
     least = math.ceil(length / SHORTEST_WARM_UP)
     for _, scheduler in mappings(cfg.get('param_scheduler')):
         warms = type_name(scheduler).endswith(_WARM_UPS) and not scheduler.get('begin')
@@ -171,5 +171,5 @@ def _set_gate_rate(cfg: Config, rate: float | Mapping[str, float]) -> None:
     by_key = {f'{GATES}.{kind}': own for kind, own in rate.items()} if isinstance(rate, Mapping) else {GATES: rate}
     keys = {key: dict(lr_mult=own) for key, own in by_key.items() if own != 1}
     if keys:
-        # A name with a dot is no path here, so that it cannot be merged as an option.
+        # Set as a key: merged as an option, a name with dots would become a path.
         options['custom_keys'] = {**(options.get('custom_keys') or {}), **keys}
