@@ -21,7 +21,7 @@ MOST_NAMES = 12
 def frozen_parts(model: nn.Module) -> list[str]:
     """Return the names of children that are frozen as a whole, such as a teacher; none if nothing in the model trains.
 
-    The layers of a list or a sequence are no parts of a model in this sense.
+    Layers of a list or a sequence do not count as parts.
     """
     # Gates that an earlier rule has put in do not count: a frozen model's gates train, rule after rule.
     gates = {id(parameter) for _, parameter in named_gate_parameters(model)}

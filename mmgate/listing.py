@@ -56,7 +56,7 @@ class Attention:
 
     Attributes:
         path: Its name in the model.
-        class_name: Name of its class; of a gated module, that of its vanilla class.
+        class_name: Name of its class; of a gated module, the vanilla class.
         sizes: The attributes in :data:`SIZES` that it has, by the names that its package gives them; ``embed_dims`` and
             ``num_heads`` where its package gives its heads no name and a gate fits.
         gates: Names that rules may give as ``type`` for it.

@@ -49,12 +49,6 @@ else:
     DATASETS = _child(root.DATASETS, 'datasets.svhn')
     TRANSFORMS = _child(root.TRANSFORMS, 'datasets.noise')
     TASK_UTILS = _child(root.TASK_UTILS, 'speed.matching.assigner')
-    HOOKS = _child(
-        root.HOOKS,
-        'analysis.hooks',
-        'speed.hooks',
-        'train.gates_hook',
-        'train.reproducible',
-    )
+    HOOKS = _child(root.HOOKS, 'analysis.hooks', 'speed.hooks', 'train.gates_hook')
     OPTIM_WRAPPER_CONSTRUCTORS = _child(root.OPTIM_WRAPPER_CONSTRUCTORS, 'train.parameter_groups')
     PARAM_SCHEDULERS = _child(root.PARAM_SCHEDULERS, 'train.schedule')

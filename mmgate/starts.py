@@ -30,7 +30,7 @@ def initialise_gates_last(model: nn.Module) -> None:
     Hosts draw in passes over all of their parameters, in ``init_weights`` and, for the ``init_cfg`` of a model around
     this one, in ``apply``. The two methods become attributes of this model, which copies and pickles take along. A
     model whose ``init_weights`` draws the parameters of its parts itself, as DETR's does, has to be swapped as a whole,
-    not its encoder alone.
+    not just its encoder.
     """
     if hasattr(model, 'init_weights'):
         vars(model).setdefault('init_weights', partial(_init_weights, model))

@@ -1,6 +1,6 @@
 """Gate attention modules of any model, chosen by path patterns: parse the rules, find, make the gates, commit.
 
-Each of the four steps returns what the next one takes. The model changes in the last one alone.
+Each of the four steps returns what the next one takes. Only the last one changes the model.
 """
 
 from __future__ import annotations

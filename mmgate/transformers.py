@@ -1,7 +1,7 @@
 """Load models of the package transformers with gates in them.
 
-:func:`mmgate.swap_attention` and what follows from it (gates trained alone, saved alone, taken off) work on any model
-of transformers' as they do on mm models. This module adds ``from_pretrained``, which only transformers has.
+:func:`mmgate.swap_attention` and the functions for gates as adapters work on any model of transformers' as they do on
+mm models. This module adds ``from_pretrained``, which only transformers has.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from mmgate.errors import OptionError
 from mmgate.layers.base.gate import Gate
 from mmgate.rules import Rules
 from mmgate.starts import draw_gates, own_gated_modules
@@ -30,11 +31,11 @@ def from_pretrained(model_class: type[nn.Module], path: str | os.PathLike[str], 
         The model, an instance of ``model_class``. Gates that the checkpoint lacks start by ``init`` of their rule.
 
     Raises:
-        TypeError: ``model_class`` is no model, as the classes ``AutoModel...``, or a rule is malformed.
-        ValueError: The rules do not fit the model, see :func:`mmgate.swap_attention`.
+        OptionError: ``model_class`` is no model, as the classes ``AutoModel...``, or a rule is malformed.
+        ConfigError: The rules do not fit the model, see :func:`mmgate.swap_attention`.
     """
     if not issubclass(model_class, nn.Module):
-        raise TypeError(f'{model_class.__name__} is no model; give the class of the model itself.')
+        raise OptionError(f'{model_class.__name__} is no model; give the class of the model itself.')
 
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, *args, **kwargs)

@@ -6,6 +6,7 @@ from typing import Any
 
 from mmgate.backbones.weights import LAST, OUTPUT_NORM, cswin_layout, deit_layout, host_layout, is_cswin, is_deit
 from mmgate.checkpoints.tensors import State, tensors
+from mmgate.errors import ConfigError
 
 
 def convert(checkpoint: Any) -> State:
@@ -19,7 +20,7 @@ def convert(checkpoint: Any) -> State:
         checkpoint: Content of a file, from :func:`~mmgate.checkpoints.tensors.read_checkpoint` or ``torch.load``.
 
     Raises:
-        ValueError: It is none of these, or a key of DeiT is unknown.
+        ConfigError: It is none of these, or a key of DeiT is unknown.
     """
     state = tensors(checkpoint)
     if is_deit(state):
@@ -32,7 +33,7 @@ def convert_classifier(checkpoint: Any) -> State:
 
     ``configs/agent/classification`` builds that classifier.
 
-    Agent-PVT, Agent-Swin and Agent-CSwin become ``backbone`` (its last stage alone has an output norm, Swin's final
+    Agent-PVT, Agent-Swin and Agent-CSwin become ``backbone`` (only its last stage has an output norm, Swin's final
     one) and ``head.fc``, and so does a vanilla CSwin, of an ``AgentCSwin`` without agents; DeiT, with agent attention
     or vanilla, mmpretrain's ViT and ``head.layers.head``.
 
@@ -40,14 +41,14 @@ def convert_classifier(checkpoint: Any) -> State:
         checkpoint: Content of a file, from :func:`~mmgate.checkpoints.tensors.read_checkpoint` or ``torch.load``.
 
     Raises:
-        ValueError: It has no head, is a vanilla PVT or Swin, or does not convert; see :func:`convert`.
+        ConfigError: It has no head, is a vanilla PVT or Swin, or does not convert; see :func:`convert`.
     """
     state = tensors(checkpoint)
     missing = [key for key in ('head.weight', 'head.bias') if key not in state]
     if missing:
-        raise ValueError(f'The checkpoint is no classifier: it has no {", ".join(missing)}. Use --to backbone.')
+        raise ConfigError(f'The checkpoint is no classifier: it has no {", ".join(missing)}. Use --to backbone.')
     if not is_deit(state) and not is_cswin(state) and not any(key.endswith('.an_bias') for key in state):
-        raise ValueError(
+        raise ConfigError(
             'A vanilla PVT or Swin makes no classifier of ours, whose attention would be new; --to backbone gives what '
             'is shared, to start from.'
         )

@@ -71,7 +71,7 @@ class AgentCSwin(PublishedWeights, BaseModule):
         depths: Blocks of each stage, instead of the preset's.
         embed_dims: Channels of the first stage, instead of the preset's; they double from stage to stage.
         num_heads: Heads of each stage, instead of the preset's.
-        agent_nums: Agent tokens of each stage, None for cross-shaped windows; those of pre-training by default.
+        agent_nums: Agent tokens of each stage, None for cross-shaped windows; by default as many as in pre-training.
         pretrain_agent_nums: Agent tokens of each stage in pre-training, in the biases' shapes.
         splits: Width of each stage's stripes where there are no agents; None for the whole map. The default is
             CSwin's.
@@ -84,7 +84,7 @@ class AgentCSwin(PublishedWeights, BaseModule):
             ours are recognised; a vanilla one fills what is shared. Positions of another resolution are resized.
 
     Raises:
-        ValueError: An unknown ``arch``, or numbers that do not fit four stages.
+        ConfigError: An unknown ``arch``, or numbers that do not fit four stages.
 
     Source: Agent attention, Table 22; CSWin transformer (Dong et al., 2022).
     """

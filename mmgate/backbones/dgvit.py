@@ -40,7 +40,7 @@ class DGViT(VisionTransformer):
         **kwargs: Further arguments of mmpretrain's ``VisionTransformer``.
 
     Raises:
-        ValueError: An unknown ``arch``, or an attention that does not fit.
+        ConfigError: An unknown ``arch``, or an attention that does not fit.
 
     Source: M-DGSA, sections 4.3 and 5.1, Table 3.
     """

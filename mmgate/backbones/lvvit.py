@@ -57,7 +57,7 @@ class LVViT(VisionTransformer):
         **kwargs: Further arguments of mmpretrain's ``VisionTransformer``.
 
     Raises:
-        ValueError: An unknown ``arch``, a ``residual_scale`` that is not positive, or MixToken without raw tokens.
+        ConfigError: An unknown ``arch``, a ``residual_scale`` that is not positive, or MixToken without raw tokens.
 
     Source: All tokens matter (Jiang et al., 2021), section 3 and Table 1.
     """
@@ -120,8 +120,8 @@ class LVViT(VisionTransformer):
     def forward(self, x: Tensor) -> tuple[Any, ...]:
         """Return the tokens ``(B, 1 + N, C)`` of images ``(B, 3, H, W)``, with the class token first.
 
-        In training with MixToken every output is a pair: the tokens, those of a box back in the image that they come
-        from, and the share of the class token's image that is its own.
+        In training with MixToken every output is a pair: the tokens, with the exchanged box back in its own image, and
+        the share of its own image that the class token has seen.
         """
         grid = self.stem(x)
         if not (self.mix_token and self.training):
@@ -170,13 +170,13 @@ class TokenLabelHead(VisionTransformerClsHead):
     Args:
         num_classes: Number of classes.
         in_channels: Of the tokens.
-        token_weight: Of the tokens' loss; 1 is that of the authors' code.
+        token_weight: Of the tokens' loss; 1 in the authors' code.
         **kwargs: Further arguments of mmpretrain's ``VisionTransformerClsHead``.
 
     Raises:
-        ValueError: A ``token_weight`` that is not positive.
+        ConfigError: A ``token_weight`` that is not positive.
 
-    Source: All tokens matter (Jiang et al., 2021), Eq. 2 to 6; the prediction is that of the authors' code.
+    Source: All tokens matter (Jiang et al., 2021), Eq. 2 to 6; the prediction as in the authors' code.
     """
 
     def __init__(self, num_classes: int, in_channels: int, *, token_weight: float = 1.0, **kwargs: Any) -> None:
@@ -200,7 +200,7 @@ class TokenLabelHead(VisionTransformerClsHead):
         The class token's accuracies are there, too, if they are asked for.
 
         Raises:
-            ValueError: A ``gt_token_score`` of another shape than ``(N, num_classes)``.
+            ConfigError: A ``gt_token_score`` of another shape than ``(N, num_classes)``.
         """
         tokens, share = _tokens_and_share(feats)
         scores = super().forward((tokens[:, 0],))
@@ -231,7 +231,7 @@ def _labels_of_tokens(data_samples: Sequence[Any], scores: Tensor) -> Tensor:
         labels = [torch.as_tensor(sample.gt_token_score, device=scores.device) for sample in data_samples]
         for of_image in labels:
             if of_image.shape != scores.shape[1:]:
-                raise ValueError(
+                raise ConfigError(
                     f'gt_token_score must be (tokens, classes) = {tuple(scores.shape[1:])}, row by row of the map, got '
                     f'{tuple(of_image.shape)}.'
                 )

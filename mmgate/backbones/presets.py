@@ -39,7 +39,7 @@ def preset(presets: Mapping[str, Mapping[str, Any]], arch: str, overrides: Mappi
     """Return the preset sizes called ``arch``, in which those ``overrides`` that are not None replace the preset's.
 
     Raises:
-        ValueError: An unknown ``arch``; the message lists the names there are.
+        ConfigError: An unknown ``arch``; the message lists the names there are.
     """
     if arch not in presets:
         raise ConfigError(f'arch={arch!r} is unknown; choose one of {", ".join(presets)} and override its fields.')
@@ -47,7 +47,7 @@ def preset(presets: Mapping[str, Mapping[str, Any]], arch: str, overrides: Mappi
 
 
 def check_stages(stages: int, **options: Any) -> None:
-    """Raise ValueError unless every option has one value for each of the ``stages``."""
+    """Raise ConfigError unless every option has one value for each of the ``stages``."""
     for name, values in options.items():
         if isinstance(values, int) or len(values) != stages:
             raise ConfigError(f'{name}={values!r} needs one value for each of the {stages} stages.')

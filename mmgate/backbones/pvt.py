@@ -33,7 +33,7 @@ class GatedPVT(PublishedWeights, PyramidVisionTransformer):
         attention: Options of the attention for every stage, such as ``dict(bias=False)``, or a list of them, one a
             stage. With ``type`` they name another attention, a registered
             :class:`~mmgate.layers.base.map.GatedMapAttention`; ``map_size`` is filled in for a type that needs it.
-        agent_nums: Agent tokens of each stage, of agent attention; those of pre-training by default.
+        agent_nums: Agent tokens of each stage, of agent attention; by default as many as in pre-training.
         pretrain_agent_nums: Agent tokens of each stage in pre-training, in the biases' shapes.
         init: ``'host'`` (default): what is shared with mmdet's PVT starts as there; ``'paper'``: as in the authors'
             code, every linear layer normal with deviation 0.02. The vanilla partner has the same option.
@@ -44,9 +44,9 @@ class GatedPVT(PublishedWeights, PyramidVisionTransformer):
             makes no difference.
 
     Raises:
-        ValueError: An unknown ``arch``, numbers or attentions that do not fit the stages, or a linear attention with
+        ConfigError: An unknown ``arch``, numbers or attentions that do not fit the stages, or a linear attention with
             an ``attn_drop_rate``: it has no attention weights to drop.
-        TypeError: An option that the attention does not have.
+        OptionError: An option that the attention does not have.
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = PVT

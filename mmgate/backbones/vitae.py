@@ -34,9 +34,9 @@ CELLS = ((7, 4, (1, 2, 3, 4), True), (3, 2, (1, 2, 3), True), (3, 2, (1, 2), Fal
 class _Performer(nn.Module):
     """Performer attention of one head: linear attention with positive random features; the value is added to it.
 
-    The features of ``x`` are ``exp(w x - |x|^2 / 2)`` with orthogonal rows ``w`` that are not trained: their products
-    are on average ``exp(q k)``. A factor that a query shares with no other cancels out, and so does one of all keys:
-    the largest exponent is 0, for nothing to overflow.
+    The features of ``x`` are ``exp(w x - |x|^2 / 2)`` with orthogonal rows ``w`` that are not trained; the product of a
+    query's and a key's features is ``exp(q k)`` on average. A constant factor of all features of one query, or of all
+    keys together, cancels out: exponents are shifted so that the largest is 0 and nothing overflows.
 
     Source: Performer (Choromanski et al., 2021), Lemma 1, with half as many features as channels, as T2T-ViT.
     """
@@ -174,7 +174,7 @@ class ViTAE(BaseModule):
         init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None.
 
     Raises:
-        ValueError: An unknown ``arch``, or numbers that do not fit three stages.
+        ConfigError: An unknown ``arch``, or numbers that do not fit three stages.
 
     Source: ViTAE (Xu et al., 2021), sections 3.2 to 3.5 and Table 1; activations, norms and dropout as in the authors'
     public code.

@@ -10,6 +10,7 @@ from mmengine.logging import print_log
 from torch import Tensor, nn
 
 from mmgate.checkpoints.tensors import State, read_checkpoint, tensors
+from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import is_gate_key, named_gate_parameters
 from mmgate.layers.parts.resizing import resize_grid
 from mmgate.starts import gates_in_place
@@ -75,12 +76,12 @@ def load_pretrained(backbone: Any, init_cfg: Mapping[str, Any]) -> None:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ConfigError: It cannot be downloaded.
-        ValueError: It is no checkpoint, or a key is unknown, missing or of another shape; they are listed.
+        ConfigError: It cannot be downloaded, is no checkpoint, or a key is unknown, missing or of another shape. Such
+            keys are listed.
     """
     named = isinstance(init_cfg, Mapping) and 'checkpoint' in init_cfg
     if not named or init_cfg.get('type', 'Pretrained') != 'Pretrained':
-        raise ValueError(
+        raise ConfigError(
             f"init_cfg of {type(backbone).__name__} must be None or dict(type='Pretrained', checkpoint=...), "
             f'got {init_cfg!r}.'
         )
@@ -100,7 +101,7 @@ def load_pretrained(backbone: Any, init_cfg: Mapping[str, Any]) -> None:
         faults = str(error).split('\n\t')[1:]
     if faults:
         listed = '\n  '.join(faults[:20] + [f'... and {len(faults) - 20} more'] * (len(faults) > 20))
-        raise ValueError(
+        raise ConfigError(
             f'{source} does not fit {type(backbone).__name__} (keys by its names):\n  {listed}\n'
             'The sizes have to be those of the checkpoint: arch, depths or blocks, agents in pre-training.'
         )
@@ -144,7 +145,7 @@ def host_layout(state: State) -> State:
 
     Raises:
         KeyError: A half of a projection is missing; the message is its name.
-        ValueError: The keys are of neither backbone.
+        ConfigError: The keys are of neither backbone.
     """
     # CSwin and DeiT are read without mmdet.
     from mmdet.models.backbones.pvt import pvt_convert
@@ -159,14 +160,14 @@ def host_layout(state: State) -> State:
         return _in_gates({key.removeprefix('backbone.'): value for key, value in swin_converter(state).items()})
     if any(key.startswith(('layers.0.1.', 'stages.0.blocks.')) for key in state):
         return state
-    raise ValueError(
+    raise ConfigError(
         "Neither the keys of PVT (block1.0...) nor those of Swin (layers.0.blocks.0...), nor mmdet's or mmseg's names "
         f'of them (layers.0.1..., stages.0.blocks.0...): {", ".join(list(state)[:8])}.'
     )
 
 
 def is_cswin(state: State) -> bool:
-    """Return True if the keys of a state dict are those of the CSwin that its authors published."""
+    """Return True if a state dict has the keys of the published CSwin."""
     return 'stage1_conv_embed.0.weight' in state
 
 
@@ -214,7 +215,7 @@ def cswin_layout(state: State) -> State:
 
 
 def is_deit(state: State) -> bool:
-    """Return True if the keys of a state dict are those of the DeiT that its authors published."""
+    """Return True if a state dict has the keys of the published DeiT."""
     return 'blocks.0.attn.qkv.weight' in state
 
 
@@ -222,15 +223,15 @@ def deit_layout(state: State) -> State:
     """Return the tensors of the authors' DeiT, with agents or vanilla, under mmpretrain's names, without the head.
 
     Raises:
-        ValueError: A key is unknown, or the model is distilled.
+        ConfigError: A key is unknown, or the model is distilled.
     """
     if 'dist_token' in state:
-        raise ValueError('A distilled DeiT predicts from two tokens; take the one without distillation.')
+        raise ConfigError('A distilled DeiT predicts from two tokens; take the one without distillation.')
     state = {key: value for key, value in state.items() if not key.startswith('head.')}
     unknown = [key for key in state if not any(re.match(old, key) for old in _DEIT)]
     if unknown:
         listed = ', '.join(unknown)
-        raise ValueError(f"The checkpoint does not convert (keys as DeiT's authors name them): unknown: {listed}")
+        raise ConfigError(f"The checkpoint does not convert (keys as DeiT's authors name them): unknown: {listed}")
     return _in_gates({_renamed(key, _DEIT): value for key, value in state.items()})
 
 

@@ -16,17 +16,18 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import Runner
 from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 
 from mmgate.analysis.complexity import count_config
 from mmgate.errors import ConfigError, first_line
 from mmgate.train.load_report import load_weights
 
-from .measure import interleaved, measure
+from .measure import interleaved
 
 NAN = float('nan')
 SAME = 1e-4  # of the largest output: what rounding explains
 START = 20.0  # seconds in which a run begins and ends
-BESIDE = 1.1  # a step of a run, with its data and logs, over a step alone
+BESIDE = 1.1  # time of a step in a run, with its data and logs, over the time measured here
 
 
 def first_batch(cfg: Config, split: str) -> tuple[Any, int, int]:
@@ -75,9 +76,9 @@ def measure_costs(
 
     Returns:
         A row for each config: ``name``; ``parameters``, all of them, and ``trained``; ``macs``, multiply-accumulates
-        of an image; ``step_ms`` and ``memory_mib`` of a training step, and both as ratios to those of the first,
-        ``time`` and ``memory``; ``image_ms`` of a prediction; ``output``, the largest difference of the model's
-        output from that of the first, over the latter's largest absolute value. An unknown figure is NaN.
+        of an image; ``step_ms`` and ``memory_mib`` of a training step, and ``time`` and ``memory``, their ratios to
+        the first model's; ``image_ms`` of a prediction; ``output``, the largest difference from the first model's
+        output, over the largest absolute value of that output. An unknown figure is NaN.
 
     Raises:
         ConfigError: A model cannot be built or cannot make a step.
@@ -112,34 +113,6 @@ def measure_costs(
         found.update(step_ms=times.y_50, memory_mib=peaks.y_50)
         found.update(time=1 / max(times.ratio_to_peer, 1e-9), memory=1 / max(peaks.ratio_to_peer, 1e-9))
     return rows
-
-
-def plan_iters(
-    seconds: float, rows: list[dict[str, Any]], *, seeds: int, images: int, validations: int, least: int = 20
-) -> int:
-    """Return how many iterations each run of a trial may have, for all runs together to take about ``seconds``.
-
-    Args:
-        seconds: What the trial may take.
-        rows: Costs of :func:`measure_costs`, a run for each.
-        seeds: Number of seeds.
-        images: Images of a validation and of the test.
-        validations: Validations of a run.
-        least: Iterations below which a trial is none.
-
-    Raises:
-        ConfigError: The time is too short.
-    """
-    beside = sum(START + (validations + 1) * images * row['image_ms'] / 1e3 for row in rows)
-    step = sum(BESIDE * row['step_ms'] / 1e3 for row in rows)
-    iters = int((seconds / seeds - beside) / step)
-    if iters < least:
-        needed = seeds * (beside + least * step)
-        raise ConfigError(
-            f'--budget: {len(rows)} models with {seeds} seeds take {needed / 60:.0f} minutes for {least} iterations '
-            'alone. Give more time, fewer gates, fewer --seeds or fewer --validations.'
-        )
-    return iters
 
 
 def run_seconds(rows: list[dict[str, Any]], *, iters: int, images: int, validations: int) -> float:
@@ -246,19 +219,12 @@ def _predict(model: nn.Module, batch: Any) -> None:
 
 
 def _milliseconds(call: Callable[[], None]) -> float:
-    """Return how many milliseconds a call takes, measured after one call to warm up."""
-
-    def timed(nothing: Tensor) -> Tensor:
-        call()
-        return nothing
-
-    call()
-    seconds, _ = measure(timed, [torch.zeros(())], 'step')
-    return seconds * 1e3
+    """Return how many milliseconds a call takes, measured after calls to warm up."""
+    return 1e3 * Timer('call()', globals=dict(call=call), num_threads=torch.get_num_threads()).timeit(1).mean
 
 
 def _size(model: Any, batch: Any) -> tuple[int, int]:
-    """Return height and width of a batch's images as the model gets them, padding included."""
+    """Return height and width of a batch's images with their padding."""
     inputs = model.data_preprocessor(deepcopy(batch), False)['inputs']
     image = inputs[0] if isinstance(inputs, (list, tuple)) else inputs
     return int(image.shape[-2]), int(image.shape[-1])

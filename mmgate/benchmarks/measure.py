@@ -91,7 +91,7 @@ def interleaved(
         clock: Returns the seconds on a CPU.
         dtypes: By provider, the dtype of its floating-point inputs, which get it before the clock starts; others take
             them as they are.
-        launches: True counts the launches of kernels on a GPU, too, as those of ``'step'`` always are.
+        launches: True includes the launches of kernels on a GPU in the time; in the mode ``'step'`` they always are.
 
     Raises:
         RuntimeError: None of them runs; the message has the reason of each.
@@ -139,8 +139,9 @@ def errors(
 ) -> Iterator[Row]:
     """Yield each implementation's relative error: of the output (``'forward'``) and of the gradients.
 
-    An error is the root of the mean square of the differences, over that of the right numbers, in millionths; of the
-    gradients the largest. Single numbers do not count, as gradients jump at the centres of pixels.
+    An error is the root mean square of the differences over the root mean square of the right numbers, in millionths.
+    Of the gradients the largest error counts. Single numbers are not compared, as gradients jump at the centres of
+    pixels.
 
     Args:
         op: Name of the operator in the rows.
@@ -198,7 +199,7 @@ def measure(
 ) -> tuple[float, float]:
     """Run a call once; return its seconds and its peak memory in bytes above idle, on the device of the inputs.
 
-    The arguments are those of :func:`interleaved`.
+    Arguments as in :func:`interleaved`.
     """
     leaves = _leaves(inputs, mode)
     if inputs[0].is_cuda:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
 from mmgate.layers.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
 from mmgate.ops.deformable import attention_weights, offset_locations
@@ -122,7 +123,7 @@ def _offsets(
         targets = places.gather(1, chosen[..., None].expand(-1, -1, 2)).view(like.shape)
         targets = targets + 0.005 * torch.randn(like.shape, generator=generator)
     else:
-        raise ValueError(f'distribution={distribution!r} is unknown; choose one of {", ".join(DISTRIBUTIONS)}.')
+        raise ConfigError(f'distribution={distribution!r} is unknown; choose one of {", ".join(DISTRIBUTIONS)}.')
     from_centres = targets - reference[:, :, None, :, None, :2]
     if reference.shape[-1] == 4:  # in half boxes over P
         return from_centres / reference[:, :, None, :, None, 2:] * 2 * points
@@ -186,7 +187,7 @@ def benchmark_gated_layers(repetitions: int = 7) -> Iterator[Row]:
 
 
 def _glue(inputs: tuple[Tensor, ...], reference: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute from our inputs those of another package's sampler: locations and gated attention weights."""
+    """Compute the inputs of another package's sampler, locations and gated attention weights, from ours."""
     value, shapes, start, offsets, logits, gate = inputs
     return value, shapes, start, offset_locations(offsets, reference, shapes), attention_weights(logits, gate)
 
@@ -238,7 +239,7 @@ def benchmark_ms_deform_attn(
 
     All start from offsets, logits and gate. A peer that is not installed is left out with a warning; the first that
     runs is the one to compare with. Rows are errors, time, peak memory and the bytes kept for the backward pass. The
-    encoder comes first, with all distributions of its points; decoders have the first one alone.
+    encoder comes first, with all distributions of its points; decoders have the first distribution.
     """
     providers: dict[str, Callable[..., Tensor]] = {
         'mmcv': _mmcv,

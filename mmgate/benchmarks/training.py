@@ -75,8 +75,9 @@ def benchmark_training(
         tf32: True lets a GPU compute all float32 products in TF32, the peer's, too; this process stays so.
 
     Yields:
-        Rows of time, throughput and peak memory, and then of each step: on a GPU the time in kernels, their number with
-        that of copies, and the waits for them; on a CPU the operators, close to the number of kernels.
+        Rows of time, throughput and peak memory. Then a profile of one step: on a GPU the time in kernels, the number
+        of kernels and copies, and how often the CPU waits for the GPU; on a CPU the number of operators, which is close
+        to the number of kernels on a GPU.
     """
     if tf32:
         torch.set_float32_matmul_precision('high')
@@ -117,7 +118,7 @@ def benchmark_training(
 
 
 def profiled(step: Step, start: Tensor) -> dict[tuple[str, str], float]:
-    """Return figures of one training step by metric and unit, without those that change from step to step."""
+    """Return the profile of one training step, by metric and unit."""
     if not start.is_cuda:
         with Operators() as counted:
             step(start)
@@ -127,7 +128,7 @@ def profiled(step: Step, start: Tensor) -> dict[tuple[str, str], float]:
         step(start)
         torch.cuda.synchronize()  # cudaDeviceSynchronize, which is not counted
     events = profiler.key_averages()
-    # Ranges that torch marks, such as the optimizer's step, are no kernels.
+    # torch also lists ranges of its own, such as the optimizer's step.
     kernels = [
         event
         for event in events
@@ -144,7 +145,7 @@ def profiled(step: Step, start: Tensor) -> dict[tuple[str, str], float]:
 
 
 class Operators(TorchDispatchMode):
-    """Counts the operators that start a kernel on a GPU: none of views, of empty tensors and of reading a number."""
+    """Count the operators of which a GPU would run a kernel: not views, empty tensors and reads of a number."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -124,7 +124,7 @@ def _bytes(text: str, encoding: str) -> bytes:
 
 
 def _no_bytes(*content: object) -> bytes:
-    """Return empty bytes; a safe replacement for ``bytes``, by which old pickles write those of an empty array."""
+    """Return empty bytes; a safe replacement for ``bytes``, which old pickles call for an empty array."""
     if content:
         refuse('asks for builtins.bytes')
     return b''

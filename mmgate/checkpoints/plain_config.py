@@ -44,29 +44,6 @@ def running_part(text: str) -> str | None:
     return None
 
 
-def literal_setting(text: str, name: str) -> Any:
-    """Return the value of a variable in a config's text without running it, or None if it is no plain value."""
-    try:
-        given = [node for node in ast.parse(text).body if isinstance(node, ast.Assign)]
-        values = [node.value for node in given if isinstance(node.targets[0], ast.Name) and node.targets[0].id == name]
-        return ast.literal_eval(_AsLiterals().visit(values[-1])) if values else None
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        return None
-
-
-class _AsLiterals(ast.NodeTransformer):
-    """Syntax tree transformer that rewrites ``dict(a=1)`` as ``{'a': 1}``."""
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        if not isinstance(node.func, ast.Name) or node.func.id != 'dict':
-            return node
-        # mmengine writes dict({'a.b': 1}) if keys are no names.
-        if node.args:
-            return node.args[0]
-        return ast.Dict([ast.Constant(one.arg) for one in node.keywords], [one.value for one in node.keywords])
-
-
 def _is_value(node: ast.AST) -> bool:
     """Return True if a node of a config's syntax tree runs no code by itself; its children are checked separately."""
     if isinstance(node, ast.Name):

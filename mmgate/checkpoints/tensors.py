@@ -10,6 +10,8 @@ from mmengine.logging import print_log
 from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor
 
+from mmgate.errors import ConfigError
+
 from .download import download
 from .loading import load_checkpoint_file
 
@@ -21,8 +23,8 @@ PLACES = ('state_dict_ema', 'state_dict', 'model')
 def read_checkpoint(source: str) -> Any:
     """Read the checkpoint at a path or URL and return its content, with tensors on the CPU.
 
-    Some training scripts pickle their configuration beside the weights; that of the published agent attention is a
-    class of a package that may not be installed. Only tensors, numbers, strings and plain containers are loaded; any
+    Some training scripts pickle their configuration beside the weights; agent attention's authors pickled a class of a
+    package that may not be installed. Only tensors, numbers, strings and plain containers are loaded; any
     other object is left empty, and no code of the file runs. A web address is downloaded once into torch's cache;
     mmengine's loaders read other schemes (``torchvision://``, ``s3://``, ...).
 
@@ -42,7 +44,7 @@ def tensors(checkpoint: object, prefix: str | None = None) -> State:
     If keys begin with ``prefix`` (``backbone.`` if None), only their tensors are returned, by names without the prefix.
 
     Raises:
-        ValueError: There are no tensors where they are expected, or none with the ``prefix``.
+        ConfigError: There are no tensors where they are expected, or none with the ``prefix``.
     """
     top: Mapping[str, Any] = checkpoint if isinstance(checkpoint, Mapping) else {}
     places = [place for place in PLACES if top.get(place)]
@@ -50,7 +52,7 @@ def tensors(checkpoint: object, prefix: str | None = None) -> State:
         print_log(f'The checkpoint holds {", ".join(places)}: reading {places[0]}', logger='current')
     state = top[places[0]] if places else top
     if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
-        raise ValueError(
+        raise ConfigError(
             f'The checkpoint holds no tensors under {", ".join(PLACES)} or at its top; '
             f'its keys are {", ".join(map(str, list(top)[:8])) or "none"}.'
         )
@@ -59,5 +61,5 @@ def tensors(checkpoint: object, prefix: str | None = None) -> State:
     start = (prefix or 'backbone.').removeprefix('module.').rstrip('.') + '.'
     part = {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
     if prefix and not part:
-        raise ValueError(f'No key of the checkpoint begins with prefix={prefix!r}: {", ".join(list(state)[:8])}.')
+        raise ConfigError(f'No key of the checkpoint begins with prefix={prefix!r}: {", ".join(list(state)[:8])}.')
     return part or state

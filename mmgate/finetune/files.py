@@ -126,9 +126,12 @@ def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
             for rule in wanted[prefix]:
                 swap_attention(module, rule)
         _fill(model, content.tensors)
-    except (RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:
         restore(added)
-        raise ConfigError(f'the gates of {path} do not fit: {error}') from error
+        # Other errors are faults in the code of a gate.
+        if isinstance(error, (RuntimeError, ValueError)):
+            raise ConfigError(f'the gates of {path} do not fit: {error}') from error
+        raise
     hook = model._register_load_state_dict_pre_hook(partial(_meet_checkpoint, path, content), with_module=True)
     vars(model).update(gates_file=os.fspath(path), gates_file_hook=hook)
     if content.host_tensors:

@@ -54,7 +54,7 @@ def gates_disabled(model: nn.Module) -> Iterator[None]:
 
 
 def restore(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Remove the gates that were placed by rules for these models, but not those of models inside them.
+    """Remove the gates that rules for these models have placed; rules for models inside them are not concerned.
 
     See :func:`restore_attention`.
 

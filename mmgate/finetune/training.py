@@ -1,10 +1,9 @@
-"""Train the gates of a model alone, with all other parameters frozen."""
+"""Train the gates of a model with all other parameters frozen."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,7 +51,7 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
         The names of the parameters that train.
 
     Raises:
-        ValueError: ``train`` is unknown, or the model has no gates.
+        ConfigError: ``train`` is unknown, or the model has no gates.
     """
     if train not in TRAINS:
         raise ConfigError(f'train={train!r}: it is one of {", ".join(map(repr, TRAINS))}.')
@@ -84,79 +83,6 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
     return list(trained)
 
 
-def frozen_parts_without_weights(model: nn.Module) -> list[str]:
-    """Return the frozen parts of a model that no ``init_cfg`` fills from a checkpoint.
-
-    Args:
-        model: A model after :func:`train_only_gates` and before ``init_weights``, or a wrapper around it.
-
-    Returns:
-        Names of children of the model, such as ``'backbone'``; none if everything trains.
-    """
-    model = unwrap_model(model)
-    modules = [(without_wrappers(name), module) for name, module in model.named_modules()]
-    filled = tuple(f'{name}.' if name else '' for name, module in modules if _is_pretrained(module))
-    frozen = frozen_parameters(model)
-    return list(dict.fromkeys(name.partition('.')[0] for name in frozen if not name.startswith(filled)))
-
-
-def frozen_parameters(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that :func:`train_only_gates` has frozen in a model or in a part of it."""
-    modules = [(without_wrappers(name), module) for name, module in model.named_modules()]
-    return [
-        f'{prefix}.{name}'.lstrip('.') for prefix, module in modules for name in vars(module).get('frozen_by_gates', ())
-    ]
-
-
-def untrained_parts(model: nn.Module) -> list[str]:
-    """Return the frozen parts of a model that look untrained: the weights of all their norms are 1, as at the start.
-
-    Args:
-        model: A model after :func:`train_only_gates`.
-
-    Returns:
-        Names of children of the model, such as ``'backbone'``. A part without a frozen norm is not among them.
-    """
-    starts: dict[str, bool] = {}
-    parameters = _parameters(model)
-    for name in vars(model).get('frozen_by_gates', ()):
-        weight = parameters.get(name)
-        # Sharding renames parameters, and may leave none of a weight here.
-        if weight is None or weight.is_meta or not weight.numel():
-            continue
-        if not name.endswith('weight') or weight.dim() != 1:
-            continue
-        part = name.partition('.')[0]
-        starts[part] = starts.get(part, True) and bool((weight == 1).all())
-    return [part for part, at_start in starts.items() if at_start]
-
-
-def warn_of_random_weights(model: nn.Module, parts: Sequence[str], evidence: str) -> None:
-    """Warn that the gates train beside frozen random weights, which no checkpoint has filled; warn only once.
-
-    Args:
-        model: A model after :func:`train_only_gates`, or a wrapper around it.
-        parts: Names of its parts with random weights; nothing is logged if there are none.
-        evidence: The reason, as the words of the message before the names of the parts.
-    """
-    model = unwrap_model(model)
-    if parts:
-        log(
-            f'The gates train beside frozen weights that are drawn at random: {evidence} {", ".join(parts)}. Give the '
-            'checkpoint of the trained vanilla model: --cfg-options load_from=vanilla.pth, or in Python '
-            "load_checkpoint(model, 'vanilla.pth') before the training.",
-            logging.WARNING,
-        )
-        vars(model)[CHECKED] = True
-
-
-def _is_pretrained(module: nn.Module) -> bool:
-    given = getattr(module, 'init_cfg', None)
-    listed = given if isinstance(given, (list, tuple)) else [given]
-    kinds = [one.get('type') for one in listed if isinstance(one, Mapping)]
-    return any(str(getattr(kind, '__name__', kind)).endswith(('Pretrained', 'PretrainedInit')) for kind in kinds)
-
-
 def unfreeze(model: nn.Module) -> None:
     """Let those parameters train again that :func:`train_only_gates` has frozen."""
     parameters = _parameters(model)
@@ -175,13 +101,36 @@ def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def _set_mode(model: Any, mode: bool = True) -> nn.Module:
     if mode and CHECKED not in vars(model):
-        warn_of_random_weights(model, untrained_parts(model), 'no norm has moved from its start in')
+        _warn_of_random_weights(model)
         vars(model)[CHECKED] = True
     return _rest(model, mode)
 
 
+def _warn_of_random_weights(model: nn.Module) -> None:
+    """Warn of frozen parts that look untrained: the weights of all their norms are 1, as at the start."""
+    starts: dict[str, bool] = {}
+    parameters = _parameters(model)
+    for name in vars(model).get('frozen_by_gates', ()):
+        weight = parameters.get(name)
+        # Sharding renames parameters, and may leave none of a weight here.
+        if weight is None or weight.is_meta or not weight.numel():
+            continue
+        if not name.endswith('weight') or weight.dim() != 1:
+            continue
+        part = name.partition('.')[0]
+        starts[part] = starts.get(part, True) and bool((weight == 1).all())
+    parts = [part for part, at_start in starts.items() if at_start]
+    if parts:
+        log(
+            'The gates train beside frozen weights that are drawn at random: no norm has moved from its start in '
+            f'{", ".join(parts)}. Give the checkpoint of the trained vanilla model: --cfg-options '
+            "load_from=vanilla.pth, or in Python load_checkpoint(model, 'vanilla.pth') before the training.",
+            logging.WARNING,
+        )
+
+
 def _rest(model: Any, mode: bool) -> nn.Module:
-    """Set training or eval mode of a model whose gates train alone; its other norms and dropout stay in eval mode."""
+    """Set training or eval mode of a model of which only gates train; its other norms and dropout stay in eval mode."""
     trained = [parameter for parameter in gate_parameters(model).values() if parameter.requires_grad]
     type(model).train(model, mode)
     # Backbones freeze their stages, gates included, whenever a mode is set.
@@ -202,6 +151,6 @@ def _rest(model: Any, mode: bool) -> nn.Module:
 
 
 def _gated_attention(model: nn.Module) -> list[nn.Module]:
-    """Return all gated attention modules of a model: those that rules name, and those of mmgate's own classes."""
+    """Return all gated attention modules of a model: modules that rules name, and instances of mmgate's classes."""
     chosen = [model.get_submodule(module.gating.chosen_name(name)) for name, module in gated_modules(model)]
     return [*chosen, *(part for part in model.modules() if isinstance(part, (GatedModule, GatedMultiheadAttention)))]

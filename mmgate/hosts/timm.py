@@ -30,7 +30,10 @@ TOKENS = 'timm.layers.attention.Attention'
 ROTARY = ('timm.layers.attention.AttentionRope', 'timm.models.eva.EvaAttention')
 WINDOWS = 'timm.models.swin_transformer.WindowAttention'
 SWIN_BLOCK = 'timm.models.swin_transformer.SwinTransformerBlock'
-OWN_GATES = " It is one of timm's; mmgate.timm.gates_from_timm(model) makes it one of ours."
+OWN_GATES = (
+    " It is one of timm's: build the attention without gated=True, and gate it by SDPAGatedMultiheadAttention, which "
+    'loads checkpoints of that gate.'
+)
 # timm's own gate has the weight of an SDPA gate at G1 in this place, so that its checkpoints load.
 OF_TIMM_GATES = {'gate.weight': 'gate.gate_weight', 'gate.bias': 'gate.gate_bias'}
 

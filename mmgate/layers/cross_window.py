@@ -26,7 +26,7 @@ def lepe_convolutions(channels: int, heads: int, split: int | None) -> nn.Module
         split: Width of a stripe; None for all heads over the whole map, which need one convolution.
 
     Raises:
-        ValueError: The number of heads is odd, with stripes.
+        ConfigError: The number of heads is odd, with stripes.
     """
     if split is not None and heads % 2:
         raise ConfigError(f'num_heads={heads} must be even, half for each direction of the stripes.')
@@ -91,7 +91,7 @@ class CrossWindowGate(MapGate):
         class_token: True if a class token comes before the map's tokens, which is refused.
 
     Raises:
-        ValueError: The number of heads is odd, with stripes, or there is a class token.
+        ConfigError: The number of heads is odd, with stripes, or there is a class token.
 
     Source: see :func:`cross_window_attention`.
     """
@@ -136,7 +136,7 @@ class CrossWindowAttention(MapAttention):
         **kwargs: Arguments of :class:`~mmgate.layers.base.map.MapAttention`.
 
     Raises:
-        ValueError: The number of heads is odd, with stripes.
+        ConfigError: The number of heads is odd, with stripes.
 
     Attributes:
         gate_type: The gate's class, by which a rule puts this attention into another host.

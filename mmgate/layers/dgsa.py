@@ -34,7 +34,7 @@ class DGSAGate(DenseGate):
             describe a deeper network; here the layers before the last have C channels, with GELU between them.
 
     Raises:
-        ValueError: The residual is unknown, the head width is odd, or ``gate_depth`` is below 1.
+        ConfigError: The residual is unknown, the head width is odd, or ``gate_depth`` is below 1.
 
     Source: M-DGSA, sections 4.1 and 4.2, A.5.
     """

@@ -39,7 +39,7 @@ class DifferentialGate(DenseGate):
         learnable: True learns lambda; False makes it ``lambda_init``.
 
     Raises:
-        ValueError: The head width is odd, or ``depth`` is below 1.
+        ConfigError: The head width is odd, or ``depth`` is below 1.
 
     The vectors start normal with deviation 0.1.
 
@@ -111,10 +111,8 @@ class DifferentialMultiheadAttention(GatedMultiheadAttention):
 class DifferentialV2Gate(DenseGate):
     """Differential attention, version 2, as a gate: the difference of two attentions over the same keys and values.
 
-    ``(A1 - lambda A2) V``
-
-    ``A1`` is the vanilla attention. ``A2`` has other queries for the same keys. Each token and head has a weight
-    ``lambda = sigmoid(x W + b)``, where ``x`` is the query's input. No norm follows.
+    The heads are ``(A1 - lambda A2) V``. ``A1`` is the vanilla attention. ``A2`` has other queries for the same keys.
+    Each token and head has a weight ``lambda = sigmoid(x W + b)``, where ``x`` is the query's input. No norm follows.
 
     With ``init='paper'`` the second queries are ``x W2 + b2``, in the parameters ``query_proj``. ``W`` and ``W2`` are
     drawn as by torch's Linear, and ``b`` so that lambda starts near ``lambda_init``; the source has no ``b``. This
@@ -123,9 +121,9 @@ class DifferentialV2Gate(DenseGate):
 
     With ``init='identity'`` the second queries are the host's plus ``x W2 + b2``, in the parameters ``query_shift``,
     and the heads are divided by ``1 - lambda_init``. ``W``, ``W2`` and ``b2`` start at 0, so that ``A1 = A2`` and the
-    output is the vanilla attention's for any ``lambda_init``. All parameters learn from the first step on. This form
-    can compute all that the source's can: two projections of ``x`` sum up to one projection, and the factor can be
-    part of the output projection.
+    output is the vanilla attention's for any ``lambda_init``. All parameters learn from the first step on. Both forms
+    compute the same functions: the host's and the added projection sum up to one projection, and the output projection
+    can contain the factor.
 
     Neither form loads a checkpoint of the other. The cost over the vanilla attention is one more projection and one
     more attention.
@@ -133,11 +131,10 @@ class DifferentialV2Gate(DenseGate):
     Args:
         sizes: Sizes of the host's attention.
         init: ``'paper'`` (default) or ``'identity'``.
-        lambda_init: Lambda at the start, above 0 and below 1. Default 0.5, about that of the source.
+        lambda_init: Lambda at the start, above 0 and below 1. Default 0.5, near the source's.
 
     Raises:
-        ConfigError: ``init`` is unknown.
-        ValueError: ``lambda_init`` is not between 0 and 1.
+        ConfigError: ``init`` is unknown, or ``lambda_init`` is not between 0 and 1.
 
     Source: Differential Transformer V2 (Ye, Dong, Sun, Wei; January 2026, huggingface.co/blog/microsoft/diff-attn-v2).
     The identity start is ours.

@@ -64,7 +64,7 @@ class GatingModulation(nn.Module):
     the start.
 
     Raises:
-        ValueError: An option is unknown, or a saturating activation rules out the identity start (G = 1 without the
+        ConfigError: An option is unknown, or a saturating activation rules out the identity start (G = 1 without the
             residual).
 
     Source: PLuG attention, section 3.1, Eq. 10 and Table 4.

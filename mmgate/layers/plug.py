@@ -16,7 +16,7 @@ from mmgate.registry import MODELS
 from .gml import GatingModulation
 from .parts.options import check_option
 
-# Variants of Table 9: True for those of heads, levels and points that have gate values each.
+# Variants of Table 9: whether each head, each level and each point has separate gate values.
 GRANULARITIES = {
     'head_level': (True, True, False),
     'head_level_point': (True, True, True),
@@ -47,13 +47,13 @@ class PLuGDeformableGate(DeformableGate):
         backend: Backend of :func:`mmgate.ops.ms_deform_attn`. Default ``'auto'``.
 
     Raises:
-        ValueError: An option is unknown, or the channels are no multiple of the heads.
+        ConfigError: An option is unknown, or the channels are no multiple of the heads.
 
     Source: PLuG attention, section 3.2, Eq. 8 to 12.
     """
 
     identity_start = True
-    # At rest the gate moves through two scalars alone.
+    # At the identity start only two scalars of the gate get a gradient.
     trial_rate = 20.0
     undecayed = ('gml',)
     gate_readings = {'gate': 'levels'}

@@ -33,7 +33,7 @@ class PLuGGate(DenseGate):
         backend: Backend of :func:`mmgate.ops.plug_attention`. Default ``'auto'``.
 
     Raises:
-        ValueError: An option is unknown, the backend does not have it, or a ratio leaves no gate channel. Or the
+        ConfigError: An option is unknown, the backend does not have it, or a ratio leaves no gate channel. Or the
             options rule out an identity start: G = 1 through a saturating activation, or ``gml='none'``, which has no
             parameter that could make G = 0.
 
@@ -41,7 +41,7 @@ class PLuGGate(DenseGate):
     """
 
     identity_start = True
-    # At rest the gate moves through two scalars alone.
+    # At the identity start only two scalars of the gate get a gradient.
     trial_rate = 20.0
     operator = 'plug_attention'
     undecayed = ('gml',)

@@ -40,7 +40,7 @@ class SAGAGate(LinearGate):
         **kwargs: Arguments of :class:`~mmgate.layers.linear.base.LinearGate`.
 
     Raises:
-        ValueError: ``qk_scale`` is given together with ``scale_by_tokens=False``.
+        ConfigError: ``qk_scale`` is given together with ``scale_by_tokens=False``.
 
     Source: SAGA, Eq. 9 and 10, Table 4.
     """

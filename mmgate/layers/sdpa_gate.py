@@ -62,9 +62,9 @@ class SDPAGate(DenseGate):
             (default), the paper's, reads all. modded-nanogpt reads 12 of 768, headwise.
 
     Raises:
-        ConfigError: An option is unknown. Also on loading, a checkpoint of a gate with other ``gate_channels``.
-        ValueError: ``granularity`` or ``head_shared`` need heads at G5, or the options rule out an identity start, or
-            ``gate_channels`` is below 1 or above the channels of ``x``.
+        ConfigError: An option is unknown; ``granularity`` or ``head_shared`` need heads at G5; the options rule out an
+            identity start; ``gate_channels`` is below 1 or above the channels of ``x``. On loading: the checkpoint
+            is of a gate with other ``gate_channels``.
 
     Source: Gated attention, section 2: positions G1 to G5 and the gating variants. ``gate_channels``: the sparse
     attention gate of modded-nanogpt (github.com/KellerJordan/modded-nanogpt).
@@ -209,7 +209,7 @@ class SDPAGate(DenseGate):
 
 
 def _check_identity(form: str, act: str, scale: float) -> None:
-    """Raise ValueError unless a gate with these options can start as the identity."""
+    """Raise ConfigError unless a gate with these options can start as the identity."""
     if (form, act) not in IDENTITIES:
         raise ConfigError(f"init='identity': an {form} {act} never is the identity; use act='silu' or init='paper'.")
     needed = IDENTITIES[form, act][0]

@@ -20,7 +20,6 @@ from torch import distributed, nn
 
 from mmgate.checkpoints.loading import guarded_loaders
 from mmgate.errors import ConfigError
-from mmgate.finetune.training import frozen_parts_without_weights, warn_of_random_weights
 from mmgate.layers.base.gate import Gate
 from mmgate.ops.backend import candidates
 
@@ -99,9 +98,6 @@ def train(argv: list[str]) -> None:
     if cfg.get('load_from'):
         check_checkpoint(cfg.load_from, sharded='strategy' in cfg)
     runner = build_runner(cfg)
-    if not starts_from_checkpoint(cfg):
-        parts = frozen_parts_without_weights(runner.model)
-        warn_of_random_weights(runner.model, parts, 'neither load_from nor init_cfg fills')
     if cfg.get('load_from') or cfg.get('resume'):
         runner.register_hook(LoadReportHook(cfg.get('load_from') or f'the last checkpoint in {cfg.work_dir}'))
     add_gate_statistics(runner)
@@ -228,11 +224,6 @@ def enable_auto_scale_lr(cfg: Config) -> None:
     if (cfg.get('auto_scale_lr') or {}).get('base_batch_size') is None:
         raise ConfigError('--auto-scale-lr needs auto_scale_lr.base_batch_size in the config, the batch its lr is for.')
     cfg.auto_scale_lr.enable = True
-
-
-def starts_from_checkpoint(cfg: Config) -> bool:
-    """Return True if a run begins with the weights of a checkpoint (``load_from`` or ``--resume``)."""
-    return bool(cfg.get('load_from') or (cfg.get('resume') and find_latest_checkpoint(cfg.work_dir)))
 
 
 def enable_visualization(cfg: Config, *, show: bool, show_dir: str | None, wait_time: float) -> None:

@@ -74,9 +74,7 @@ def read_config(config: str) -> Config:
 
 
 def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
-    """Merge ``--cfg-options``, a dict with dotted keys, into a config as mm tools do, and import what they name.
-
-    They name modules in ``custom_imports``.
+    """Merge ``--cfg-options`` (a dict with dotted keys) into a config, and import their ``custom_imports``.
 
     Raises:
         ConfigError: A key goes beyond the end of a list, or into a value that is neither a dict nor a list; or a module
@@ -96,7 +94,7 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
         try:
             import_modules_from_strings(**cfg.custom_imports)
         except (ImportError, TypeError) as error:
-            # mmengine names the module alone, where the fault may lie in what it imports.
+            # mmengine's error names the module, and not the import in it that failed.
             reason = f'{error}: {error.__context__}' if error.__context__ else str(error)
             raise ConfigError(
                 f'--cfg-options custom_imports: {reason}. A module is found in the folders of PYTHONPATH.'
@@ -149,8 +147,8 @@ def type_name(entry: Mapping[str, Any]) -> str:
 def host_package(cfg: Config) -> str | None:
     """Return the package that a config's model is of: ``'mmdet'``, ``'mmseg'`` or ``'mmpretrain'``; None if unknown.
 
-    It is the ``default_scope``, any package's, or in a config without one, as those in pure Python are, the package of
-    the class or the scope of the name that ``model`` or its data preprocessor has.
+    The ``default_scope`` tells it. Configs in pure Python have none: there it is the package of the model's class or
+    data preprocessor, or the scope of their names.
     """
     if cfg.get('default_scope'):
         return str(cfg.default_scope)
@@ -189,14 +187,14 @@ class _Trust(argparse.Action):
 
 
 def check_checkpoint(path: str, *, sharded: bool = False) -> None:
-    """Raise ConfigError if there is no file of a local checkpoint; URLs are not checked.
+    """Raise ConfigError if a local checkpoint does not exist; URLs are not checked.
 
     Args:
         path: File or URL.
         sharded: True accepts a folder with one file for each process, as FSDP and DeepSpeed write it.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: It does not exist, or is a folder.
     """
     if '://' in path or osp.isfile(osp.expanduser(path)) or (sharded and osp.isdir(path)):
         return

@@ -30,7 +30,7 @@ def add_gate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_gate_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--gate`` alone to a parser."""
+    """Add the option ``--gate`` to a parser."""
     parser.add_argument(
         '--gate',
         action='append',
@@ -69,8 +69,8 @@ def put_gates(cfg: Config, rules: Iterable[str], *, gates: str | None = None, tr
         A warning that names the gates of the config that the file replaces; empty if there are none.
 
     Raises:
-        ConfigError: A rule cannot be read or names no gate, the file is no gates file, both are given, or nothing is
-            gated that could be trained alone.
+        ConfigError: A rule cannot be read or names no gate, the file holds no gates, both are given, or ``train``
+            asks for gates and there are none.
     """
     added = [rule for text in rules for rule in read_rules(text)]
     if added and gates:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from logging.handlers import BufferingHandler
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 from mmengine.hooks import Hook
 from mmengine.logging import print_log
@@ -20,16 +20,8 @@ from mmgate.errors import ConfigError, listed
 from mmgate.layers.base.gate import is_gate_key, named_gate_parameters
 from mmgate.wrappers import unwrap_model
 
-from .resuming import refuse_other_run
-
 COUNTERS = 'num_batches_tracked'  # of batch norms; often left out of checkpoints
 OF_TRAINING = ('auxiliary_head', 'dn_query_generator')
-
-
-class HasModel(Protocol):
-    """Protocol of a Runner or another object with an attribute ``model``."""
-
-    model: nn.Module
 
 
 class LoadReportHook(Hook):
@@ -47,8 +39,8 @@ class LoadReportHook(Hook):
         gates: Gates file that is to be tested; the hook warns if the checkpoint has gates, too.
 
     Raises:
-        ConfigError: Too few keys were filled (from :meth:`before_test` and :meth:`before_train`), or a run is to be
-            resumed from weights alone or with other gates (from :meth:`after_load_checkpoint`).
+        ConfigError: Too few keys were filled (from :meth:`before_test` and :meth:`before_train`), or the checkpoint of
+            a run that is to be resumed holds nothing but weights (from :meth:`after_load_checkpoint`).
     """
 
     def __init__(self, checkpoint: str, *, allow_mismatch: bool = False, gates: str | None = None) -> None:
@@ -58,18 +50,16 @@ class LoadReportHook(Hook):
         self._before: dict[str, tuple[int, int]] = {}
         self._given: list[str] = []
 
-    def after_load_checkpoint(self, runner: HasModel, checkpoint: dict[str, Any]) -> None:
+    def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the state of each tensor, to see later which ones loading has changed; called before the copy."""
         # mmengine needs these two to resume.
         whole = 'iter' in checkpoint.get('meta', {}) and 'message_hub' in checkpoint
         if getattr(runner, '_resume', False) and not whole:
             raise ConfigError(
-                f'{self.checkpoint} holds weights alone, no run that could be resumed. '
+                f'{self.checkpoint} holds nothing but weights, so that no run can be resumed from it. '
                 f'--cfg-options load_from={self.checkpoint} starts a new run from them.'
             )
         self._before = _versions(runner.model)
-        if getattr(runner, '_resume', False) and self._before:
-            refuse_other_run(runner, checkpoint, self.checkpoint)
         self._given = [key for key in checkpoint.get('state_dict', checkpoint) if not key.endswith(COUNTERS)]
 
     def before_train(self, runner: Runner) -> None:
@@ -96,7 +86,7 @@ class LoadReportHook(Hook):
                 logging.WARNING,
             )
 
-    def report(self, runner: HasModel) -> tuple[str, float]:
+    def report(self, runner: Any) -> tuple[str, float]:
         """Return a message on how many tensors were loaded, and their share; empty for a sharded model.
 
         Gates that were not filled do not count in the share: a vanilla checkpoint in a gated model is whole.
@@ -117,11 +107,11 @@ class LoadReportHook(Hook):
             missing = [key for key in missing if key not in gates]
         return found + (f'; not loaded: {listed(missing)}' if missing else ''), share
 
-    def missing(self, runner: HasModel) -> list[str]:
+    def missing(self, runner: Any) -> list[str]:
         """Return the names of the model's tensors that the checkpoint did not fill."""
         return [key for key, version in _versions(runner.model).items() if self._before.get(key) == version]
 
-    def log_report(self, runner: HasModel, found: str, fits: bool) -> None:
+    def log_report(self, runner: Any, found: str, fits: bool) -> None:
         """Log the message of :meth:`report`, and warn if the checkpoint has gates that the model does not have."""
         if not found:
             return
@@ -144,7 +134,7 @@ def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> N
     Args:
         model: Model.
         checkpoint: File or address.
-        whole: True requires every parameter to be filled, except for those of heads that only training has.
+        whole: True requires every parameter to be filled, except in heads that only training has.
 
     Raises:
         ConfigError: It fills less than half of the model's keys, or leaves a parameter as it is.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,9 +30,8 @@ class GroupedOptimWrapperConstructor:
 
     mmengine makes a group of each parameter as soon as one differs, 300 of two settings in a Deformable DETR, and an
     optimizer launches its kernels group by group. Every parameter keeps its settings. Schedulers, logs and checkpoints
-    see the merged groups. A checkpoint with the groups that the other constructor made, as mmengine's own write and
-    mmgate's wrote, can be resumed: its run goes on in those groups. The optimizer is fused where torch can and the
-    config does not set ``fused=False``, which computes the same to the last bits.
+    see the merged groups: a run that began without this constructor is resumed without it. The optimizer is fused where
+    torch can and the config does not set ``fused=False``; results are the same up to rounding.
 
     Args:
         optim_wrapper_cfg: mmengine's optimizer wrapper config.
@@ -104,7 +103,7 @@ class GateOptimWrapperConstructor(GroupedOptimWrapperConstructor):
     def change(self, optimizer: Optimizer, model: nn.Module) -> None:
         """Apply the settings under ``'mmgate.gates'`` to gates, then take weight decay off the undecayed parameters."""
         keys = {name: key for name, key in (self.options.get('custom_keys') or {}).items() if _is_of_gates(name)}
-        # The key of all gates comes first, those of classes after it.
+        # The key of all gates comes first, then the keys of single classes.
         for name in sorted(keys):
             factors = dict(lr=keys[name].get('lr_mult'), weight_decay=keys[name].get('decay_mult'))
             settings = {name: optimizer.defaults[name] * by for name, by in factors.items() if by is not None}
@@ -179,58 +178,15 @@ def _part(group: dict[str, Any], own: list[bool], taken: bool) -> dict[str, list
 
 def _merge(optimizer: Optimizer) -> None:
     """Merge an optimizer's parameter groups of equal settings, in the order of their first members."""
-    single = list(optimizer.param_groups)
     settings: list[dict[str, Any]] = []
     members: list[list[nn.Parameter]] = []
-    for group in single:
+    for group in optimizer.param_groups:
         own = {key: value for key, value in group.items() if key != 'params'}
         if own not in settings:
             settings.append(own)
             members.append([])
         members[settings.index(own)] += group['params']
-    if len(settings) == len(single):
-        return
     optimizer.param_groups[:] = [{'params': params, **own} for params, own in zip(members, settings, strict=True)]
-    optimizer.register_load_state_dict_pre_hook(_Separate(single))
-
-
-class _Separate:
-    """Hook of ``optimizer.load_state_dict`` that restores the groups before their merger if the state dict has those.
-
-    The run of such a checkpoint goes on in its groups: torch numbers parameters group by group, and schedulers keep a
-    value of each group. A setting ``fused`` is this optimizer's, not the checkpoint's.
-
-    Args:
-        single: The groups before they were merged.
-    """
-
-    def __init__(self, single: list[dict[str, Any]]) -> None:
-        self.single = single
-
-    def __call__(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Restore the groups, and return the state dict with this optimizer's ``fused``; or None for no change."""
-        if sizes(state['param_groups']) == sizes(optimizer.param_groups) or not self.fits(state):
-            return None
-        own = {key: value for key, value in optimizer.defaults.items() if key == 'fused'}
-        optimizer.param_groups[:] = [dict(group) for group in self.single]
-        return {**state, 'param_groups': [{**group, **own} for group in state['param_groups']]}
-
-    def fits(self, state: Mapping[str, Any]) -> bool:
-        """Return True if a state dict has as many parameters in each group as these groups."""
-        return sizes(state['param_groups']) == sizes(self.single)
-
-
-def sizes(groups: Iterable[Mapping[str, Any]]) -> list[int]:
-    """Return the number of parameters in each parameter group."""
-    return [len(group['params']) for group in groups]
-
-
-def groups_for(optimizer: Optimizer, state: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the groups into which an optimizer loads a state dict, merged or as before that; None if it cannot."""
-    if sizes(state['param_groups']) == sizes(optimizer.param_groups):
-        return optimizer.param_groups
-    hooks = optimizer._optimizer_load_state_dict_pre_hooks.values()
-    return next((hook.single for hook in hooks if isinstance(hook, _Separate) and hook.fits(state)), None)
 
 
 def _can_fuse(optimizer: dict[str, Any], model: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Turn any config into that of a short training, in which a vanilla model and gated ones can be compared."""
+"""Change any config to a short training, in which a vanilla model and gated ones can be compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .config_file import mappings, type_name
 from .gate_options import import_mmgate
 from .parameter_groups import GATES
 
-# By the name of a metric of mm packages, what its test logs first, of what is compared.
+# By the class of a metric: the figures that its test logs, by what is measured.
 FIRST_FIGURES = {
     'CocoMetric': {'bbox': 'coco/bbox_mAP', 'segm': 'coco/segm_mAP'},
     'IoUMetric': {'mIoU': 'mIoU'},
@@ -27,7 +27,6 @@ _COUNTS = ('begin', 'end', 'milestones', 'T_max', 'step_size', 'total_steps', 'p
 _WARM_UPS = ('LinearLR', 'ConstantLR')
 SHORTEST_WARM_UP = 20  # a warm-up takes at least one part of so many
 _CONSTRUCTOR = 'GateOptimWrapperConstructor'
-_HOOK = 'ReproducibleHook'
 
 
 def make_trial(
@@ -40,7 +39,7 @@ def make_trial(
     gate_rate: float | Mapping[str, float] = 1.0,
     validations: int = 4,
 ) -> None:
-    """Change a config to a short training that, once stopped, resumes exactly from its last checkpoint.
+    """Change a config to a short training; once stopped, it resumes from its last checkpoint.
 
     The schedule of the learning rate is squeezed into the new length; warm-ups take at least a twentieth of it.
 
@@ -67,11 +66,10 @@ def make_trial(
         raise ConfigError('a trial takes 1 iteration or more.')
     _squeeze(cfg, Fraction(length, whole), length, steps_in_epoch)
     _set_loop(cfg, epochs if epochs is not None else length, epochs is not None, validations)
-    _set_loader(cfg, infinite=epochs is None)
-    hooks = list(cfg.get('custom_hooks') or ())
-    if _HOOK not in map(type_name, hooks):
-        hooks.append(dict(type=f'mmgate.{_HOOK}'))
-    cfg.custom_hooks = hooks
+    sampler = cfg.train_dataloader.get('sampler')
+    # The finite sampler would wait two seconds at the end of each epoch of a loop of iterations.
+    if epochs is None and sampler and type_name(sampler) == 'DefaultSampler':
+        cfg.train_dataloader.sampler = ConfigDict(type='InfiniteSampler', shuffle=sampler.get('shuffle', True))
     cfg.load_from = checkpoint or cfg.get('load_from')
     cfg.resume = False
     import_mmgate(cfg)
@@ -125,7 +123,7 @@ def _squeeze(cfg: Config, factor: Fraction, length: int, steps_in_epoch: int) ->
             scheduler.gamma **= float(1 / of_one)
         scheduler.by_epoch = False
         scheduler.pop('convert_to_iter_based', None)
-    # A warm-up that would be over after a step or two is none.
+    # A warm-up of a step or two would have no effect.
     least = math.ceil(length / SHORTEST_WARM_UP)
     for _, scheduler in mappings(cfg.get('param_scheduler')):
         warms = type_name(scheduler).endswith(_WARM_UPS) and not scheduler.get('begin')
@@ -160,17 +158,6 @@ def _set_loop(cfg: Config, length: int, by_epoch: bool, validations: int) -> Non
         cfg.log_processor = dict(type='LogProcessor', by_epoch=by_epoch)
 
 
-def _set_loader(cfg: Config, *, infinite: bool) -> None:
-    """Change a config's training data loader so that a resumed run repeats its random numbers (ReproducibleHook)."""
-    loader = cfg.train_dataloader
-    loader.persistent_workers = False
-    loader.num_workers = max(1, loader.get('num_workers') or 0)
-    sampler = loader.get('sampler')
-    # The finite sampler would wait two seconds at the end of each epoch of a loop of iterations.
-    if infinite and sampler and type_name(sampler) == 'DefaultSampler':
-        loader.sampler = ConfigDict(type='InfiniteSampler', shuffle=sampler.get('shuffle', True))
-
-
 def _set_gate_rate(cfg: Config, rate: float | Mapping[str, float]) -> None:
     """Change a config's optimizer so that gates get ``rate`` times the learning rate of the model."""
     wrapper = cfg.optim_wrapper
@@ -184,5 +171,5 @@ def _set_gate_rate(cfg: Config, rate: float | Mapping[str, float]) -> None:
     by_key = {f'{GATES}.{kind}': own for kind, own in rate.items()} if isinstance(rate, Mapping) else {GATES: rate}
     keys = {key: dict(lr_mult=own) for key, own in by_key.items() if own != 1}
     if keys:
-        # A name with a dot is no path here, so that it cannot be merged as an option.
+        # Set as a key: merged as an option, a name with dots would become a path.
         options['custom_keys'] = {**(options.get('custom_keys') or {}), **keys}

@@ -1,4 +1,4 @@
-"""Costs of gates before a training: what they add, whether they start as vanilla, and the plan by measured steps."""
+"""Costs of gates before a training: what they add, whether they start as vanilla."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers.small_demo import CONFIG, DEMO
 from mmengine.config import Config
 from shapes import write_shapes
 
-from mmgate.benchmarks.costs import costs_table, first_batch, measure_costs, plan_iters, run_seconds
+from mmgate.benchmarks.costs import costs_table, first_batch, measure_costs, run_seconds
 from mmgate.errors import ConfigError
 from mmgate.train.gate_options import put_gates
 
@@ -71,15 +71,9 @@ def row(**changed: Any) -> dict[str, Any]:
     return {**known, 'time': 1.0, 'memory': 1.0, **changed}
 
 
-def test_a_plan_takes_the_time_that_it_is_given() -> None:
-    rows = [row(), row(step_ms=200)]
-    shares = dict(images=50, validations=2)
-    for budget in (1800, 7200):
-        iters = plan_iters(budget, rows, seeds=3, **shares)
-        planned = 3 * len(rows) * run_seconds(rows, iters=iters, **shares)
-        assert budget * 0.99 < planned <= budget
-    with pytest.raises(ConfigError, match='2 models with 3 seeds take 2 minutes for 20 iterations alone'):
-        plan_iters(100, rows, seeds=3, **shares)
+def test_a_run_takes_its_steps_its_validations_and_a_start() -> None:
+    fast, slow = (run_seconds([row(step_ms=ms)], iters=1000, images=50, validations=2) for ms in (100, 200))
+    assert 100 + 1.5 < fast < slow and slow - fast == pytest.approx(110)
 
 
 def test_what_is_not_known_is_a_dash() -> None:

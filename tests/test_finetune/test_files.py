@@ -15,6 +15,7 @@ from torch import nn
 
 import mmgate
 from mmgate.errors import ConfigError
+from mmgate.layers import PLuGGate
 
 ROUNDING = dict(rtol=1e-5, atol=1e-5)  # products round by where in memory their factors lie
 
@@ -152,3 +153,18 @@ def test_a_gated_checkpoint_fills_all_after_a_file(tmp_path: Path) -> None:
     for loaded in (copy.deepcopy(other), other):
         loaded.load_state_dict(state)
         assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
+
+
+def test_an_error_in_a_gates_code_is_not_taken_for_a_file_that_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mmgate.save_gates(layers(), tmp_path / 'gates.safetensors')
+    model = layers(())
+
+    def fail(gate: PLuGGate) -> None:
+        raise TypeError('a bug')
+
+    monkeypatch.setattr(PLuGGate, 'reset_gate', fail)
+    with pytest.raises(TypeError, match='^a bug$') as info:
+        mmgate.load_gates(model, tmp_path / 'gates.safetensors')
+    assert not isinstance(info.value, ConfigError) and not mmgate.gate_parameters(model)

@@ -24,6 +24,7 @@ from timm.models.gcvit import WindowAttentionGlobal
 
 from mmgate import gate_parameters, gates_disabled, list_attention, restore_attention, swap_attention
 from mmgate.analysis.probes.recording import class_tokens, record
+from mmgate.errors import ConfigError
 from mmgate.hosts.timm import BY_IMAGE, shares_by_image
 from mmgate.layers.base.gate import Gate
 
@@ -53,6 +54,19 @@ def test_a_model_starts_as_it_was_and_learns(name: str, rule: dict[str, Any]) ->
     assert len([part for part in copy.deepcopy(model).modules() if isinstance(part, Gate)]) == len(names)
     restore_attention(model)
     assert_same_anatomy(anatomy(model), before)
+
+
+def test_a_checkpoint_of_timms_own_gates_loads_into_ours() -> None:
+    model, images = build('vit')
+    gated, _ = build('vit')
+    for block in model.blocks:
+        block.attn = Attention(C, HEADS, qkv_bias=True, gated=True).eval()
+    with pytest.raises(ConfigError, match=r"one of timm's: build the attention without gated=True"):
+        swap_attention(model, dict(PLUG, path=PATHS['vit']))
+    swap_attention(gated, dict(type='SDPAGatedMultiheadAttention', path=PATHS['vit']))
+    keys = gated.load_state_dict(model.state_dict(), strict=False)
+    assert not keys.unexpected_keys and not keys.missing_keys
+    torch.testing.assert_close(gated(images), model(images), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize('gate', ['AgentAttention', 'SAGAAttention', 'FocusedLinearAttention'])

@@ -113,7 +113,7 @@ def test_a_checkpoint_of_another_model(project: Path, capsys: pytest.CaptureFixt
     [
         ('no.key', ['--cfg-options', 'load_from=some.pth'], 2, '0 of .* keys .* were loaded from some.pth'),
         ('query_embedding.weight', ['--cfg-options', 'load_from=some.pth'], 0, 'keys of DeformableDETR were loaded'),
-        ('no.key', ['--resume', 'some.pth'], 2, 'some.pth holds weights alone.*load_from=some.pth'),
+        ('no.key', ['--resume', 'some.pth'], 2, 'some.pth holds nothing but weights.*load_from=some.pth'),
         ('no.key', ['--resume', 'config.py'], 2, 'checkpoint config.py cannot be read'),
     ],
     ids=['nothing_fits', 'little_fits', 'resume_from_weights', 'unreadable'],

@@ -178,34 +178,6 @@ def test_same_steps_from_fewer_groups() -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_run_from_before_the_merger_goes_on_in_its_groups() -> None:
-    """The same rates and steps as if nothing had changed, with the schedule's state; and so does the run after it."""
-    nets, saved = [], {}
-    for constructors in ([PLAIN] * 3, [PLAIN, MERGED, MERGED]):
-        net = ungated()
-        for number, constructor in enumerate(constructors):
-            wrapper = build(net, constructor)
-            schedule = MultiStepLR(wrapper, milestones=[3], gamma=0.1)
-            if number:
-                wrapper.load_state_dict(saved['optimizer'])
-                schedule.load_state_dict(saved['schedule'])
-            steps(net, wrapper, schedule, range(2 * number, 2 * number + 2))
-            saved = deepcopy(dict(optimizer=wrapper.state_dict(), schedule=schedule.state_dict()))
-        assert len(wrapper.optimizer.param_groups) == 8
-        assert len(wrapper.get_lr()['lr']) == 8 and min(wrapper.get_lr()['lr']) == pytest.approx(1e-4)
-        nets.append(net)
-    assert wrapper.optimizer.param_groups[0]['fused'] is (True if TORCH >= (2, 4) else None)
-    torch.testing.assert_close(list(nets[1].parameters()), list(nets[0].parameters()), rtol=1e-5, atol=1e-6)
-
-
-def test_a_run_with_other_groups_is_not_taken_for_one_from_before() -> None:
-    saved = build(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)), PLAIN).state_dict()
-    wrapper = build(ungated(), MERGED)
-    with pytest.raises(ValueError, match='different number of parameter groups'):
-        wrapper.load_state_dict(saved)
-    assert len(wrapper.optimizer.param_groups) == 3
-
-
 @pytest.mark.parametrize('name', ['detr', 'gated'])
 def test_each_parameter_keeps_the_settings_of_the_config(name: str) -> None:
     """A Deformable DETR's rates and decays, and its first update bit for bit where both are not fused."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from conftest import ROOT
 
 pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
@@ -59,11 +58,6 @@ def test_transformers() -> None:
 def test_timm() -> None:
     pytest.importorskip('timm', reason='needs timm')
     space: dict[str, Any] = {}
-    first, *others = blocks('timm.md')
-    exec(first, space)
+    (block,) = blocks('timm.md')
+    exec(block, space)
     assert len([one for one in mmgate.list_attention(space['model']) if one.gate]) == 12
-    for block in others:
-        exec(block, space)
-    assert len(space['names']) == 12 and not mmgate.gate_parameters(space['model'])
-    torch.manual_seed(0)
-    assert space['model'].eval()(torch.randn(1, 3, 224, 224)).isfinite().all()

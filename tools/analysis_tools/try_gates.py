@@ -24,7 +24,7 @@ from study import Study, add_processes, report_study, run_study, run_tool, write
 
 import mmgate  # noqa: F401
 from mmgate.analysis.loading import check_folder, positive, write_csv
-from mmgate.benchmarks.costs import costs_table, first_batch, measure_costs, plan_iters, run_seconds
+from mmgate.benchmarks.costs import costs_table, first_batch, measure_costs, run_seconds
 from mmgate.errors import ConfigError
 from mmgate.finetune import TRAINS
 from mmgate.hosts.table import gate_of_type
@@ -44,7 +44,6 @@ from mmgate.train.trial import first_figure, make_trial
 
 VANILLA = 'vanilla'
 PLAN = 'plan.json'
-UNITS = {'h': 3600, 'm': 60, 's': 1}
 SHORTENED = ('MultiScaleDeformableAttention', 'MultiheadAttention', 'Attention')
 # Pictures of a pair of models, the first that both can be drawn by.
 PICTURES = (
@@ -129,14 +128,6 @@ def names_of(gates: Sequence[str]) -> list[str]:
     return names
 
 
-def seconds_of(text: str) -> float:
-    """Return the seconds of a duration such as ``2h``, ``90m`` or ``1h30m``, for a command line."""
-    parts = re.findall(r'(\d+(?:\.\d+)?)([hms])', text)
-    if not parts or ''.join(number + unit for number, unit in parts) != text:
-        raise argparse.ArgumentTypeError(f'{text}: give a duration such as 2h, 90m or 1h30m.')
-    return sum(float(number) * UNITS[unit] for number, unit in parts)
-
-
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = config_parser(__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -153,7 +144,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     length = parser.add_mutually_exclusive_group()
     length.add_argument('--iters', type=positive, help='length of a run in iterations (default 500)')
     length.add_argument('--epochs', type=positive, help='in epochs instead')
-    length.add_argument('--budget', type=seconds_of, help='for all runs together, such as 2h: iterations by their time')
     parser.add_argument('--validations', type=positive, default=4, help='of a run, evenly spaced (default %(default)s)')
     parser.add_argument(
         '--gate-rate',
@@ -170,7 +160,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument('--verbose', action='store_true', help='show the output of the runs, else in their folders')
     add_trust_option(parser)
     args = parser.parse_args(argv)
-    if not (args.iters or args.epochs or args.budget):
+    if not (args.iters or args.epochs):
         args.iters = 500
     return args
 
@@ -196,10 +186,10 @@ def _gated(args: argparse.Namespace, text: str) -> list[str]:
 def _plan(args: argparse.Namespace, original: Config, gated: Mapping[str, list[str]], out: Path) -> dict[str, Any]:
     """Return length and costs of the runs and the text of their config, of the same trial begun before if there is one.
 
-    A trial with other seeds keeps its length, unless that follows from a budget for all of them.
+    A trial with other seeds keeps its length.
     """
     beside = ('seeds', 'out', 'plan_only', 'verbose', 'max_images')
-    asked = {key: value for key, value in vars(args).items() if key not in beside or (key == 'seeds' and args.budget)}
+    asked = {key: value for key, value in vars(args).items() if key not in beside}
     asked = json.loads(json.dumps({**asked, 'config': original.pretty_text}, default=str))
     kept = json.loads((out / PLAN).read_text()) if (out / PLAN).is_file() else {}
     if kept.get('asked') == asked:
@@ -219,10 +209,7 @@ def _plan(args: argparse.Namespace, original: Config, gated: Mapping[str, list[s
         put_gates(configs[name], [arguments[1]], train=args.train)
     found = dict(checkpoint=original.get('load_from'), repetitions=args.repetitions, device=get_device())
     costs = measure_costs(configs, batch, tested, **found)
-    iters = args.iters or (args.epochs or 0) * steps_in_epoch
-    if args.budget:
-        shares = dict(seeds=args.seeds, images=images, validations=args.validations)
-        iters = plan_iters(args.budget, costs, **shares)
+    iters = args.iters or args.epochs * steps_in_epoch
     cfg = deepcopy(original)
     length = dict(epochs=args.epochs) if args.epochs else dict(iters=iters)
     make_trial(cfg, **length, **of_trial)

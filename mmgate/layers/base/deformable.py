@@ -27,7 +27,7 @@ class DeformableGate(Gate):
         backend: Backend of :func:`mmgate.ops.ms_deform_attn`. Default ``'auto'``.
 
     Raises:
-        ValueError: The backend is unknown, or the numbers of points do not fit the levels.
+        ConfigError: The backend is unknown, or the numbers of points do not fit the levels.
 
     Attributes:
         num_points: Sampling points P of a head and level; one number for each level if they differ.
@@ -222,7 +222,7 @@ class MultiScaleDeformableAttention(GatedDeformableAttention, MMCVMultiScaleDefo
         **options: Options of :class:`DeformableGate`.
 
     Raises:
-        ValueError: The backend is unknown, ``embed_dims`` is no multiple of ``num_heads``, or a list of numbers of
+        ConfigError: The backend is unknown, ``embed_dims`` is no multiple of ``num_heads``, or a list of numbers of
             points does not have a positive one for each level.
         TypeError: Neither mmcv's class nor the gate has an argument of that name.
 

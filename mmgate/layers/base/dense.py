@@ -38,7 +38,7 @@ class DenseGate(Gate):
         sizes: Sizes of the host's attention.
 
     Raises:
-        ValueError: The channels are no multiple of the heads, or the heads of a gate with ``two_streams`` have an odd
+        ConfigError: The channels are no multiple of the heads, or the heads of a gate with ``two_streams`` have an odd
             width.
 
     Attributes:
@@ -380,7 +380,7 @@ def make_gated(host: nn.MultiheadAttention, gate_type: type[DenseGate], **option
         **options: Options of the gate.
 
     Raises:
-        ValueError: The gate does not fit.
+        ConfigError: The gate does not fit.
     """
     gate: Any = GatedTorchAttention.make_gate(host, gate_type, **options)
     gate.to(device=host.out_proj.weight.device, dtype=host.out_proj.weight.dtype)

@@ -44,8 +44,8 @@ class Sizes:
         points: Sampling points P of a head and level, of deformable attention; one number for each level if they
             differ.
         shifted: True if the host shifts its windows over the map.
-        in_vit: True if the host is part of a vision transformer, whose authors start linear layers in another way than
-            those of detectors.
+        in_vit: True if the host is part of a vision transformer: there linear layers start in another way than in
+            detectors.
         map_size: Height and width of the map that the host sees in pre-training, where a gate over a map has to know
             it; else None.
     """
@@ -85,11 +85,11 @@ class Gate(nn.Module):
         sizes: Sizes of the host's attention.
 
     Raises:
-        ValueError: The channels are no multiple of the heads.
+        ConfigError: The channels are no multiple of the heads.
 
     Attributes:
-        undecayed: Names of the parameters, or of the children with parameters, that weight decay leaves alone: scalars,
-            biases, positions and norms, which it would only pull to zero.
+        undecayed: Names of the parameters, or of the children with parameters, without weight decay: scalars, biases,
+            positions and norms, which it would only pull to zero.
         gate_readings: Readings that figures and statistics show of the gate. The key is the reading's name, which
             :meth:`read_gate` takes; any name will do that no other reading of attention has. The value says what each
             number belongs to, and with it the shape of the reading: ``'pairs'`` of queries and keys, ``(B, H|1, N,
@@ -137,8 +137,8 @@ class Gate(nn.Module):
     def apply(self, fn: Callable[[nn.Module], None]) -> Gate:
         """Apply a function to the gate and its children as ``Module.apply`` does, unless it belongs to an init_cfg.
 
-        The ``init_cfg`` of a module draws all layers below it anew. mmengine then calls ``init_weights`` of the modules
-        below, but not inside a plain ``nn.Module``: a gate there would never get its own start back.
+        The ``init_cfg`` of a module around the gate draws all layers in that module. mmengine calls ``init_weights`` of
+        its children afterwards, but not of children of a plain ``nn.Module``, where the gate would lose its own start.
         """
         if getattr(fn, '__module__', '') != INITIALISERS:
             super().apply(fn)
@@ -148,7 +148,7 @@ class Gate(nn.Module):
         """Return the gate's values for given inputs, for figures and statistics.
 
         A gate that ``attend`` or ``mix`` computes from the projected query, key or value cannot be read: this method
-        gets their inputs alone.
+        gets the inputs of the projections.
 
         Args:
             name: Name of the reading in :attr:`gate_readings`.
@@ -161,7 +161,7 @@ class Gate(nn.Module):
     def unchanged_value(self, name: str) -> float | None:
         """Return the value of the gate at which attention is as without it, such as 0 or 1; None if there is none.
 
-        ``name`` is that of a reading in :attr:`gate_readings`.
+        ``name`` is a reading in :attr:`gate_readings`.
         """
         return None
 
@@ -256,7 +256,7 @@ def start_linear(*layers: nn.Linear | nn.Conv2d | None) -> None:
 
 @contextmanager
 def random_stream(name: str, device: torch.device | None = None) -> Iterator[None]:
-    """Draw random numbers in a ``with`` block from a stream that depends on torch's seed and a name alone.
+    """Draw random numbers in a ``with`` block from a stream that depends on torch's seed and a name.
 
     Afterwards the global generators continue as if nothing had been drawn.
     """

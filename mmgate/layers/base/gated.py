@@ -58,7 +58,7 @@ class GatedModule(nn.Module):
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Return an attribute of the host; for type checkers alone, since the host's class is a base as well."""
+            """Return an attribute of the host; for type checkers, since the host's class is a base as well."""
 
     # An adapter gives its host the type that it reads, a class or a Protocol, and its gate the class of its kind.
     @classmethod
@@ -345,8 +345,8 @@ def switched_off(*modules: nn.Module) -> Iterator[None]:
 def bypass_of(host: nn.Module, adapter: type[GatedModule]) -> str | None:
     """Return the reason why a gate would not be called in a module, or None.
 
-    A method that was set on the instance hides the gated class's. It is no hindrance if it is a method of the host's
-    class, or a function of the module that calls such a method by an attribute, as the hooks of accelerate do.
+    A method that was set on the instance hides the gated class's method. That does no harm if it is a method of the
+    host's class, or if it calls one by an attribute of the module, as accelerate's hooks do.
 
     Args:
         host: Module to be gated.

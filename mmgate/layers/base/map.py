@@ -25,8 +25,8 @@ class MapGate(Gate):
 
     The host keeps its projections.
 
-    Position terms in a checkpoint of another resolution are resized on loading, in the way in which a forward pass
-    resizes them for a map of another size.
+    Position terms in a checkpoint of another resolution are resized on loading, as a forward pass resizes them
+    for a map of another size.
 
     Args:
         sizes: Sizes of the host's attention.
@@ -34,14 +34,14 @@ class MapGate(Gate):
             class token and the registers of DINOv2.
 
     Raises:
-        ValueError: The channels are no multiple of the heads.
+        ConfigError: The channels are no multiple of the heads.
 
     Attributes:
-        class_tokens: Number of tokens before those of the map, as ``class_token`` says.
-        map_size: Height and width of the map in pre-training, or None. A ViT's call does not name the map; there it
-            tells the map's height and width.
+        class_tokens: Number of tokens before the map's, as ``class_token`` says.
+        map_size: Height and width of the map in pre-training, or None. In a ViT, whose call does not name the map, it
+            is the first guess of :meth:`map_of`.
         scale: Factor of the logits.
-        shifted: True if the host's windows are shifted, as those of Swin's odd blocks.
+        shifted: True if the host's windows are shifted, as in Swin's odd blocks.
     """
 
     def __init__(self, sizes: Sizes, *, class_token: bool | int = False) -> None:
@@ -77,7 +77,7 @@ class MapGate(Gate):
     def map_of(self, tokens: int) -> Size:
         """Guess height and width of a map from its number of tokens, class token included.
 
-        They are those of pre-training if it has as many tokens, and else those of a square.
+        The map of pre-training is taken if it has as many tokens, and else a square.
         """
         tokens -= self.class_tokens
         if self.map_size is not None and tokens == self.map_size[0] * self.map_size[1]:
@@ -142,7 +142,7 @@ class MapHost(GatedModule):
 
         Args:
             x: Tokens ``(B, N, C)``.
-            hw_shape: Height and width of the map; None for that of :meth:`MapGate.map_of`.
+            hw_shape: Height and width of the map; None for the guess of :meth:`MapGate.map_of`.
             identity: Tensor or number that is added to the output, as PVT and Twins do; None to add nothing.
 
         Returns:
@@ -188,7 +188,7 @@ class UntoldMapHost(MapHost):
     def attend_untold(self, x: Tensor) -> Tensor:
         """Attend over the tokens ``(B, N, C)`` of a map, with the gate.
 
-        The map's size is the noted one, else that of pre-training, else that of a square.
+        The map has the noted size, else the size of pre-training, else it is a square.
         """
         tokens = x.shape[1] - self.gate.class_tokens
         noted = self.noted_map
@@ -225,7 +225,7 @@ class MapAttention(nn.Module):
         dropout_layer: Config of the dropout or drop path before the identity is added.
 
     Raises:
-        ValueError: ``embed_dims`` is no multiple of ``num_heads``.
+        ConfigError: ``embed_dims`` is no multiple of ``num_heads``.
     """
 
     def __init__(

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
+
 
 class DeformableProjections(nn.Module):
     """The linear layers of mmcv's ``MultiScaleDeformableAttention``, under the same names, without its ``forward``.
@@ -16,7 +18,7 @@ class DeformableProjections(nn.Module):
     The arguments are mmcv's. ``init_cfg``, which mmengine reads, has to be None.
 
     Raises:
-        ValueError: ``embed_dims`` is no multiple of ``num_heads``, or ``init_cfg`` is given.
+        ConfigError: ``embed_dims`` is no multiple of ``num_heads``, or ``init_cfg`` is given.
 
     Source: Deformable DETR (arXiv 2010.04159), section 4.1 and appendix A.4.
     """
@@ -37,7 +39,7 @@ class DeformableProjections(nn.Module):
         super().__init__()
         _refuse_init_cfg(init_cfg)
         if embed_dims % num_heads:
-            raise ValueError(f'embed_dims={embed_dims} is not a multiple of num_heads={num_heads}.')
+            raise ConfigError(f'embed_dims={embed_dims} is not a multiple of num_heads={num_heads}.')
         self.embed_dims = embed_dims
         self.num_heads = num_heads
         self.num_levels = num_levels
@@ -80,7 +82,7 @@ class MultiheadAttention(nn.Module):
     The arguments are mmcv's. ``init_cfg``, which mmengine reads, has to be None.
 
     Raises:
-        ValueError: ``init_cfg`` is given.
+        ConfigError: ``init_cfg`` is given.
     """
 
     def __init__(
@@ -162,7 +164,7 @@ def build_dropout(cfg: dict[str, Any]) -> nn.Module:
     """Build a dropout or drop-path module from mmcv's config ``dict(type='Dropout' or 'DropPath', drop_prob=...)``.
 
     Raises:
-        ValueError: The type is another one.
+        ConfigError: The type is another one.
     """
     kinds: dict[str, Callable[..., nn.Module]] = dict(
         Dropout=lambda drop_prob=0.5: nn.Dropout(drop_prob), DropPath=DropPath
@@ -170,10 +172,10 @@ def build_dropout(cfg: dict[str, Any]) -> nn.Module:
     options = dict(cfg)
     kind = options.pop('type')
     if kind not in kinds:
-        raise ValueError(f'dropout_layer: type={kind!r} needs mmcv; without it there are {", ".join(kinds)}.')
+        raise ConfigError(f'dropout_layer: type={kind!r} needs mmcv; without it there are {", ".join(kinds)}.')
     return kinds[kind](**options)
 
 
 def _refuse_init_cfg(init_cfg: dict | None) -> None:
     if init_cfg is not None:
-        raise ValueError('init_cfg is read by mmengine, which is not installed; leave it away.')
+        raise ConfigError('init_cfg is read by mmengine, which is not installed; leave it away.')

@@ -29,7 +29,7 @@ class LinearAngularGate(LinearGate):
         **kwargs: Arguments of :class:`~mmgate.layers.linear.base.LinearGate`.
 
     Raises:
-        ValueError: The convolution is unknown.
+        ConfigError: The convolution is unknown.
 
     Source: Castling-ViT (You et al., 2023), and its public code.
     """

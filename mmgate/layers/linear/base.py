@@ -30,7 +30,7 @@ class LinearGate(MapGate):
             position and is not convolved.
 
     Raises:
-        ValueError: Sizes do not divide, or ``attn_drop`` is not 0: there are no attention weights to drop.
+        ConfigError: Sizes do not divide, or ``attn_drop`` is not 0: there are no attention weights to drop.
 
     The convolution starts as torch's, the position encoding at 0 and the gates as PVT's linear layers.
 

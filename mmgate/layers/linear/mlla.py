@@ -17,9 +17,7 @@ from .base import LinearGate
 
 
 class MLLAGate(LinearGate):
-    """MLLA's linear attention: features ``ELU + 1``, rotary positions, and a depthwise convolution (LePE).
-
-    The positions are in the numerator alone.
+    """MLLA's linear attention: features ``ELU + 1``, rotary positions in the numerator, a depthwise convolution.
 
     As in the authors' code, all C channels are rotated before they are split into heads. The first half of the heads
     turns by row, the second by column; the first head of each half turns fastest.
@@ -30,7 +28,7 @@ class MLLAGate(LinearGate):
     It takes the options of :class:`~mmgate.layers.linear.base.LinearGate`.
 
     Raises:
-        ValueError: The number of channels is no multiple of 4.
+        ConfigError: The number of channels is no multiple of 4.
 
     Source: Demystify Mamba in vision: a linear attention perspective (Han et al., 2024).
     """

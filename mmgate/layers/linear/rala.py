@@ -13,12 +13,10 @@ from .base import LinearGate
 
 
 class RALAGate(LinearGate):
-    """RALA: linear attention of higher rank, by weighted keys and a gated output.
-
-    It is ``(Q (alpha K)^T V + DWC(V)) * (x Wo)``.
+    """RALA, linear attention with weighted keys and a gated output: ``(Q (alpha K)^T V + DWC(V)) * (x Wo)``.
 
     Queries and keys are ``ELU + 1``. ``alpha`` holds the attention weights from the mean query to the keys, scaled to
-    the sum N. Rotary positions turn the channels of every head, in the numerator alone; the slowest pair of channels
+    the sum N. Rotary positions turn the channels of every head in the numerator; the slowest pair of channels
     turns by 1 / 10000 of the fastest.
 
     It takes the options of :class:`~mmgate.layers.linear.base.LinearGate`.

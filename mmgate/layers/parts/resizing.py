@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def resize_axis(x: Tensor, axis: int, size: int) -> Tensor:
-    """Resize one axis of a tensor linearly to ``size``, in the way in which a forward pass does for another map."""
+    """Resize one axis of a tensor linearly to ``size``, as a forward pass does for another map."""
     if x.shape[axis] == size:
         return x
     lines = x.movedim(axis, -1)

@@ -19,7 +19,7 @@ class SwiGLU(nn.Module):
         drop_path: Module applied to the output before ``identity`` is added; none by default.
 
     Raises:
-        ValueError: The number of dropouts is not 1 or 2, or the channels cannot be halved.
+        ConfigError: The number of dropouts is not 1 or 2, or the channels cannot be halved.
 
     Source: M-DGSA, sections 4.3 and 5.1, Table 1; GLU variants improve transformer (Shazeer, 2020).
     """

@@ -225,15 +225,9 @@ def test_gates_have_the_rate_of_their_class_unless_one_is_given() -> None:
     assert try_gates.rates_of(['a=MultiScaleDeformableAttention'], None, trained=True) == dict(DeformableGate=1.0)
 
 
-@pytest.mark.parametrize(('text', 'seconds'), [('2h', 7200), ('90m', 5400), ('1h30m', 5400), ('45s', 45)])
-def test_durations(text: str, seconds: float) -> None:
-    assert try_gates.seconds_of(text) == seconds
-
-
 @pytest.mark.parametrize(
     ('argv', 'said'),
     [
-        (['--budget', 'long'], 'give a duration such as 2h, 90m or 1h30m'),
         (['--iters', '0'], 'give 1 or more'),
         (['--iters', '5', '--epochs', '5'], 'not allowed with'),
     ],
