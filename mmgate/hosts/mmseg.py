@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,26 +25,11 @@ adapt_swin(WindowMSA, ShiftWindowMSA)
 adapt_reduced(EfficientMultiheadAttention, GlobalSubsampledAttention)
 
 
-class Scaled(Protocol):
-    """Protocol of a BEiT attention: the attributes that give its heads and the scale of its logits."""
-
-    embed_dims: int
-    num_heads: int
-    scale: float
-
-
-class LocalAttention(Scaled, Protocol):
-    """Protocol of Twins' attention in windows: the attributes that give its sizes."""
-
-    attn_drop: nn.Dropout
-    qkv: nn.Linear
-
-
 class PlainScale(DenseHost):
     """Base of adapters that accept an attention only with the usual scale of the logits, no own ``qk_scale``."""
 
     @classmethod
-    def check_host(cls, host: Scaled) -> None:
+    def check_host(cls, host: Any) -> None:
         """Raise ConfigError if an attention scales its logits by another number than ``1 / sqrt(d)``."""
         check_scale(host)
 
@@ -127,7 +112,7 @@ class UngroupedSelfAttention(MapHost):
     proj_drop: nn.Module
 
     @classmethod
-    def sizes(cls, host: LocalAttention) -> Sizes:
+    def sizes(cls, host: Any) -> Sizes:
         """Read channels and heads off an attention module (the host), for its gate."""
         bias = host.qkv.bias is not None
         return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop.p, scale=host.scale, bias=bias)

@@ -112,7 +112,6 @@ class GatedProjectAttention(DeformableHost):
         spatial_shapes: Tensor,
         level_start_index: Tensor,
         reference_points: Tensor,
-        scale: float = 0.5,
     ) -> Tensor:
         """Sample the values ``(B, S, H, d)`` for queries ``(B, Q, C)``, with the gate, up to the output projection.
 
@@ -122,14 +121,10 @@ class GatedProjectAttention(DeformableHost):
             spatial_shapes: ``(L, 2)`` as (height, width), integer.
             level_start_index: ``(L,)``, integer.
             reference_points: ``(B, Q, L|1, 2)`` as (x, y), or ``(B, Q, L|1, 4)`` as (x, y, w, h), in 0 to 1.
-            scale: How far from the centre of a box its last point lies at first, over the box's side.
         """
         samples = axes_of_samples(self.points(self), getattr(self, self.levels_at))
         sizes = (getattr(self, self.heads_at), *samples)
-        offsets = self.sampling_offsets(query).unflatten(-1, (*sizes, 2))
-        if reference_points.shape[-1] == 4 and scale != 0.5:  # the operator moves points by half a box at most
-            offsets = offsets * (2 * scale)
-        logits = self.attention_weights(query).unflatten(-1, sizes)
+        offsets, logits = sampled(self, query, reference_points, sizes)
         return self.sample(query, value, spatial_shapes, level_start_index, offsets, logits, reference_points)
 
 
@@ -370,8 +365,7 @@ class GatedMSDeformableAttention(GatedProjectAttention):
             padding = None if value_mask is None else value_mask == 0
             value = self.project(value, padding)
         shapes, starts = levels_on(query.device, value_spatial_shapes)
-        scale = getattr(self, 'offset_scale', 0.5)
-        output = self.attended(query, value, shapes, starts, reference_points, scale)
+        output = self.attended(query, value, shapes, starts, reference_points)
         return self.output_proj(output) if hasattr(self, 'output_proj') else output
 
 

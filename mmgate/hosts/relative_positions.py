@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +10,6 @@ from torch import Tensor, nn
 from mmgate.layers.base.dense import DenseHost
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.parts.resizing import resize_axis
-
-
-class RelativeAttention(Protocol):
-    """Protocol of such an attention: the attributes that give its sizes."""
-
-    qkv: nn.Linear
-    num_heads: int
 
 
 class GatedRelativeAttention(DenseHost):

@@ -23,6 +23,7 @@ from mmgate.hosts.table import adapts
 from mmgate.hosts.window import GatedWindowMSA
 from mmgate.layers.base.dense import DenseGate, DenseHost
 from mmgate.layers.base.gate import Sizes, StateDict
+from mmgate.layers.base.gated import GatedModule
 from mmgate.layers.base.map import MapGate, MapHost, Size, UntoldMapHost
 
 # By name, as timm has moved its classes between files.
@@ -128,22 +129,26 @@ class GatedPVTAttention(TimmHost):
         return self.proj_drop(self.attend_gated((query, key, value), (x, reduced, reduced), self.proj))
 
 
-def sizes_of(host: Any) -> Sizes:
-    """Read the sizes off an attention's projections, where the heads may have another total width than the tokens."""
-    joint = getattr(host, 'qkv', None)
-    width = (host.q_proj if joint is None else joint).in_features
-    return Sizes(
-        host.proj.in_features,
-        host.num_heads,
-        inputs=(width, width, width),
-        output=host.proj.out_features,
-        dropout=host.attn_drop.p,
-        scale=host.scale,
-        bias=joint is None or joint.bias is not None,
-    )
+class SizedByProjections(GatedModule):
+    """Base of the adapters for timm's ViTs and Swin, whose heads may have another total width than the tokens."""
+
+    @classmethod
+    def sizes(cls, host: Any) -> Sizes:
+        """Read channels, heads and dropout off an attention module of timm (the host), for its gate."""
+        joint = getattr(host, 'qkv', None)
+        width = (host.q_proj if joint is None else joint).in_features
+        return Sizes(
+            host.proj.in_features,
+            host.num_heads,
+            inputs=(width, width, width),
+            output=host.proj.out_features,
+            dropout=host.attn_drop.p,
+            scale=host.scale,
+            bias=joint is None or joint.bias is not None,
+        )
 
 
-class TokenProjections(DenseHost):
+class TokenProjections(SizedByProjections, DenseHost):
     """Base of the adapters for timm's ViTs; it has their projections, norms of queries and keys, and masks.
 
     A gate at G1 acts before the norm of the heads (``scale_norm``), where there is one; timm's own acts after it.
@@ -158,11 +163,6 @@ class TokenProjections(DenseHost):
     k_norm: nn.Module
     proj: nn.Linear
     proj_drop: nn.Module
-
-    @classmethod
-    def sizes(cls, host: Any) -> Sizes:
-        """Read channels, heads and dropout off an attention module of timm (the host), for its gate."""
-        return sizes_of(host)
 
     @classmethod
     def check_gate(cls, host: Any, gate: Any) -> None:
@@ -271,13 +271,8 @@ class GatedRotaryAttention(TokenProjections):
 
 
 @adapts(DenseGate, WINDOWS)
-class GatedWindowAttention(GatedWindowMSA):
+class GatedWindowAttention(SizedByProjections, GatedWindowMSA):
     """Adapter that lets dense gates into the windows' attention of timm's Swin."""
-
-    @classmethod
-    def sizes(cls, host: Any) -> Sizes:
-        """Read channels, heads and dropout off an attention module of timm (the host), for its gate."""
-        return sizes_of(host)
 
     @classmethod
     def check_host(cls, host: Any) -> None:
@@ -303,7 +298,7 @@ def map_of(embedding: Any, image: Size) -> Size | None:
 
 
 @adapts(MapGate, TOKENS)
-class MixedAttention(UntoldMapHost):
+class MixedAttention(SizedByProjections, UntoldMapHost):
     """Adapter that lets attention over a map (Agent, SAGA, linear) replace that of timm's ViT.
 
     Class and register tokens come before the map's.
@@ -317,11 +312,6 @@ class MixedAttention(UntoldMapHost):
     k_norm: nn.Module
     proj: nn.Module
     proj_drop: nn.Module
-
-    @classmethod
-    def sizes(cls, host: Any) -> Sizes:
-        """Read channels, heads and dropout off an attention module of timm (the host), for its gate."""
-        return sizes_of(host)
 
     @classmethod
     def check_host(cls, host: Any) -> None:
@@ -376,7 +366,7 @@ class MixedSwinBlock(MapHost):
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
         """Read channels and heads off the windows' attention in the block, for the gate."""
-        return replace(sizes_of(host.attn), shifted=any(host.shift_size))
+        return replace(SizedByProjections.sizes(host.attn), shifted=any(host.shift_size))
 
     @classmethod
     def check_host(cls, host: Any) -> None:

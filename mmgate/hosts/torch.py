@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +22,6 @@ adapts(DenseGate, nn.MultiheadAttention)(GatedTorchAttention)
 adapts_inside(DenseGate, 'base_layer', 'peft.tuners.lora.layer.MultiheadAttention')
 
 
-class ReducedAttention(Protocol):
-    """Protocol of attention with spatial reduction (PVT, MiT, Twins): the attributes that give its sizes."""
-
-    embed_dims: int
-    num_heads: int
-    attn: nn.MultiheadAttention
-
-
 class GatedReducedAttention(MapHost):
     """Adapter that lets attention over the whole map replace the spatial-reduction attention of PVT, MiT and Twins."""
 
@@ -40,7 +32,7 @@ class GatedReducedAttention(MapHost):
     dropout_layer: nn.Module
 
     @classmethod
-    def sizes(cls, host: ReducedAttention) -> Sizes:
+    def sizes(cls, host: Any) -> Sizes:
         """Read channels and heads off torch's MultiheadAttention inside the host, for the gate."""
         bias = host.attn.in_proj_bias is not None
         return Sizes(host.embed_dims, host.num_heads, dropout=host.attn.dropout, bias=bias)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,23 +15,6 @@ from mmgate.layers.base.map import MapGate, MapHost, Size
 
 # By the class that shifts windows, the class of the attention in them, an entry a package.
 WINDOWS: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-class Windows(Protocol):
-    """Protocol of ``WindowMSA``, Swin's attention inside windows: the attributes that give its sizes."""
-
-    embed_dims: int
-    num_heads: int
-    attn_drop: nn.Dropout
-    scale: float
-    qkv: nn.Linear
-
-
-class ShiftedWindows(Protocol):
-    """Protocol of ``ShiftWindowMSA``, which cuts a map into windows: the attributes that give its sizes."""
-
-    w_msa: Windows
-    shift_size: int
 
 
 class GatedWindowMSA(DenseHost):
@@ -73,7 +56,7 @@ class GatedShiftWindowMSA(MapHost):
     drop: nn.Module
 
     @classmethod
-    def sizes(cls, host: ShiftedWindows) -> Sizes:
+    def sizes(cls, host: Any) -> Sizes:
         """Read channels and heads off the windows' attention inside the host, for the gate."""
         windows = host.w_msa
         return Sizes(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from helpers.projects import Attention, deformable_inputs
 from mmgate._environment import available
+from mmgate.hosts.table import _packages_with_adapters
 from mmgate.rules import path_regex
 
 C, H, MAP = 32, 4, (8, 8)
@@ -272,9 +273,7 @@ BLOCKS: dict[str, Block] = {
     ),
 }
 
-PACKAGES = ('torch', 'mmcv', 'mmdet', 'mmseg', 'mmpretrain', 'timm')
-DECODERS = ('rtdetr_decoder', 'rtdetrv2_decoder', 'dfine_decoder')
-BY_NAME = ('vitdet', 'ms_deform_attn', 'detrex', *DECODERS, 'ultralytics')
+PACKAGES = _packages_with_adapters() - {'transformers'}  # which has tests of its own
 
 
 def needs(host: str) -> Any:

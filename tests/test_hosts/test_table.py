@@ -12,7 +12,6 @@ import torch
 from helpers.gated import anatomy, assert_same_anatomy
 from helpers.host_blocks import (
     BLOCKS,
-    BY_NAME,
     MAP,
     PACKAGES,
     Block,
@@ -57,10 +56,11 @@ def some_options(gate: type) -> dict[str, Any]:
 
 
 def test_every_host_has_its_block() -> None:
-    if available('timm'):
-        import_module('mmgate.hosts.timm')
+    for package in filter(available, PACKAGES):
+        import_module(f'mmgate.hosts.{package}')
+    projects = {host for _, host in _ADAPTERS if isinstance(host, str) and not host.startswith(('modeling_', 'peft.'))}
     hosts = {host if isinstance(host, str) else full_name(host) for _, host in _ADAPTERS}
-    hosts = {host for host in hosts if host.partition('.')[0] in (*PACKAGES, *BY_NAME)}
+    hosts = {host for host in hosts if host.partition('.')[0] in PACKAGES} | projects
     named = {name.partition(' ')[0] for name in BLOCKS}
     present = {host for host in named if host.partition('.')[0] not in PACKAGES or available(host.partition('.')[0])}
     assert hosts == present, 'a new pair needs the block that calls its host'
