@@ -62,15 +62,20 @@ def draw(title: str, text: str, command: list[str], out: Path, *, verbose: bool)
     """
     for old in (*out.glob('*.png'), *out.glob('*.csv')):
         old.unlink()
+    run([*command, '--out', str(out)], verbose=verbose)
+    shown = f'python tools/analysis_tools/{command[0]}.py {shlex.join(command[1:])} --out DIR'
+    return Section(title, text, shown, sorted(out.glob('*.png')))
+
+
+def run(command: list[str], *, verbose: bool) -> None:
+    """Run a tool of this folder; raise ConfigError with the end of its output if it fails."""
     tool, *arguments = command
-    call = [sys.executable, '-W', 'ignore', str(TOOLS / f'{tool}.py'), *arguments, '--out', str(out)]
     piped = None if verbose else subprocess.PIPE
+    call = [sys.executable, '-W', 'ignore', str(TOOLS / f'{tool}.py'), *arguments]
     done = subprocess.run(call, check=False, stdout=piped, stderr=piped and subprocess.STDOUT, text=True)
     if done.returncode:
         last = '\n'.join((done.stdout or '').splitlines()[-LINES:])
         raise ConfigError(f'{tool} ended with {done.returncode}:\n{last}')
-    shown = f'python tools/analysis_tools/{tool}.py {shlex.join(arguments)} --out DIR'
-    return Section(title, text, shown, sorted(out.glob('*.png')))
 
 
 def write_page(out: Path, title: str, sections: Sequence[Section]) -> Path:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import page
 import pytest
 import torch
 from conftest import ROOT, run_python, tool
@@ -53,9 +54,9 @@ def in_this_process(processes: int, command: list[str], quiet: bool = False) -> 
     assert processes == 1 and cli.main(getattr(cli, command[0]), named) == 0
 
 
-def draw_in_this_process(command: list[str]) -> None:
-    """Stand for ``run_quietly``."""
-    if cli.main(tool(Path(command[0]).stem).main, command[1:]):
+def draw_in_this_process(command: list[str], *, verbose: bool) -> None:
+    """Stand for ``page.run``."""
+    if cli.main(tool(command[0]).main, command[1:]):
         raise ConfigError(f'{command[0]} refuses')
 
 
@@ -72,7 +73,7 @@ def test_from_a_checkpoint_to_the_table(
     assert f"--gate '{PLUG}'" in capsys.readouterr().out
 
     monkeypatch.setattr(try_gates, 'run_tool', in_this_process)
-    monkeypatch.setattr(try_gates, 'run_quietly', draw_in_this_process)
+    monkeypatch.setattr(page, 'run', draw_in_this_process)
     arguments = ['vanilla.py', '--checkpoint', 'start.pth', '--gate', PLUG, '--seeds', '1', '--max-images', '1']
     arguments += ['--iters', '2', '--validations', '1', '--repetitions', '1', '--out', 'trial']
     assert cli.main(try_gates.main, arguments) == 0
