@@ -54,7 +54,8 @@ class AgentGate(MapGate):
     """Agent attention over an H x W map: ``softmax(Q A^T / sqrt(d) + B2) softmax(A K^T / sqrt(d) + B1) V + DWC(V)``.
 
     The agent tokens A are the queries, averaged over a grid of ``sqrt(agent_num)`` cells a side. Both biases are sums
-    of three terms per head and agent: a 7 x 7 map, a row and a column. Their parameters have the sizes of pre-training
+    of three terms per head and agent: a 7 x 7 map, rows and columns. In B1 these are ``an_bias``, ``ah_bias`` and
+    ``aw_bias``, in B2 ``na_bias``, ``ha_bias`` and ``wa_bias``. They have the sizes of pre-training
     (``pretrain_agent_num``, ``map_size``). A forward pass resizes them bilinearly to its map and its grid of agents.
     Rows and columns in a checkpoint of another map are resized on loading.
 
@@ -88,12 +89,10 @@ class AgentGate(MapGate):
         pretrain_grid: Side of the grid of agents in the biases' shapes.
         bias_size: Height and width in the biases' shapes: of the map in pre-training, or of a window.
 
-    Each bias is the sum of three parameters. Those of B1 are ``an_bias`` (a map), ``ah_bias`` (rows) and ``aw_bias``
-    (columns); those of B2 are ``na_bias``, ``ha_bias`` and ``wa_bias``. A class token adds ``ac_bias`` and ``ca_bias``.
-    They start normal with deviation 0.02, the convolution as torch's.
+    The biases start normal with deviation 0.02, the convolution as torch's.
 
-    Source: Agent attention, Eq. 6 and 9, tables 3, 6, 7, 11 and 12, appendix A; the shapes of the biases are those of
-    the authors' checkpoints.
+    Source: Agent attention, Eq. 6 and 9, tables 3, 6, 7, 11 and 12, appendix A; the biases have the shapes of the
+    authors' checkpoints.
     """
 
     undecayed = (*BIASES, *CLASS_BIASES)
