@@ -10,8 +10,7 @@ from mmgate._environment import EXTRAS, HOSTS, available
 from mmgate.hosts.table import adapter_for, adapts, gates_for, hosts_of
 
 # The adapters of torch, mmcv and cloned projects, which need no further package.
-for _package in ('torch', 'mmcv', 'projects', *HOSTS, *EXTRAS):
-    if _package not in HOSTS + EXTRAS or available(_package):
-        import_module(f'{__name__}.{_package}')
+for _package in ('torch', 'mmcv', 'projects', *filter(available, (*HOSTS, *EXTRAS))):
+    import_module(f'{__name__}.{_package}')
 
 __all__ = ['adapter_for', 'adapts', 'gates_for', 'hosts_of']

@@ -339,7 +339,7 @@ def attend_in_trial(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Non
 
 def _keeps_numbers(node: Any) -> bool:
     """Return True if a node of autograd moves numbers, or scales all of them by one."""
-    kind = node.name().removesuffix('0').removesuffix('Backward')
+    kind = node.name().rstrip('0123456789').removesuffix('Backward')
     return kind in MOVES or (kind in ('Mul', 'Div') and node._saved_other.numel() == 1)
 
 

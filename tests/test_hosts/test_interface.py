@@ -119,7 +119,7 @@ class Scaled(Base):
     def forward(self, x: Tensor) -> Tensor:
         attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         q, k, v = (self.split_into_heads(project(x)) for project in (self.q, self.k, self.v))
-        return self.out(attend(self, q * 0.5, k / 2, v, None)[0].flatten(2))
+        return self.out(attend(self, (q * 0.5)[None].squeeze(0), k / 2, v, None)[0].flatten(2))
 
 
 class SummedAtTimes(Base):
@@ -146,6 +146,16 @@ class Pooled(Base):
         return self.out(attend(self, q[:, :, ::2], k, v, None)[0].flatten(2))
 
 
+class Grouped(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        if self.training:
+            x = torch.cat(x.split(x.shape[1] // 3, 1))  # which fails for other tokens than a multiple of 3
+        q, k, v = (self.split_into_heads(project(x)) for project in (self.q, self.k, self.v))
+        rate = self.rate if self.training else 0.0
+        return self.out(attend(self, q, k, v, None, dropout=rate)[0].flatten(2))
+
+
 class Failing(Base):
     def forward(self, x: Tensor) -> Any:
         raise RuntimeError('for no tokens')
@@ -161,6 +171,7 @@ def test_what_projects_is_found() -> None:
     found = try_on_meta(Plain().eval())
     assert (found.projections, found.output, found.changes) == (('q', 'k', 'v'), 'out', False)
     assert (found.heads, found.head_dim, found.dropout) == (2, 4, 0.1)
+    assert try_on_meta(Grouped()).dropout == 0.1
 
 
 def test_modules_of_one_class_may_differ_in_their_rates() -> None:

@@ -19,6 +19,7 @@ from helpers.hub_models import DEFORMABLE, DENSE, build, feed, largest_differenc
 from transformers import PretrainedConfig
 
 import mmgate
+from mmgate.hosts.transformers import DEFORMABLE as PREFIXES
 from mmgate.layers.base.gate import Gate
 from mmgate.layers.base.gated import GatedModule
 from mmgate.layers.plug import GRANULARITIES
@@ -145,10 +146,8 @@ def test_attention_is_listed_by_the_paths_that_rules_take(name: str) -> None:
     assert all(any('heads' in size for size in one.sizes) for one in after.values() if one.gate)
 
 
-CLASSES = [  # of models that are too large for a test, by themselves
-    ('omdet_turbo', 'OmDetTurbo'),
-    *((f'pp_doclayout_v{number}', f'PPDocLayoutV{number}') for number in (2, 3, 4)),
-]
+# of models that are too large for a test, by themselves
+CLASSES = [(module, prefix) for module, prefix in PREFIXES.items() if module not in DEFORMABLE]
 
 
 @pytest.mark.parametrize('columns', [2, 4])
