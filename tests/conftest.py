@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import re
@@ -229,6 +230,20 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
         if package in MM:
             report.outcome = 'skipped'
             report.longrepr = (str(collector.path), None, f'Skipped: needs {package}')
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported out of the collection of garbage, which mmengine asks for with each data set."""
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope='session')
+def _configs_are_written_without_layout() -> Generator[None, None, None]:
+    """Have mmengine leave out the layout of configs: in a run it makes five, which takes longer than the training."""
+    with pytest.MonkeyPatch.context() as patch:
+        if importlib.util.find_spec('yapf'):
+            patch.setattr('yapf.yapflib.yapf_api.FormatCode', lambda text, **style: (text, True))
+        yield
 
 
 @pytest.fixture(autouse=True)
