@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import re
@@ -46,13 +47,17 @@ def family(path: str | Path) -> str:
     return '/'.join([*(part for part in path.parent.parts if part != 'ablations'), *words[:2]])
 
 
-def one_of_each(values: Iterable[Any], kind: Callable[[Any], Any] = family) -> list[Any]:
-    """Return parameters for tests of which all but one of each kind, the plainest by its name, are slow."""
-    seen: list[Any] = []
+def one_of_each(values: Iterable[Any], *kinds: Callable[[Any], Any]) -> list[Any]:
+    """Return parameters for tests of which all but one of each kind, the plainest by its name, are slow.
+
+    Of several sorts of kinds, such as gates and hosts, each kind of each sort has its one: sorts are not multiplied.
+    """
+    seen: set[str] = set()
     params = []
     for value in sorted(reversed([*values]), key=lambda value: len(str(value))):
-        params.append(pytest.param(value, marks=[pytest.mark.slow] * (kind(value) in seen)))
-        seen.append(kind(value))
+        found = {f'{number} {kind(value)}' for number, kind in enumerate(kinds or (family,))}
+        params.append(pytest.param(value, marks=[pytest.mark.slow] * (found <= seen)))
+        seen |= found
     return params
 
 
@@ -128,7 +133,7 @@ DEVICES = [pytest.param('cpu', id='interpreter'), pytest.param('cuda', id='gpu',
 
 
 @pytest.fixture
-def on_device(request: pytest.FixtureRequest) -> None:
+def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip a test of Triton's kernels where they do not run: on a GPU, or without that mark in the interpreter."""
     from mmgate.ops.triton_backend import interpreted
 
@@ -137,6 +142,35 @@ def on_device(request: pytest.FixtureRequest) -> None:
         pytest.skip('needs a CUDA device')
     if not on_gpu and not interpreted():
         pytest.skip('the kernels are compiled in this process, not interpreted')
+    if not on_gpu:
+        look_through_language_once(monkeypatch)
+
+
+def look_through_language_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter replaces its language's functions once in a launch, not in each call between kernels.
+
+    In what is called, they are replaced already; looking for them takes a third of the time of a test.
+    """
+    from triton.runtime import interpreter
+
+    run, replace = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    replaced: set[frozenset[str]] = set()
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        replaced.clear()
+        run(self, *args, **kwargs)
+        replaced.clear()
+
+    def replace_once(function: Any) -> Any:
+        modules = (value for value in function.__globals__.values() if isinstance(value, ModuleType))
+        language = frozenset(module.__name__ for module in modules if module.__name__.startswith('triton.language'))
+        if language in replaced:
+            return None
+        replaced.add(language)
+        return replace(function)
+
+    monkeypatch.setattr(interpreter.GridExecutor, '__call__', launch)
+    monkeypatch.setattr(interpreter, '_patch_lang', replace_once)
 
 
 @pytest.fixture
@@ -196,6 +230,20 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
         if package in MM:
             report.outcome = 'skipped'
             report.longrepr = (str(collector.path), None, f'Skipped: needs {package}')
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported out of the collection of garbage, which mmengine asks for with each data set."""
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope='session')
+def _configs_are_written_without_layout() -> Generator[None, None, None]:
+    """Have mmengine leave out the layout of configs: in a run it makes five, which takes longer than the training."""
+    with pytest.MonkeyPatch.context() as patch:
+        if importlib.util.find_spec('yapf'):
+            patch.setattr('yapf.yapflib.yapf_api.FormatCode', lambda text, **style: (text, True))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from torch import nn
 from mmgate import restore_attention
 from mmgate._environment import available
 from mmgate.analysis.structure import build_structure
-from mmgate.layers.base.gate import named_gate_parameters, undecayed_parameters
+from mmgate.layers.base.gate import Gate, named_gate_parameters, undecayed_parameters
 
 NAMES = [str(path.relative_to(ROOT / 'configs')) for path in CONFIGS]
 METADATA = {model['Config'].removeprefix('configs/'): model['Metadata'] for model in MODELS}
@@ -33,14 +33,17 @@ if mmdet.__version__ >= '3.5':  # the fork's DINO encodes boxes in twice the cha
     PARAMETERS['vanilla/dino/ungated-dino-4scale_r50_8xb2-12e_coco.py'] += 2 * 256 * 256
 
 
-# by the name, configs whose model has parameters that its vanilla partner lacks
-GATED = (
-    *('plug', 'sdpa-gate', 'dgsa', 'dgvit', 'diff-vit', 'agent', 'saga'),
-    *('angular', 'enhanced', 'flatten', 'polaformer', 'inline', 'mlla', 'rala'),
-)
+def method_and_gate(name: str) -> tuple[str, str]:
+    """Return the folder of a config and the first word of its name; of a vanilla one, that is the host."""
+    return name.split('/')[0], Path(name).name.split('-')[0]
 
 
-@pytest.mark.parametrize('name', one_of_each(NAMES))
+def method_and_host(name: str) -> list[str]:
+    """Return the folders of a config's method and host."""
+    return name.split('/')[:2]
+
+
+@pytest.mark.parametrize('name', one_of_each(NAMES, method_and_gate, method_and_host))
 def test_every_config_builds(name: str) -> None:
     """And has as many trainable parameters, and images a step, as its metafile says."""
     skip_unless_readable(name)
@@ -48,9 +51,10 @@ def test_every_config_builds(name: str) -> None:
     cfg = Config.fromfile(ROOT / 'configs' / name)
     model = build_structure(cfg)
     registry.MODELS.build(cfg.model.data_preprocessor)  # which a structure goes without
+    # a gate may have no parameters, and replace a vanilla model's operator then
     gated = any(True for _ in named_gate_parameters(model))
-    named = Path(name).name.startswith(GATED) and 'no-bias-no-dwc' not in name
-    assert gated == named, f'{"gate" if gated else "no gate"} parameters; does GATED above have the method of {name}?'
+    assert gated == any('gate' in key.split('.') for key, _ in model.named_parameters())
+    assert not gated if is_vanilla(name) else any(isinstance(module, Gate) for module in model.modules())
     if gated:
         amp = ('type', 'dtype', 'loss_scale')  # which needs a GPU
         wrapper = {key: value for key, value in cfg.optim_wrapper.items() if key not in amp}
@@ -68,6 +72,14 @@ def test_every_config_builds(name: str) -> None:
         shared = of_names.keys() & vanilla.keys()
         # what a config says for names, as in custom_keys, reaches what is shared as in the vanilla model
         assert shared and {key: of_names[key] for key in shared} == {key: vanilla[key] for key in shared}
+
+
+def is_vanilla(name: str) -> bool:
+    """Return whether a config is a vanilla partner, by its folder, or as the ending of other names in its folder."""
+    path = Path(name)
+    names = {other.stem for other in (ROOT / 'configs' / path).parent.glob('*.py')}
+    partner = path.parts[0] == 'real' and not any(path.stem.endswith(f'-{other}') for other in names)
+    return partner or path.parts[0] == 'vanilla'
 
 
 def check_steps(cfg: Config, name: str) -> None:

@@ -23,13 +23,13 @@ from mmgate.train.speedups import SPEEDUPS
 ONE, THREE = dict(epochs=12, drops=[8, 11]), dict(epochs=36, drops=[27, 33])
 SWIN_DETECTOR = dict(lr=1e-4, weight_decay=0.05, warm_up=500)
 IMAGENET = dict(lr=1e-3, weight_decay=0.05, epochs=300)
-GATED = '(agent|saga|hydra|efficient|angular|enhanced|flatten|polaformer|inline|mlla|rala)'
+GATED = '(?!plug-|sdpa-gate-)[a-z]+(-[a-z]+)*'  # any gate whose paper trains a host as ours does
 MASK2FORMER = dict(lr=1e-4, weight_decay=0.05, power=0.9)
 
 # what the papers and the authors' public configs say, by the pattern of the name; all train with AdamW
 RECIPES: dict[str, dict[str, Any]] = {
-    r'(plug-)?deformable-detr.*_r50_8xb4-50e_coco': dict(lr=2e-4, weight_decay=5e-5, epochs=50, drops=[40]),
-    r'(plug|sdpa-gate|dgsa)-mask2former.*_8xb2-160k_ade20k-(512x512|640x640)': dict(iterations=160000, **MASK2FORMER),
+    r'([a-z-]+-)?deformable-detr.*_r50_8xb4-50e_coco': dict(lr=2e-4, weight_decay=5e-5, epochs=50, drops=[40]),
+    r'[a-z-]+-mask2former.*_8xb2-160k_ade20k-(512x512|640x640)': dict(iterations=160000, **MASK2FORMER),
     r'(plug|ungated)-mask2former_.*_8xb2-lsj-50e_coco(-panoptic)?': dict(
         lr=1e-4, weight_decay=0.05, iterations=368750, drops=[327778, 355092]
     ),
@@ -40,13 +40,13 @@ RECIPES: dict[str, dict[str, Any]] = {
     rf'({GATED}-)?semantic-fpn_pvt-[tsml]_8xb2-40k_ade20k-512x512': dict(
         lr=2e-4, weight_decay=1e-4, iterations=40000, power=0.9
     ),
-    rf'(({GATED}|sdpa-gate)-)?upernet_(swin-[tsb]|dinov2-s14)_8xb2-160k_ade20k-512x512': dict(
+    r'([a-z-]+-)?upernet_(swin-[tsb]|dinov2-s14)_8xb2-160k_ade20k-512x512': dict(
         lr=6e-5, weight_decay=0.01, iterations=160000, power=1.0, warm_up=1500
     ),
     r'(plug|ungated)-(dino-4scale_r50_8xb2-12e|grounding-dino_swin-t_finetune_16xb2-1x)_coco': dict(  # mmdet's own
         lr=1e-4, weight_decay=1e-4, epochs=12, drops=[11]
     ),
-    rf'(({GATED}|relu)-)?pvt-[tsml](-no-gate)?_8xb128-300e_in1k': dict(**IMAGENET, warm_up=5),
+    rf'({GATED}-)?pvt-[tsml](-no-gate)?_8xb128-300e_in1k': dict(**IMAGENET, warm_up=5),
     r'((plug|sdpa-gate|plug-timm)-)?deit-[tsb].*_8xb128-300e_in1k|plug-pvt-t_8xb128-300e_in1k': dict(
         **IMAGENET, warm_up=5
     ),
@@ -54,7 +54,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     rf'{GATED}-deit-[tsb](-no-gate)?_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
     r'(agent-)?cswin-[ts]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
     rf'({GATED}-)?(pvtv2-b[01]|swin-[tsb])_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
-    rf'{GATED}-swin-t-.*_8xb128-300e_in1k|linear-swin-t_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
+    rf'{GATED}-swin-t-.*_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
     r'(agent-)?cswin-b_8xb128-300e_in1k': dict(IMAGENET, weight_decay=0.1, warm_up=20),
     r'(plug-pvtv2-b1|(plug-)?(visformer-t|gcvit-xxt|tinyvit-5m|xcit-t12|t2t-vit-10))_8xb128-300e_in1k': dict(
         **IMAGENET, warm_up=5

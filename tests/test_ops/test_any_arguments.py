@@ -19,7 +19,7 @@ from mmgate.layers import GatingModulation
 from mmgate.ops import agent_attention, differential_attention, gated_linear_attention, ms_deform_attn, plug_attention
 from mmgate.ops import linear_attention as linear
 from mmgate.ops.agent import agent_attention_reference
-from mmgate.ops.dense import attention_map, chunked
+from mmgate.ops.dense import chunked
 from mmgate.ops.differential import differential_map, shared_key_attention, shared_key_map
 from mmgate.ops.gated_linear import gated_linear_attention_reference
 
@@ -75,10 +75,18 @@ def plug(function: Callable[..., Tensor], **options: Any) -> Callable[..., Tenso
 
 
 def plug_reference(position: str) -> Callable[..., Tensor]:
-    def run(query: Tensor, key: Tensor, value: Tensor, *gates_and_bias: Any, **options: Any) -> Tensor:
-        return attention_map(query, key, *gates_and_bias, **options) @ value
+    def products(rows: Tensor, columns: Tensor) -> Tensor:
+        return torch.einsum('bhnd,bhmd->bhnm', rows, columns) / rows.shape[-1] ** 0.5
 
-    return plug(run, position=position)
+    def run(
+        query: Tensor, key: Tensor, value: Tensor, gate_query: Tensor, gate_key: Tensor, gml: Any, bias: Any
+    ) -> Tensor:
+        factor = 1 + gml(products(gate_query, gate_key))
+        logits = products(query, key) * (factor if position == 'pre_softmax' else 1)
+        weights = (logits if bias is None else logits + bias).softmax(-1)
+        return weights * (factor if position == 'post_softmax' else 1) @ value
+
+    return plug(run)
 
 
 LINEAR = dict(q='BHNd', k='BHMd', v='BHMe')

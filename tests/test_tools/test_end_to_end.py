@@ -14,10 +14,10 @@ from shapes import write_shapes
 
 @pytest.fixture(scope='module')
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A foreign folder with data and a config of 2 epochs."""
+    """A foreign folder with data and a config of an epoch."""
     folder = tmp_path_factory.mktemp('project')
-    write_shapes(folder / 'data/shapes', num_train=6, num_val=2, size=64)
-    (folder / 'short.py').write_text(CONFIG.replace('EPOCHS', '2'))
+    write_shapes(folder / 'data/shapes', num_train=4, num_val=2, size=64)
+    (folder / 'short.py').write_text(CONFIG.replace('EPOCHS', '1'))
     return folder
 
 
@@ -25,7 +25,7 @@ def test_train_then_test_with_all_outputs(project: Path) -> None:
     run_python(ROOT / 'tools/train.py', 'short.py', '--auto-scale-lr', cwd=project)
     work = project / 'work_dirs/short'
     outputs = ['--work-dir', work / 'test', '--out', work / 'out.pkl', '--show-dir', 'painted', '--tta']
-    done = run_python(ROOT / 'tools/test.py', 'short.py', work / 'epoch_2.pth', *outputs, cwd=project)
+    done = run_python(ROOT / 'tools/test.py', 'short.py', work / 'epoch_1.pth', *outputs, cwd=project)
     assert 'coco/bbox_mAP_50' in done.stdout + done.stderr
     assert (work / 'out.pkl').stat().st_size > 0
     assert len(list((work / 'test').rglob('painted/*.jpg'))) == 2

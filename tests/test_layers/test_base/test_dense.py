@@ -8,6 +8,7 @@ from itertools import cycle, product
 import pytest
 import torch
 from conftest import filled, one_graph
+from helpers.families import DENSE
 from helpers.gated import gated_attention
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from torch import Tensor, nn
@@ -67,6 +68,9 @@ ALL = {
     'differential_v2_paper': (DifferentialV2Gate, {}),
     'differential_v2_identity': (DifferentialV2Gate, dict(init='identity', lambda_init=0.3)),
 }
+# the other gates of the table of families; V1 of the differential transformer is compared with its equation
+THERE = {DifferentialGate, *(kind for kind, _ in ALL.values())}
+ALL.update({name: (kind, options) for name, (kind, options) in DENSE.items() if kind not in THERE})
 PADDING = torch.arange(M) >= torch.tensor([[M], [4]])  # of the second image's keys
 IDENTITIES = {
     **{f'plug_{k}': (PLuGGate, v) for k, v in PLUG.items()},

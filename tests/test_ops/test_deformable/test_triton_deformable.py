@@ -10,7 +10,7 @@ import pytest
 import torch
 import traffic
 from conftest import DEVICES, assert_same, one_graph
-from helpers.samplings import CASES, REAL, TINY, agree, by_backend, exactly, make, results, run, unevenly
+from helpers.samplings import CASES, REAL, TINY, Problem, agree, by_backend, exactly, make, results, run, unevenly
 from helpers.samplings import compare as compare_results
 from torch import Tensor
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures('on_device')
 
 # In the interpreter a program takes a sixth of a second for each of its samples: one program, where that shows enough.
 FEW = dict(heads=1, queries=3)
-SEVERAL = ('default', 'offsets_from_boxes')  # images, heads and programs of one of these
+SEVERAL = 'default'  # has more images, heads and programs
 
 
 def small(device: str, **case: Any) -> list[Tensor | None]:
@@ -45,16 +45,14 @@ def test_equals_the_reference(name: str, device: str) -> None:
     options = {key: case.pop(key) for key in ('residual', 'position') if key in case}
     if device == 'cuda':
         case = dict(dict(levels=REAL, points=4, dim=32, queries=2000, heads=8), **case)
-    elif name not in SEVERAL:
+    elif name != SEVERAL:
         case = FEW | (dict(heads=2) if 'gate' in name else {}) | case
     # a logit of 2 * 10^4 has a rounding of 10^-3, by which its weight is off
     compare(make(device, **case), 5e-3 if name == 'huge_logits' else 2e-5, **options)
 
 
-@pytest.mark.parametrize('columns', [0, 2, 4], ids=['locations', 'points', 'boxes'])
-@pytest.mark.usefixtures('poisoned_memory')
-def test_levels_with_different_numbers_of_points(columns: int) -> None:
-    """Random problems, of which one has its tokens as queries."""
+def of_different_numbers(columns: int) -> list[tuple[int, Problem]]:
+    """Return random problems with their seeds, the smallest first, that have so many columns of reference points."""
     problems = [(seed, unevenly(seed)) for seed in range(200)]
     chosen = [
         (seed, given)
@@ -62,21 +60,24 @@ def test_levels_with_different_numbers_of_points(columns: int) -> None:
         if len(set(given.num_points or ())) > 1
         and columns == (0 if given.reference_points is None else given.reference_points.shape[-1])
     ]
+    return sorted(chosen, key=lambda problem: problem[1].logits.numel())
+
+
+@pytest.mark.parametrize('columns', [0, 2, 4], ids=['locations', 'points', 'boxes'])
+@pytest.mark.usefixtures('poisoned_memory')
+def test_levels_with_different_numbers_of_points(columns: int) -> None:
+    """Random problems of which one has several heads and one its tokens as queries."""
+    chosen = of_different_numbers(columns)
+    of_heads = [(seed, given) for seed, given in chosen if given.logits.shape[2] > 1]
     of_tokens = [(seed, given) for seed, given in chosen if given.logits.shape[1] == given.value.shape[1]]
-    for seed, given in [chosen[0], of_tokens[0]]:
+    for seed, given in [of_heads[0], of_tokens[0]]:
         compare_results(f'problem {seed}', by_backend(given, 'triton'), exactly(given), 1e-4)
 
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_of_levels_with_different_numbers_of_points(dtype: torch.dtype) -> None:
     """Boxes are divided by the numbers of points in float32."""
-    given = next(
-        given
-        for given in map(unevenly, range(200))
-        if given.reference_points is not None
-        and given.reference_points.shape[-1] == 4
-        and len(set(given.num_points or ())) > 1
-    )
+    _, given = of_different_numbers(4)[0]
     step = 2.0**-10 if dtype is torch.float16 else 2.0**-7
     # both read the same rounded numbers
     actual, expected = (by_backend(given, backend, dtype) for backend in ('triton', 'torch'))
