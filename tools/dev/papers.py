@@ -51,11 +51,10 @@ RECIPES = {  # by the first file that a classifier is or inherits
 }
 INTRODUCTION = """# The papers, row by row
 
-This page lists every table and figure of the five papers. For each row it names what reproduces that row with mmgate:
-a config, a command, an option, or the reason why there is none. Figures are those that the paper prints, never ours:
-we have trained nothing on ImageNet, COCO, ADE20K or SVHN, and little on CIFAR. For an ImageNet classifier the recipe is
-named, too. `python tools/dev/papers.py` writes the page from [papers.yml](papers.yml) and
-`configs/*/metafile.yml`.
+Every table and figure of the five papers, and for each row the config, command or option that reproduces it with
+mmgate, or the reason why there is none. Figures are the papers'; ours are among
+[papers' claims, tried](when_gates_help.md#papers-claims-tried). `python tools/dev/papers.py` writes the page from
+[papers.yml](papers.yml) and `configs/*/metafile.yml`.
 """
 
 
@@ -102,16 +101,31 @@ def make_page(papers: Mapping[str, Any], models: Mapping[str, Any]) -> str:
         lines += [f'## {paper}', '', f'{entry["title"]}; {links}.', '']
         for table, content in entry['tables'].items():
             title = f'{table}: {content["about"]}' if content['about'] else table
-            lines += [f'### {title}', '']
-            if content.get('note'):
-                lines += [content['note'], '']
-            lines += ['| row | figure | answer |', '|---|---|---|']
-            for row, given in content['rows'].items():
-                figures = _figures(given, paper, table, content, models)
-                shown = ', '.join(f'{metric} {value}' for metric, value in figures.items())
-                lines.append(f'| {row} | {shown} | {_cell(given, models)} |')
-            lines.append('')
+            lines += [f'### {title}', '', *_table(paper, table, content, models), '']
     return '\n'.join(lines)
+
+
+def _table(paper: str, table: str, content: Mapping[str, Any], models: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a table: a column for each metric, and above it what most rows or all have in common."""
+    metrics = _metrics(content)
+    rows = content['rows']
+    recipes = [_recipe_of(given, models) for given in rows.values()]
+    common = max(recipes, key=recipes.count)
+    cells = [_cell(given, models, common) for given in rows.values()]
+    once = len(rows) > 1 and len(set(cells)) == 1
+    said = [content['note']] if content.get('note') else []
+    said += [f'All rows: {cells[0]}.'] if once else []
+    if common:
+        others = set(recipes) - {'', common}
+        said += [common[0].upper() + common[1:] + (', unless a row names another.' if others else '.')]
+    columns = ['row', *metrics] + ([] if once else ['answer'])
+    lines = [' '.join(said), ''] if said else []
+    lines += [f'| {" | ".join(columns)} |', '|' + '---|' * len(columns)]
+    for (row, given), cell in zip(rows.items(), cells, strict=True):
+        figures = _figures(given, paper, table, content, models)
+        line = [row, *(str(figures.get(metric, '-')) for metric in metrics)] + ([] if once else [cell])
+        lines.append(f'| {" | ".join(line)} |')
+    return lines
 
 
 def _answer(given: Any) -> tuple[str, Any, Any]:
@@ -324,15 +338,21 @@ def _figures(
     return {metric: found[metric] for metric in metrics if metric in found}
 
 
-def _cell(given: Any, models: Mapping[str, Any]) -> str:
+def _cell(given: Any, models: Mapping[str, Any], common: str) -> str:
+    """Return the answer as the page has it, with the recipe if it is not the table's common one."""
     kind, text, _ = _answer(given)
     if kind == 'config':
         if text not in models:
             return f'`{text}`'
-        path = models[text]['Config']
-        recipe = _recipe(ROOT / path)
-        return f'[{text}](../{path})' + (f', {recipe}' if recipe else '')
+        recipe = _recipe_of(given, models)
+        return f'[{text}](../{models[text]["Config"]})' + (f', {recipe}' if recipe not in ('', common) else '')
     return {'run': f'`{text}`', 'option': text, 'see': f'see {text}', 'not': f'none: {text}'}[kind]
+
+
+def _recipe_of(given: Any, models: Mapping[str, Any]) -> str:
+    """Return the ImageNet recipe of a row's config; empty if it has none."""
+    kind, text, _ = _answer(given)
+    return _recipe(ROOT / models[text]['Config']) if kind == 'config' and text in models else ''
 
 
 def _recipe(path: Path) -> str:
