@@ -317,6 +317,18 @@ def markdown(row: Row) -> str:
     return f'| {row.name} | {height} x {width} | {" | ".join(cells)} | {row.reason if differs else ""} |'
 
 
+def with_notes(lines: Iterable[str]) -> list[str]:
+    """Return the table's rows with a number for each reason, the blank line after a table, and the list of reasons."""
+    reasons: list[str] = []
+    rows = []
+    for line in lines:
+        cells, _, reason = line.removesuffix(' |').rpartition(' | ')
+        if reason.strip() and reason not in reasons:
+            reasons.append(reason)
+        rows.append(f'{cells} | {reasons.index(reason) + 1 if reason.strip() else ""} |')
+    return [*rows, *([''] if reasons else []), *(f'{number}. {reason}' for number, reason in enumerate(reasons, 1))]
+
+
 def _digits(paper: float | None) -> int:
     return len(f'{paper:g}'.partition('.')[2]) if paper is not None else 0
 
@@ -328,14 +340,14 @@ def main() -> None:
     parser.add_argument('--out', type=Path, help=f'file to write; of one that has {START} the table in it is replaced')
     args = parser.parse_args()
     MMLogger.get_current_instance().setLevel('ERROR')
-    lines = [HEADER]
+    lines = []
     print(HEADER)
     for row in ROWS:
         if args.method in (None, row.method):
             lines.append(markdown(row))
             print(lines[-1], flush=True)
     if args.out:
-        table = '\n'.join([START, *lines, END])
+        table = '\n'.join([START, HEADER, *with_notes(lines), END])
         text = args.out.read_text() if args.out.exists() else ''
         before, start, rest = text.partition(START)
         args.out.write_text(before + table + rest.partition(END)[2] if start else table + '\n')
