@@ -289,10 +289,7 @@ def _linear() -> Iterator[Row]:
 ROWS = (*_plug(), *_agent(), *_saga(), *_larger(), *_linear())
 START = '<!-- model table -->'
 END = '<!-- end of the model table -->'
-HEADER = (
-    '| model | input | parameters, paper | ours | difference | MACs, paper | ours | difference | why |\n'
-    '|---|---|---|---|---|---|---|---|---|'
-)
+HEADER = '| model | input | parameters, paper | ours | MACs, paper | ours | why |\n|---|---|---|---|---|---|---|'
 
 
 def markdown(row: Row) -> str:
@@ -310,11 +307,11 @@ def markdown(row: Row) -> str:
     differs = False
     for paper, ours, least in ((row.parameters, parameters, 1), (row.macs, macs, 0)):
         digits = max(_digits(paper), least if paper is None else 0)
-        difference = '' if paper is None or ours is None else f'{ours - paper:+.2f}'
-        cells += ['' if paper is None else f'{paper:g}', '' if ours is None else f'{ours:.{digits + 1}f}', difference]
+        cells += ['' if paper is None else f'{paper:g}', '' if ours is None else f'{ours:.{digits + 1}f}']
         differs |= ours is None or (paper is not None and round(ours, digits) != paper)
     height, width = row.shape
-    return f'| {row.name} | {height} x {width} | {" | ".join(cells)} | {row.reason if differs else ""} |'
+    name = row.name.removesuffix(', classifier')  # as the size of the image says
+    return f'| {name} | {height} x {width} | {" | ".join(cells)} | {row.reason if differs else ""} |'
 
 
 def with_notes(lines: Iterable[str]) -> list[str]:

@@ -51,8 +51,8 @@ RECIPES = {  # by the first file that a classifier is or inherits
 }
 INTRODUCTION = """# The papers, row by row
 
-Every table and figure of the five papers, and for each row the config, command or option that reproduces it with
-mmgate, or the reason why there is none. Figures are the papers'; ours are among
+Every table and figure of the five papers. A row links the config that reproduces it with mmgate, or names the command,
+the option, or the reason why there is none. Figures are the papers'; ours are among
 [papers' claims, tried](when_gates_help.md#papers-claims-tried). `python tools/dev/papers.py` writes the page from
 [papers.yml](papers.yml) and `configs/*/metafile.yml`.
 """
@@ -106,26 +106,40 @@ def make_page(papers: Mapping[str, Any], models: Mapping[str, Any]) -> str:
 
 
 def _table(paper: str, table: str, content: Mapping[str, Any], models: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a table: a column for each metric, and above it what most rows or all have in common."""
+    """Return the lines of a table: a column for each metric, and above it what its rows have in common.
+
+    A row links the config that answers it. Other answers have a column where most rows have one, and else follow the
+    row's name.
+    """
     metrics = _metrics(content)
-    rows = content['rows']
-    recipes = [_recipe_of(given, models) for given in rows.values()]
-    common = max(recipes, key=recipes.count)
-    cells = [_cell(given, models, common) for given in rows.values()]
-    once = len(rows) > 1 and len(set(cells)) == 1
+    answers = {row: _cell(given, models) for row, given in content['rows'].items()}
     said = [content['note']] if content.get('note') else []
-    said += [f'All rows: {cells[0]}.'] if once else []
+    recipes = list(dict.fromkeys(filter(None, (_recipe_of(given, models) for given in content['rows'].values()))))
+    if recipes:
+        numbers = [f'({number}) {recipe}' for number, recipe in enumerate(recipes, 1)]
+        text = recipes[0] if len(recipes) == 1 else ', '.join(numbers)
+        said.append(text[0].upper() + text[1:] + '.')
+    common = len(answers) > 1 and set(answers.values()) != {''} and len(set(answers.values())) == 1
     if common:
-        others = set(recipes) - {'', common}
-        said += [common[0].upper() + common[1:] + (', unless a row names another.' if others else '.')]
-    columns = ['row', *metrics] + ([] if once else ['answer'])
-    lines = [' '.join(said), ''] if said else []
-    lines += [f'| {" | ".join(columns)} |', '|' + '---|' * len(columns)]
-    for (row, given), cell in zip(rows.items(), cells, strict=True):
+        said.append(f'All rows: {next(iter(answers.values()))}.')
+    apart = bool(metrics) and not common and sum(map(bool, answers.values())) > len(answers) / 2
+    lines = [['row', *metrics] + (['answer'] if apart else [])]
+    for row, given in content['rows'].items():
+        kind, text, _ = _answer(given)
+        linked = kind == 'config' and text in models
+        name = f'[{row}](../{models[text]["Config"]})' if linked else row
+        recipe = _recipe_of(given, models)
+        if recipe and len(recipes) > 1:
+            name += f' ({recipes.index(recipe) + 1})'
+        if answers[row] and not apart and not common:
+            name += f': {answers[row]}'
         figures = _figures(given, paper, table, content, models)
-        line = [row, *(str(figures.get(metric, '-')) for metric in metrics)] + ([] if once else [cell])
-        lines.append(f'| {" | ".join(line)} |')
-    return lines
+        lines.append([name, *(str(figures.get(metric, '-')) for metric in metrics)] + ([answers[row]] if apart else []))
+    above = [' '.join(said), ''] if said else []
+    if not metrics:
+        return above + [f'- {name}' for (name,) in lines[1:]]
+    header, *rows = (f'| {" | ".join(line)} |' for line in lines)
+    return [*above, header, '|' + '---|' * len(lines[0]), *rows]
 
 
 def _answer(given: Any) -> tuple[str, Any, Any]:
@@ -338,14 +352,11 @@ def _figures(
     return {metric: found[metric] for metric in metrics if metric in found}
 
 
-def _cell(given: Any, models: Mapping[str, Any], common: str) -> str:
-    """Return the answer as the page has it, with the recipe if it is not the table's common one."""
+def _cell(given: Any, models: Mapping[str, Any]) -> str:
+    """Return a row's answer as text; empty for a config of ours, which the row's name links."""
     kind, text, _ = _answer(given)
     if kind == 'config':
-        if text not in models:
-            return f'`{text}`'
-        recipe = _recipe_of(given, models)
-        return f'[{text}](../{models[text]["Config"]})' + (f', {recipe}' if recipe not in ('', common) else '')
+        return '' if text in models else f'`{text}`'
     return {'run': f'`{text}`', 'option': text, 'see': f'see {text}', 'not': f'none: {text}'}[kind]
 
 
