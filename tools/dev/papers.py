@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -119,6 +119,14 @@ def _table(paper: str, table: str, content: Mapping[str, Any], models: Mapping[s
         numbers = [f'({number}) {recipe}' for number, recipe in enumerate(recipes, 1)]
         text = recipes[0] if len(recipes) == 1 else ', '.join(numbers)
         said.append(text[0].upper() + text[1:] + '.')
+    frame = _shared(answers.values())
+    if frame:
+        start, end = frame
+        said.append(f'Command: `{" ".join((*start, "...", *end))}`, where the rows name the rest.')
+        for row, answer in answers.items():
+            words = answer.strip('`').split()
+            rest = ' '.join(words[len(start) : len(words) - len(end)])
+            answers[row] = f'`{rest}`' if rest else '-'
     common = len(answers) > 1 and set(answers.values()) != {''} and len(set(answers.values())) == 1
     if common:
         said.append(f'All rows: {next(iter(answers.values()))}.')
@@ -140,6 +148,16 @@ def _table(paper: str, table: str, content: Mapping[str, Any], models: Mapping[s
         return above + [f'- {name}' for (name,) in lines[1:]]
     header, *rows = (f'| {" | ".join(line)} |' for line in lines)
     return [*above, header, '|' + '---|' * len(lines[0]), *rows]
+
+
+def _shared(answers: Collection[str]) -> tuple[list[str], list[str]] | None:
+    """Return the first and the last words that different commands have in common, or None if these are few."""
+    commands = [answer.strip('`').split() for answer in answers if answer.startswith('`python ')]
+    if len(commands) < len(answers) or len(set(map(tuple, commands))) < 2:
+        return None
+    start = os.path.commonprefix(commands)
+    end = os.path.commonprefix([command[len(start) :][::-1] for command in commands])[::-1]
+    return (start, end) if len(start) + len(end) > 4 else None
 
 
 def _answer(given: Any) -> tuple[str, Any, Any]:
