@@ -142,7 +142,7 @@ def kinds() -> dict[str, list[str]]:
     named: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for gate in registered_gates():
         if gate.__module__.startswith('mmgate.') and gate.__name__ not in RARE:
-            (kind,) = (kind for kind, base in KINDS.items() if issubclass(gate_of_type(gate), base))  # type: ignore
+            (kind,) = (kind for kind, base in KINDS.items() if issubclass(gate_of_type(gate), base))
             named[kind].append(gate.__name__)
     return {kind: sorted(gates) for kind, gates in named.items()}
 
