@@ -15,7 +15,10 @@ import mmgate  # noqa: F401
 from mmgate.analysis.structure import build_structure, list_attention
 from mmgate.errors import ConfigError
 from mmgate.hosts import adapter_for, gates_for
-from mmgate.hosts.table import gate_of_type
+from mmgate.hosts.table import gate_of_type, registered_gates
+from mmgate.layers.base.deformable import DeformableGate
+from mmgate.layers.base.dense import DenseGate
+from mmgate.layers.base.map import MapGate
 from mmgate.train import cli
 
 README = Path(__file__).parents[2] / 'configs/README.md'
@@ -30,6 +33,8 @@ REASONS = {  # of a class without an adapter
     'MSCAAttention': 'a sum of convolutions, there are no queries and keys',
     'MSCASpatialAttention': 'convolutions around MSCAAttention',
 }
+KINDS = {'deformable': DeformableGate, 'dense': DenseGate, 'map': MapGate}
+RARE = ('CrossWindowAttention',)  # named where it fits: many hosts have an odd number of heads
 
 
 @dataclass
@@ -123,7 +128,8 @@ def markdown(hosts: list[Host], unbuilt: list[str]) -> str:
         folder = host.config.split('/')[0]
         if folder not in folders:
             folders.append(folder)
-    lines = ['| zoo | architectures | path | attention | gates that fit |', '|---|---|---|---|---|']
+    lines = [f'- **{kind}**: {", ".join(f"`{gate}`" for gate in gates)}' for kind, gates in kinds().items()]
+    lines += ['', '| zoo | architectures | path | attention | gates that fit |', '|---|---|---|---|---|']
     for (package, path, class_name, cell), folders in rows.items():
         lines.append(f'| {package} | {", ".join(folders)} | `{path}` | {class_name} | {cell} |')
     if unbuilt:
@@ -131,10 +137,26 @@ def markdown(hosts: list[Host], unbuilt: list[str]) -> str:
     return '\n'.join(lines) + '\n'
 
 
+def kinds() -> dict[str, list[str]]:
+    """Return mmgate's gates by the kind under which the table names them, where a host takes all of the kind."""
+    named: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for gate in registered_gates():
+        if gate.__module__.startswith('mmgate.') and gate.__name__ not in RARE:
+            (kind,) = (kind for kind, base in KINDS.items() if issubclass(gate_of_type(gate), base))
+            named[kind].append(gate.__name__)
+    return {kind: sorted(gates) for kind, gates in named.items()}
+
+
 def _cell(host: Host) -> str:
     if not host.gates and not host.refusals:
         return f'none: {REASONS.get(host.class_name, "no adapter")}'
-    fits = [f'`{gate}`{" (not all)" if gate in host.refusals else ""}' for gate in sorted(host.gates)]
+    left = dict(host.gates)
+    fits = []
+    for kind, gates in kinds().items():
+        if set(gates) <= left.keys() - host.refusals.keys():
+            fits.append(f'**{kind}**')
+            left = {gate: count for gate, count in left.items() if gate not in gates}
+    fits += [f'`{gate}`{" (not all)" if gate in host.refusals else ""}' for gate in sorted(left)]
     return ' '.join([', '.join(fits) or 'none', *(f'<br>{reason}' for reason in reasons(host.refusals))])
 
 

@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,11 +51,10 @@ RECIPES = {  # by the first file that a classifier is or inherits
 }
 INTRODUCTION = """# The papers, row by row
 
-This page lists every table and figure of the five papers. For each row it names what reproduces that row with mmgate:
-a config, a command, an option, or the reason why there is none. Figures are those that the paper prints, never ours:
-we have trained nothing on ImageNet, COCO, ADE20K or SVHN, and little on CIFAR. For an ImageNet classifier the recipe is
-named, too. `python tools/dev/papers.py` writes the page from [papers.yml](papers.yml) and
-`configs/*/metafile.yml`.
+Every table and figure of the five papers. A row links the config that reproduces it with mmgate, or names the command,
+the option, or the reason why there is none. Figures are the papers'; ours are among
+[papers' claims, tried](when_gates_help.md#papers-claims-tried). `python tools/dev/papers.py` writes the page from
+[papers.yml](papers.yml) and `configs/*/metafile.yml`.
 """
 
 
@@ -102,16 +101,63 @@ def make_page(papers: Mapping[str, Any], models: Mapping[str, Any]) -> str:
         lines += [f'## {paper}', '', f'{entry["title"]}; {links}.', '']
         for table, content in entry['tables'].items():
             title = f'{table}: {content["about"]}' if content['about'] else table
-            lines += [f'### {title}', '']
-            if content.get('note'):
-                lines += [content['note'], '']
-            lines += ['| row | figure | answer |', '|---|---|---|']
-            for row, given in content['rows'].items():
-                figures = _figures(given, paper, table, content, models)
-                shown = ', '.join(f'{metric} {value}' for metric, value in figures.items())
-                lines.append(f'| {row} | {shown} | {_cell(given, models)} |')
-            lines.append('')
+            lines += [f'### {title}', '', *_table(paper, table, content, models), '']
     return '\n'.join(lines)
+
+
+def _table(paper: str, table: str, content: Mapping[str, Any], models: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a table: a column for each metric, and above it what its rows have in common.
+
+    A row links the config that answers it. Other answers have a column where most rows have one, and else follow the
+    row's name.
+    """
+    metrics = _metrics(content)
+    answers = {row: _cell(given, models) for row, given in content['rows'].items()}
+    said = [content['note']] if content.get('note') else []
+    recipes = list(dict.fromkeys(filter(None, (_recipe_of(given, models) for given in content['rows'].values()))))
+    if recipes:
+        numbers = [f'({number}) {recipe}' for number, recipe in enumerate(recipes, 1)]
+        text = recipes[0] if len(recipes) == 1 else ', '.join(numbers)
+        said.append(text[0].upper() + text[1:] + '.')
+    frame = _shared(answers.values())
+    if frame:
+        start, end = frame
+        said.append(f'Command: `{" ".join((*start, "...", *end))}`, where the rows name the rest.')
+        for row, answer in answers.items():
+            words = answer.strip('`').split()
+            rest = ' '.join(words[len(start) : len(words) - len(end)])
+            answers[row] = f'`{rest}`' if rest else '-'
+    common = len(answers) > 1 and set(answers.values()) != {''} and len(set(answers.values())) == 1
+    if common:
+        said.append(f'All rows: {next(iter(answers.values()))}.')
+    apart = bool(metrics) and not common and sum(map(bool, answers.values())) > len(answers) / 2
+    lines = [['row', *metrics] + (['answer'] if apart else [])]
+    for row, given in content['rows'].items():
+        kind, text, _ = _answer(given)
+        linked = kind == 'config' and text in models
+        name = f'[{row}](../{models[text]["Config"]})' if linked else row
+        recipe = _recipe_of(given, models)
+        if recipe and len(recipes) > 1:
+            name += f' ({recipes.index(recipe) + 1})'
+        if answers[row] and not apart and not common:
+            name += f': {answers[row]}'
+        figures = _figures(given, paper, table, content, models)
+        lines.append([name, *(str(figures.get(metric, '-')) for metric in metrics)] + ([answers[row]] if apart else []))
+    above = [' '.join(said), ''] if said else []
+    if not metrics:
+        return above + [f'- {name}' for (name,) in lines[1:]]
+    header, *rows = (f'| {" | ".join(line)} |' for line in lines)
+    return [*above, header, '|' + '---|' * len(lines[0]), *rows]
+
+
+def _shared(answers: Collection[str]) -> tuple[list[str], list[str]] | None:
+    """Return the first and the last words that different commands have in common, or None if these are few."""
+    commands = [answer.strip('`').split() for answer in answers if answer.startswith('`python ')]
+    if len(commands) < len(answers) or len(set(map(tuple, commands))) < 2:
+        return None
+    start = os.path.commonprefix(commands)
+    end = os.path.commonprefix([command[len(start) :][::-1] for command in commands])[::-1]
+    return (start, end) if len(start) + len(end) > 4 else None
 
 
 def _answer(given: Any) -> tuple[str, Any, Any]:
@@ -325,14 +371,17 @@ def _figures(
 
 
 def _cell(given: Any, models: Mapping[str, Any]) -> str:
+    """Return a row's answer as text; empty for a config of ours, which the row's name links."""
     kind, text, _ = _answer(given)
     if kind == 'config':
-        if text not in models:
-            return f'`{text}`'
-        path = models[text]['Config']
-        recipe = _recipe(ROOT / path)
-        return f'[{text}](../{path})' + (f', {recipe}' if recipe else '')
+        return '' if text in models else f'`{text}`'
     return {'run': f'`{text}`', 'option': text, 'see': f'see {text}', 'not': f'none: {text}'}[kind]
+
+
+def _recipe_of(given: Any, models: Mapping[str, Any]) -> str:
+    """Return the ImageNet recipe of a row's config; empty if it has none."""
+    kind, text, _ = _answer(given)
+    return _recipe(ROOT / models[text]['Config']) if kind == 'config' and text in models else ''
 
 
 def _recipe(path: Path) -> str:
