@@ -21,7 +21,7 @@ class PlainNames(griffe.Extension):
 class PublicNames(griffe.Extension):
     """Leaves out what no user names: all but registered classes, names in ``__all__``, and what a page asks for.
 
-    Methods of registered classes and of gates are left out, too.
+    Methods of registered classes are left out, too.
     """
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: object) -> None:
@@ -40,9 +40,8 @@ class PublicNames(griffe.Extension):
                 decorators = getattr(member, 'decorators', [])
                 registered = any('register_module' in str(decorator.value) for decorator in decorators)
                 member.public = registered or member.name in (module.exports or ())
-                gate = re.match(r'mmgate\.layers(?!\.base)', module.path) and isinstance(member, griffe.Class)
-                if registered or gate:
-                    for name in member.members:  # the options are a user's; the host packages call the methods
+                if registered:  # its options are a user's, the host packages call its methods
+                    for name in member.members:
                         member.members[name].public = False
             found |= bool(member.public)
         return found
