@@ -19,7 +19,10 @@ class PlainNames(griffe.Extension):
 
 
 class PublicNames(griffe.Extension):
-    """Leaves out what no user names: all but registered classes, names in ``__all__``, and what a page asks for."""
+    """Leaves out what no user names: all but registered classes, names in ``__all__``, and what a page asks for.
+
+    Methods of registered classes are left out, too.
+    """
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: object) -> None:
         """Mark the members of the package's modules."""
@@ -37,8 +40,8 @@ class PublicNames(griffe.Extension):
                 decorators = getattr(member, 'decorators', [])
                 registered = any('register_module' in str(decorator.value) for decorator in decorators)
                 member.public = registered or member.name in (module.exports or ())
-                if registered:  # what mmengine calls of a hook
+                if registered:  # its options are a user's, the host packages call its methods
                     for name in member.members:
-                        member.members[name].public = False if name.startswith(('before_', 'after_')) else None
+                        member.members[name].public = False
             found |= bool(member.public)
         return found
