@@ -28,11 +28,24 @@ def compile_by(*arguments: str) -> str:
     return result.stdout
 
 
-def run_tool(out: Path, *arguments: str) -> list[dict[str, Any]]:
+# One process for several runs of the tool, as its imports take longer than the compilation of a kernel.
+RUNS = """
+import json, runpy, sys
+sys.path.insert(0, 'tools/dev/kernels')
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ['tools/dev/kernels/listings.py', *arguments]
+    runpy.run_path(sys.argv[0], run_name='__main__')
+"""
+
+
+def run_tool(out: Path, *runs: list[str]) -> list[list[dict[str, Any]]]:
+    """Return the rows of each run."""
     if not (Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump').exists():
         pytest.skip('this Triton brings no disassembler')
-    compile_by('tools/dev/kernels/listings.py', '--out', str(out), *arguments)
-    return json.loads(out.read_text())
+    files = [out / f'rows{number}.json' for number in range(len(runs))]
+    commands = [['--out', str(file), *arguments] for file, arguments in zip(files, runs, strict=True)]
+    compile_by('-c', RUNS, json.dumps(commands))
+    return [json.loads(file.read_text()) for file in files]
 
 
 @pytest.fixture(scope='module', params=[pytest.param('fp32', marks=pytest.mark.slow), 'bf16'])
@@ -43,12 +56,9 @@ def dtype(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope='module')
 def code(dtype: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
     """Listings at 32 channels by operator and kernel."""
-    out = tmp_path_factory.mktemp('code') / 'rows.json'
-    return {
-        (op, row['kernel']): row
-        for op in listings.OPS
-        for row in run_tool(out, '--op', op, '--dim', '32', '--dtype', dtype)
-    }
+    runs = [['--op', op, '--dim', '32', '--dtype', dtype] for op in listings.OPS]
+    found = run_tool(tmp_path_factory.mktemp('code'), *runs)
+    return {(op, row['kernel']): row for op, rows in zip(listings.OPS, found, strict=True) for row in rows}
 
 
 def count(row: dict[str, Any], start: str) -> int:
@@ -83,8 +93,9 @@ def test_plug_multiplies_pairs_of_heads_by_warpgroups_and_hardly_spills(code: di
 @pytest.mark.slow
 @pytest.mark.parametrize('capability', [89, 120])
 def test_plug_by_pairs_of_heads_before_and_after_hopper(tmp_path: Path, capability: int) -> None:
-    arguments = ('--op', 'plug_attention', '--dim', '32', '--dtype', 'bf16', '--capability', str(capability))
-    for row in run_tool(tmp_path / 'rows.json', *arguments):
+    arguments = ['--op', 'plug_attention', '--dim', '32', '--dtype', 'bf16', '--capability', str(capability)]
+    (rows,) = run_tool(tmp_path, arguments)
+    for row in rows:
         assert row['block'].endswith('2 heads') and not row['spilled']
         assert row['shared'] <= (listings.SHARED[capability] - 1) / 2 * 1024  # two programs a multiprocessor
 
@@ -93,8 +104,8 @@ def test_plug_by_pairs_of_heads_before_and_after_hopper(tmp_path: Path, capabili
 @pytest.mark.parametrize('capability', [80, 90])
 def test_a_narrow_gate_beside_wide_heads_does_not_spill(tmp_path: Path, capability: int) -> None:
     """Of 32 channels beside 128, with a bias of each head, where it once spilled 4.3 kB a thread."""
-    arguments = ('--op', 'plug_attention', '--dim', '128', '--width', '32', '--bias', '3', '--dtype', 'bf16')
-    rows = run_tool(tmp_path / 'rows.json', *arguments, '--capability', str(capability))
+    arguments = ['--op', 'plug_attention', '--dim', '128', '--width', '32', '--bias', '3', '--dtype', 'bf16']
+    (rows,) = run_tool(tmp_path, [*arguments, '--capability', str(capability)])
     assert [row['kernel'] for row in rows] == [KERNELS[0], *KERNELS[2:]]
     assert not any(row['spilled'] for row in rows)
     assert all(row['shared'] <= 99 * 1024 for row in rows)
@@ -132,8 +143,8 @@ def test_hazards_of_warpgroup_products(listing: tuple[str, ...], expected: int) 
 def test_the_widest_plug_fits_the_smallest_shared_memory(
     tmp_path: Path, dtype: str, bias: str, capability: int
 ) -> None:
-    arguments = ('--op', 'plug_attention', '--dim', '128', '--dtype', dtype, '--bias', bias)
-    rows = run_tool(tmp_path / 'rows.json', *arguments, '--capability', str(capability))
+    arguments = ['--op', 'plug_attention', '--dim', '128', '--dtype', dtype, '--bias', bias]
+    (rows,) = run_tool(tmp_path, [*arguments, '--capability', str(capability)])
     assert len(rows) == 3 and all(row['shared'] <= listings.SHARED[capability] * 1024 for row in rows)
 
 
@@ -141,8 +152,8 @@ def test_the_widest_plug_fits_the_smallest_shared_memory(
 @pytest.mark.parametrize('capability', [80, 89])
 def test_sampler_where_floats_are_added_one_by_one(tmp_path: Path, capability: int) -> None:
     """One channel of a piece a lane: reductions are of neighbouring floats, and no barrier is in the loop."""
-    arguments = ('--op', 'ms_deform_attn', '--dim', '32', '64', '--dtype', 'fp32', '--capability', str(capability))
-    rows = run_tool(tmp_path / 'rows.json', *arguments)
+    arguments = ['--op', 'ms_deform_attn', '--dim', '32', '64', '--dtype', 'fp32', '--capability', str(capability)]
+    (rows,) = run_tool(tmp_path, arguments)
     assert all(row['shared'] <= listings.SHARED[capability] * 1024 for row in rows)
     for backward in rows[1::2]:
         assert count(backward, 'RED') == 32  # four pieces of four corners of two queries
