@@ -112,7 +112,7 @@ def test_models_of_table_2_are_as_wide_as_there():
 def test_the_papers_data_train_the_models_of_table_2(tmp_path, monkeypatch):
     few = [(f'{name} {text} {name}', label) for label, name in enumerate('abc') for text in range(12)]
     monkeypatch.setattr(study, 'published', lambda name: (few, few[::3]))
-    monkeypatch.setitem(study.SETTINGS, 'imdb', dict(SMALL, epochs=1, batch=8, lr=1e-3, warmup=2))
+    monkeypatch.setitem(study.SETTINGS, 'imdb', dict(SMALL, epochs=1, batch=8, lr=1e-3, warmup=2, bfloat16=False))
     study.main(['run', '--csv', str(tmp_path / 'runs.csv'), '--data', 'imdb', '--seeds', '0', '--expansion', '2'])
     rows = study.read(tmp_path / 'runs.csv')
     assert [row['attention'] for row in rows[::2]] == ['transformer', 'vanilla', 'differential', 'm_dgsa']
@@ -126,7 +126,7 @@ def test_files_of_a_folder_train_the_rows_that_are_asked_for(tmp_path, monkeypat
         ]
         (tmp_path / f'imdb_{part}.jsonl.gz').write_bytes(gzip.compress('\n'.join(lines).encode()))
     assert [len(part) for part in data.published(str(tmp_path / 'imdb'))] == [36, 36]
-    monkeypatch.setitem(study.SETTINGS, 'imdb', dict(SMALL, epochs=1, batch=8, lr=1e-3, warmup=2))
+    monkeypatch.setitem(study.SETTINGS, 'imdb', dict(SMALL, epochs=1, batch=8, lr=1e-3, warmup=2, bfloat16=False))
     call = ['run', '--csv', str(tmp_path / 'runs.csv'), '--data', str(tmp_path / 'imdb'), '--seeds', '0']
     study.main([*call, '--attention', 'transformer', 'm_dgsa', '--expansion', '2', '4'])
     rows = study.read(tmp_path / 'runs.csv')[::2]
@@ -160,7 +160,7 @@ def test_a_text_is_drawn(tmp_path, monkeypatch):
     pytest.importorskip('matplotlib', reason='the figure needs matplotlib, which is not installed')
     few = [(f'{name} {"word " * text}{name}', label) for label, name in enumerate('abc') for text in range(5, 25)]
     monkeypatch.setattr(study, 'docstrings', lambda: (few, list('abc')))
-    monkeypatch.setitem(study.SETTINGS, 'docstrings', dict(SMALL, epochs=1, batch=8, lr=1e-3, warmup=2))
+    monkeypatch.setitem(study.SETTINGS, 'docstrings', dict(SMALL, epochs=1, batch=8, lr=1e-3, warmup=2, bfloat16=False))
     figures.main(['--out', str(tmp_path / 'rollout.png')])
     assert (tmp_path / 'rollout.png').stat().st_size > 5_000
     rows = list(csv.DictReader((tmp_path / 'rollout.csv').open()))
@@ -219,7 +219,7 @@ def test_training_learns(attention):
     words[torch.arange(160), torch.randint(12, (160,), generator=draw)] = labels + 2  # one word tells the class
     torch.manual_seed(0)
     model = TextClassifier(40, 3, attention=attention, **SMALL)
-    setting = dict(epochs=12, batch=16, lr=1e-2, warmup=10)
+    setting = dict(epochs=12, batch=16, lr=1e-2, warmup=10, bfloat16=True)
     study.train(model, words[:120], labels[:120], setting, 0.0, 0)
     assert study.accuracy(model, words[120:], labels[120:], 0.0, 0) > 90
     assert study.accuracy(model, words[120:], labels[120:], 0.9, 0) < 75
@@ -228,7 +228,7 @@ def test_training_learns(attention):
 def test_study_resumes_and_repeats(tmp_path, monkeypatch, capsys):
     few = [(f'{name} {text} {name}', label) for label, name in enumerate('abc') for text in range(12)]
     monkeypatch.setattr(study, 'docstrings', lambda: (few, list('abc')))
-    monkeypatch.setitem(study.SETTINGS, 'docstrings', dict(SMALL, epochs=1, batch=8, lr=1e-3, warmup=2))
+    monkeypatch.setitem(study.SETTINGS, 'docstrings', dict(SMALL, epochs=1, batch=8, lr=1e-3, warmup=2, bfloat16=False))
     path = tmp_path / 'work_dirs/runs.csv'
     call = ['run', '--csv', str(path), '--seeds', '0', '--train-noise', '0', '0.3']
     study.main(call)
@@ -249,7 +249,7 @@ def test_a_run_goes_on_after_its_last_epoch(tmp_path, monkeypatch):
     """A run that is ended in its third epoch goes on from the second, and ends as if it had not been."""
     few = [(f'{name} {text} {name}', label) for label, name in enumerate('abc') for text in range(12)]
     monkeypatch.setattr(study, 'docstrings', lambda: (few, list('abc')))
-    setting = dict(SMALL, dropout=0.2, epochs=4, batch=8, lr=1e-3, warmup=2)
+    setting = dict(SMALL, dropout=0.2, epochs=4, batch=8, lr=1e-3, warmup=2, bfloat16=True)
     monkeypatch.setitem(study.SETTINGS, 'docstrings', setting)
     call = ['run', '--seeds', '0', '--train-noise', '0.3', '--attention', 'm_dgsa', '--csv']
     study.main([*call, str(tmp_path / 'whole.csv')])

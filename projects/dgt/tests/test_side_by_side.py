@@ -9,7 +9,7 @@ from projects.dgt import study
 from projects.dgt.model import TABLE_2, TextClassifier
 from projects.dgt.side_by_side import batches_of, train_side_by_side
 
-SETTING = dict(epochs=1, batch=8, lr=1e-2, warmup=2)
+SETTING = dict(epochs=1, batch=8, lr=1e-2, warmup=2, bfloat16=False)
 DEVICES = ['cpu', pytest.param('cuda', marks=pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU'))]
 
 
