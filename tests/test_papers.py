@@ -38,7 +38,11 @@ def test_the_page_is_what_the_metafiles_say() -> None:
         ({'run': 'python -m projects.dgt.study run'}, 'run plans no work'),
         ({'run': 'python -m projects.dgt.study run --data imdb --width 2'}, 'unrecognized arguments: --width 2'),
         ({'run': 'python tools/analysis_tools/plot_cka.py CONFIG --out DIR'}, 'arguments are required: checkpoint'),
-        ({'run': 'python -m pytest projects/dgt/tests -k table_99'}, 'table_99 plans no work'),
+        pytest.param(
+            {'run': 'python -m pytest projects/dgt/tests -k table_99'},
+            'table_99 plans no work',
+            marks=pytest.mark.slow,  # a process, as one of the answers above
+        ),
         ({'see': 'Table 99'}, 'is no table of the paper'),
         ({'option': 'as it is'}, "no figure: give what Table 4 prints, '-' for nothing"),
         ('saga-swin-t_8xb128-300e_in1k', 'no figure: give what Table 4 prints'),  # its own is of Table 1

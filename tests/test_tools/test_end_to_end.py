@@ -1,4 +1,4 @@
-"""The tools on a tiny run, as processes of their own, and the shell scripts around them."""
+"""The tools on a tiny run, and the shell scripts around them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from conftest import ROOT, run_python
 from helpers.small_demo import CONFIG
 from shapes import write_shapes
 
+from mmgate.train import cli
+
 
 @pytest.fixture(scope='module')
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -21,12 +23,18 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_train_then_test_with_all_outputs(project: Path) -> None:
+def test_train_then_test_with_all_outputs(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Trained as a user does, in a process; the script of the test is run in one by others."""
     run_python(ROOT / 'tools/train.py', 'short.py', '--auto-scale-lr', cwd=project)
-    work = project / 'work_dirs/short'
-    outputs = ['--work-dir', work / 'test', '--out', work / 'out.pkl', '--show-dir', 'painted', '--tta']
-    done = run_python(ROOT / 'tools/test.py', 'short.py', work / 'epoch_1.pth', *outputs, cwd=project)
-    assert 'coco/bbox_mAP_50' in done.stdout + done.stderr
+    monkeypatch.chdir(project)
+    work = Path('work_dirs/short')
+    outputs = ['--work-dir', f'{work}/test', '--out', f'{work}/out.pkl', '--show-dir', 'painted', '--tta']
+    named = ['--cfg-options', 'experiment_name=end_to_end', 'visualizer.name=end_to_end']
+    assert cli.main(cli.test, ['short.py', f'{work}/epoch_1.pth', *outputs, *named]) == 0
+    printed = ''.join(capfd.readouterr())
+    assert 'coco/bbox_mAP_50' in printed
     assert (work / 'out.pkl').stat().st_size > 0
     assert len(list((work / 'test').rglob('painted/*.jpg'))) == 2
 

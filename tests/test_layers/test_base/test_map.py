@@ -1,7 +1,8 @@
-"""Attention over a map: its scale."""
+"""Attention over a map: its scale, and what a checkpoint of another size brings."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -37,3 +38,13 @@ def test_attention_over_a_map_heeds_a_scale_that_is_not_the_default() -> None:
         else:
             heads = (q @ k.mT * factor).softmax(-1) @ v
         torch.testing.assert_close(layer(x, (3, 5)), layer.proj(heads.transpose(1, 2).flatten(2)))
+
+
+def test_what_is_resized_on_loading_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr('mmgate.layers.base.map.log', said.append)
+    small, large = (SAGAAttention(8, 2, map_size=size) for size in ((4, 4), (6, 6)))
+    large.load_state_dict(large.state_dict())
+    assert not said
+    large.load_state_dict(small.state_dict())
+    assert len(said) == 1 and 'position_encoding resized to a map of (6, 6)' in said[0]
