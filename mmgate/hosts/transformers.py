@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from copy import copy
+import inspect
+from collections.abc import Iterator
+from copy import copy, deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,13 +15,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from mmgate.errors import ConfigError
-from mmgate.hosts.interface import TRIAL, attend_in_trial, goes_through_interface, input_of_heads, try_on_meta
+from mmgate.hosts.interface import Reading, goes_through_interface, read_forward
 from mmgate.hosts.points import points_of, sampled
 from mmgate.hosts.readings import Given, Sampled, deformable_readings, reads
 from mmgate.hosts.table import adapts, full_name
 from mmgate.layers.base.deformable import DeformableGate, DeformableHost
 from mmgate.layers.base.dense import DenseGate, DenseHost, Inputs
 from mmgate.layers.base.gate import Sizes
+from mmgate.layers.base.gated import Record, gate_module
 from mmgate.ops.deformable import attention_weights
 from mmgate.ops.deformable.levels import levels_on
 from mmgate.ops.masks import merge_masks
@@ -44,14 +48,146 @@ DEFORMABLE = {
 DEFORMABLE_HOSTS = tuple(f'modeling_{model}.{name}MultiscaleDeformableAttention' for model, name in DEFORMABLE.items())
 
 
+# Inputs of a trial on the device meta: images of so many tokens, in one row or as a map.
+SIDE = 16
+TRIALS = ((2, SIDE * SIDE), (2, SIDE, SIDE))
+POSITIONS = 'position_embeddings'  # the argument of rotary positions, cosines and sines
+NUMBERS = ('height', 'width')  # arguments that are the map's sides
+
+
+class OtherTokensError(ValueError):
+    """Error: an attention attends between other tokens than its projections have read, for instance with a cache."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Result of trying an attention's forward without numbers: its number of heads H and their width d."""
+
+    heads: int
+    head_dim: int
+
+
+class _TrialGate(nn.Module):
+    """Stand-in for a gate in a trial run, which keeps the shapes of the heads and computes nothing."""
+
+    acts_after_projection = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[torch.Size, ...]] = []
+
+    def seen_heads(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Keep the shapes of query, key and value, and return an empty output ``(B, N, H, d)``."""
+        self.seen.append((query.shape, key.shape, value.shape))
+        return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
+
+
+_TRIED: dict[Any, Trial | str] = {}
+
+
+def try_on_meta(host: Any) -> Trial:
+    """Try an attention's forward on the device ``meta`` and return its heads and their width; the result is cached.
+
+    Modules of one class and of the same sizes are tried once.
+
+    Raises:
+        ConfigError: The host does not fit.
+    """
+    sizes = [(name, tuple(parameter.shape)) for name, parameter in host.named_parameters()]
+    numbers = [(name, repr(one)) for name, one in vars(host).items() if isinstance(one, (int, float, str, tuple))]
+    key = (type(host), *sizes, *sorted(pair for pair in numbers if pair[0] != 'training'))
+    if key not in _TRIED:
+        try:
+            _TRIED[key] = _try(host)
+        except ConfigError as error:
+            _TRIED[key] = str(error)
+    found = _TRIED[key]
+    if isinstance(found, str):
+        raise ConfigError(found)
+    return found
+
+
+def _try(host: Any) -> Trial:
+    reading = read_forward(host)
+    name = f'A {type(host).__name__}'
+    if not hasattr(getattr(host, 'config', None), '_attn_implementation'):
+        raise ConfigError(f'{name} has no config that names its attention function.')
+    reason = 'has not called its attention function'
+    for arguments in _arguments(host, reading):
+        copied = _on_meta(host)
+        gate = _TrialGate()
+        gate_module(copied, GatedInterfaceAttention, gate, Record(GatedInterfaceAttention, type(host), '', {}))
+        try:
+            with torch.no_grad():
+                copied(**arguments)
+        except OtherTokensError as error:
+            reason = f'attends between other tokens than it projects: {error}'
+            continue
+        except Exception as error:  # whatever a forward may raise on arguments of other shapes
+            reason = f'does not run in a trial ({type(error).__name__}: {str(error).strip().splitlines()[0][:200]})'
+            continue
+        if gate.seen:
+            query, key, value = gate.seen[0]
+            if key[1] != query[1] or value[1] != query[1]:
+                raise ConfigError(
+                    f'{name} has {key[1]} heads of keys and {value[1]} of values for {query[1]} of queries.'
+                )
+            if value[-1] != query[-1]:
+                raise ConfigError(f'{name} has heads of {query[-1]} channels, and of {value[-1]} for values.')
+            return Trial(query[1], query[-1])
+    raise ConfigError(f'{name} {reason}.')
+
+
+def _arguments(host: Any, reading: Reading) -> Iterator[dict[str, Any]]:
+    """Yield arguments with which an attention's forward may be tried, for one shape of its input after the other."""
+    like = host.get_submodule(reading.query).weight
+    widths = {
+        name: host.get_submodule(projection).in_features
+        for projection in reversed(reading.projections)
+        for name in reading.arguments[projection]
+        if name not in NUMBERS
+    }
+    unknown = [name for name in reading.required if name not in (*widths, *NUMBERS, POSITIONS)]
+    if unknown:
+        raise ConfigError(f'A {type(host).__name__} needs {" and ".join(unknown)}, which a trial cannot make.')
+    rotary = POSITIONS in inspect.signature(type(host).forward).parameters and POSITIONS not in widths
+    for shape in TRIALS:
+        given: dict[str, Any] = {name: SIDE for name in NUMBERS if name in reading.required}
+        for name in reading.required:
+            if name in widths:
+                given[name] = torch.empty((*shape, widths[name]), device='meta', dtype=like.dtype)
+        if POSITIONS not in reading.required:
+            yield given
+        width: Any = getattr(host, 'head_dim', getattr(host, 'attention_head_size', None))
+        for tokens in ((SIDE * SIDE,), (SIDE,), (1, SIDE * SIDE)) if rotary and width else ():
+            angles = torch.empty((*tokens, width), device='meta', dtype=like.dtype)
+            yield {**given, POSITIONS: (angles, angles)}
+
+
+def _on_meta(host: Any) -> Any:
+    """Return a copy of a module on the device ``meta`` (shapes without values), in eval mode, without hooks."""
+    memo: dict[int, Any] = {id(host.config): host.config}
+    for parameter in host.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device='meta'), requires_grad=False)
+    memo.update({id(buffer): torch.empty_like(buffer, device='meta') for buffer in host.buffers()})
+    copied = deepcopy(host, memo).eval()
+    for module in copied.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+        # A hook of accelerate's, which moves inputs to its device.
+        vars(module).pop('forward', None)
+    return copied
+
+
 @adapts(DenseGate)
 class GatedInterfaceAttention(DenseHost):
     """Adapter that lets dense gates into attention that calls transformers' attention interface.
 
     The attention function of such a module becomes ours.
 
-    Its hosts are recognised by what their forward does in a trial without numbers, see :mod:`.interface`. A gate reads
-    what the projections of query, key and value have read, which they note while the host runs.
+    Its hosts are recognised by the source of their forward, see :mod:`.interface`, and by the shapes of heads in a
+    trial without numbers. A gate reads what the projections of query, key and value have read, which they note while
+    the host runs.
     """
 
     host_signature = True
@@ -65,14 +201,20 @@ class GatedInterfaceAttention(DenseHost):
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
         """Find out the sizes of an attention module (the host) by its projections and a trial run without numbers."""
+        reading = read_forward(host)
         found = try_on_meta(host)
-        query, key, value = (host.get_submodule(name).in_features for name in found.projections)
+        query, key, value = (host.get_submodule(name).in_features for name in reading.projections)
+        dropout = host
+        for name in reading.dropout:
+            dropout = getattr(dropout, name)
+        if isinstance(dropout, nn.Dropout):
+            dropout = dropout.p
         return Sizes(
             found.heads * found.head_dim,
             found.heads,
             inputs=(query, key, value),
-            output=host.get_submodule(found.output).out_features,
-            dropout=found.dropout,
+            output=host.get_submodule(reading.output).out_features,
+            dropout=float(dropout) if reading.dropout else 0.0,
         )
 
     @classmethod
@@ -82,26 +224,25 @@ class GatedInterfaceAttention(DenseHost):
 
     @classmethod
     def check_host(cls, host: Any) -> None:
-        """Raise ConfigError if the host does something else than such attention, as a trial without numbers tells."""
+        """Raise ConfigError if the host does something else than its source and a trial run without numbers tell."""
         try_on_meta(host)
 
     @classmethod
     def check_gate(cls, host: Any, gate: Any) -> None:
         """Raise ConfigError for a gate that attends twice if the host rotates its queries or changes them otherwise."""
-        if gate.attends_twice and try_on_meta(host).changes:
+        changes = read_forward(host).changes
+        if gate.attends_twice and changes:
             raise ConfigError(
                 f'the gate {gate.attends_twice}, but {type(host).__name__} rotates their halves together or changes '
-                'them otherwise.'
+                f'them otherwise, by {", ".join(changes)}.'
             )
 
     def after_switch_on(self) -> None:
         """Let this module call our attention function, and register hooks that keep the inputs of its projections."""
         notes = self.gating.notes
-        # Later there may be layers around the projections, as PEFT's.
-        if 'projections' not in notes:
-            found = try_on_meta(self)
-            notes['projections'] = found.projections
-            notes['output'] = found.output
+        reading = read_forward(self)
+        notes['projections'] = reading.projections
+        notes['output'] = reading.output
         notes['config'] = self.config
         self.config = copy(self.config)
         self.config._attn_implementation = NAME
@@ -149,10 +290,17 @@ class GatedInterfaceAttention(DenseHost):
             OtherTokensError: The keys are more than those that this call has projected, as with a cache, or queries
                 are pooled.
         """
-        found = [
-            input_of_heads(getattr(self, name).noted_input, heads, name)
-            for name, heads in zip(self.gating.notes['projections'], (query, key, key), strict=True)
-        ]
+        found = []
+        for name, heads in zip(self.gating.notes['projections'], (query, key, key), strict=True):
+            x = getattr(self, name).noted_input
+            tokens = (heads.shape[0], heads.shape[2])
+            if x.numel() != tokens[0] * tokens[1] * x.shape[-1]:
+                raise OtherTokensError(
+                    f'{tokens[0]} x {tokens[1]} heads, but {x.numel() // x.shape[-1]} tokens projected by {name}. '
+                    'A gate reads what belongs to each head, so call the model without a cache and without pooled '
+                    'queries'
+                )
+            found.append(x if x.shape[:-1] == tokens else x.reshape(*tokens, x.shape[-1]))
         return found[0], found[1], found[2]
 
 
@@ -200,6 +348,9 @@ def attention(
             is_causal=is_causal,
             **kwargs,
         )
+    if isinstance(module.gate, _TrialGate):  # whose masks may be of another number of tokens
+        module.noted_inputs(query, key)
+        return module.gate.seen_heads(query, key, value), None
     if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.dim() == 4):
         raise ValueError(
             "a gated attention takes the masks of 'sdpa' and 'eager'; load the model with attn_implementation='sdpa', "
@@ -224,7 +375,6 @@ def attention(
 
 
 AttentionInterface.register(NAME, attention)
-AttentionInterface.register(TRIAL, attend_in_trial)
 AttentionMaskInterface.register(NAME, sdpa_mask)  # without it a model of this implementation gets no masks
 
 

@@ -100,7 +100,9 @@ NAMES = {name: module for module, names in CLASSES.items() for name in names}
 # what a class is refused for, as the end of a sentence about it
 REFUSED = {
     'ConditionalDetrDecoderSelfAttention': 'makes its query from q_content_proj and q_pos_proj together',
-    'ConditionalDetrDecoderCrossAttention': 'makes its query from q_content_proj and q_pos_sine_proj together',
+    'ConditionalDetrDecoderCrossAttention': (
+        'makes its query from q_content_proj and q_pos_proj and q_pos_sine_proj together'
+    ),
     'Data2VecTextSelfAttention': 'does not project its heads',
     'Data2VecTextCrossAttention': 'does not project its heads',
     'DPTSelfAttention': 'does not project its heads',
