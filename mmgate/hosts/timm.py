@@ -33,7 +33,7 @@ WINDOWS = 'timm.models.swin_transformer.WindowAttention'
 SWIN_BLOCK = 'timm.models.swin_transformer.SwinTransformerBlock'
 OWN_GATES = (
     " It is one of timm's: build the attention without gated=True, and gate it by SDPAGatedMultiheadAttention, which "
-    'loads checkpoints of that gate.'
+    'loads checkpoints of that gate (without scale_norm).'
 )
 # timm's own gate has the weight of an SDPA gate at G1 in this place, so that its checkpoints load.
 OF_TIMM_GATES = {'gate.weight': 'gate.gate_weight', 'gate.bias': 'gate.gate_bias'}
@@ -172,7 +172,9 @@ class TokenProjections(SizedByProjections, DenseHost):
             raise ConfigError(f'the gate {gate.attends_twice}, but this {kind} normalises its queries (qk_norm).')
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: object, **kwargs: object) -> None:
-        for theirs, ours in OF_TIMM_GATES.items():
+        # timm's gate acts after a norm of the heads (scale_norm) and ours before it, so that there it finds no place.
+        same = isinstance(getattr(self, 'norm', None), (nn.Identity, type(None)))
+        for theirs, ours in OF_TIMM_GATES.items() if same else ():
             if f'{prefix}{theirs}' in state_dict:
                 state_dict[f'{prefix}{ours}'] = state_dict.pop(f'{prefix}{theirs}')
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

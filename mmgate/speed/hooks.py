@@ -74,7 +74,7 @@ class CompileHook(_PathsHook):
     iterations wait for the compiler, minutes on a CPU; evaluation between epochs is compiled separately. Probes and
     :class:`GateStatisticsHook` do not see into compiled modules.
 
-    On a CPU dropout draws its numbers by torch's own generator, as without the hook: it is faster there than the one
+    On a CPU, without a mode, dropout draws its numbers by torch's own generator, as without the hook: it is faster there than the one
     that inductor compiles, and the same seed trains the same model.
 
     Args:
@@ -107,7 +107,9 @@ class CompileHook(_PathsHook):
     def before_train(self, runner: Runner) -> None:
         """Let torch.compile compile each of the modules in place, at its first call."""
         modules = self.modules(runner)
-        if self.replays and getattr(runner.optim_wrapper, '_accumulative_counts', 1) > 1:
+        optimizer: Any = runner.optim_wrapper if self.replays else None
+        wrappers = getattr(optimizer, 'optim_wrappers', {'': optimizer}).values()
+        if any(getattr(wrapper, '_accumulative_counts', 1) > 1 for wrapper in wrappers):
             # A graph's next replay overwrites the gradients of the one before.
             raise ConfigError(
                 f'CompileHook: mode={self.options["mode"]!r} replays CUDA graphs, which cannot add up the gradients of '
@@ -117,8 +119,8 @@ class CompileHook(_PathsHook):
             module.compile(**self.options, options=self._random_numbers(module))
         runner.logger.info(f'CompileHook: {", ".join(modules)} are compiled as they are first called.')
 
-    def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
-        """Tell CUDA graphs that results of the last iteration are needed no more."""
+    def _before_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None, mode: str = 'train') -> None:
+        """Tell CUDA graphs, in training and evaluation, that results of the last iteration are needed no more."""
         if self.replays:
             torch.compiler.cudagraph_mark_step_begin()
 

@@ -40,7 +40,8 @@ class LoadReportHook(Hook):
 
     Raises:
         ConfigError: Too few keys were filled (from :meth:`before_test` and :meth:`before_train`), or the checkpoint of
-            a run that is to be resumed holds nothing but weights (from :meth:`after_load_checkpoint`).
+            a run that is to be resumed has other gates or holds nothing but weights (from
+            :meth:`after_load_checkpoint`).
     """
 
     def __init__(self, checkpoint: str, *, allow_mismatch: bool = False, gates: str | None = None) -> None:
@@ -59,8 +60,32 @@ class LoadReportHook(Hook):
                 f'{self.checkpoint} holds nothing but weights, so that no run can be resumed from it. '
                 f'--cfg-options load_from={self.checkpoint} starts a new run from them.'
             )
+        if getattr(runner, '_resume', False) and 'optimizer' in checkpoint:
+            self._refuse_other_gates(runner, checkpoint)
         self._before = _versions(runner.model)
         self._given = [key for key in checkpoint.get('state_dict', checkpoint) if not key.endswith(COUNTERS)]
+
+    def _refuse_other_gates(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """Raise ConfigError if a checkpoint to resume from has other gates, or gates of other sizes.
+
+        torch loads the optimizer's state by its order alone. That of other parameters ends in a fused step's crash, or
+        in wrong moments.
+        """
+        model = unwrap_model(runner.model)
+        state = checkpoint.get('state_dict', {})
+        keys = model.state_dict().keys()
+        other = [
+            name
+            for name, gate in named_gate_parameters(model)
+            if name not in state or state[name].numel() != gate.numel()
+        ]
+        other += [key for key in state if key not in keys and is_gate_key(key)]
+        if other:
+            raise ConfigError(
+                f'{self.checkpoint} cannot be resumed: these gates are not in it, not in this model, or of another '
+                f'size: {listed(other)}. Give the config that the run began with, or start a new run from its '
+                f'weights: --cfg-options load_from={self.checkpoint}, without --resume.'
+            )
 
     def before_train(self, runner: Runner) -> None:
         """Log the report; raise an error if the checkpoint fills nothing, and warn if it fills less than half."""

@@ -69,6 +69,14 @@ def test_a_checkpoint_of_timms_own_gates_loads_into_ours() -> None:
     torch.testing.assert_close(gated(images), model(images), rtol=1e-5, atol=1e-5)
 
 
+def test_a_checkpoint_of_timms_gates_after_a_norm_finds_no_place() -> None:
+    theirs = Attention(C, HEADS, qkv_bias=True, gated=True, scale_norm=True, norm_layer=nn.LayerNorm)
+    ours = nn.ModuleDict(dict(attn=Attention(C, HEADS, qkv_bias=True, scale_norm=True, norm_layer=nn.LayerNorm)))
+    swap_attention(ours, dict(type='SDPAGatedMultiheadAttention', path='attn'))
+    keys = ours['attn'].load_state_dict(theirs.state_dict(), strict=False)
+    assert keys.unexpected_keys == ['gate.weight', 'gate.bias']
+
+
 @pytest.mark.parametrize('gate', ['AgentAttention', 'SAGAAttention', 'FocusedLinearAttention'])
 @pytest.mark.parametrize('name, before', [('vit', 1), ('deit', 2), ('dinov2', 5), ('siglip', 0), ('swin', 0)])
 def test_attention_over_a_map_finds_the_map(name: str, before: int, gate: str) -> None:

@@ -140,10 +140,12 @@ def test_a_pattern_without_a_match_is_refused(paths: Any, message: str) -> None:
         run(CompileHook(paths), Net())
 
 
-def test_graphs_do_not_add_up_gradients() -> None:
-    run = SimpleNamespace(
-        model=Net(), optim_wrapper=SimpleNamespace(_accumulative_counts=2), logger=SimpleNamespace(info=print)
-    )
+@pytest.mark.parametrize('several', [False, True], ids=['one optimizer', 'two'])
+def test_graphs_do_not_add_up_gradients(several: bool) -> None:
+    wrapper: Any = SimpleNamespace(_accumulative_counts=2)
+    if several:
+        wrapper = SimpleNamespace(optim_wrappers=dict(one=SimpleNamespace(_accumulative_counts=1), two=wrapper))
+    run = SimpleNamespace(model=Net(), optim_wrapper=wrapper, logger=SimpleNamespace(info=print))
     CompileHook(backend='eager').before_train(run)
     with pytest.raises(ConfigError, match=r'accumulative_counts to 1'):
         CompileHook(mode='reduce-overhead').before_train(run)

@@ -74,6 +74,16 @@ def gated(*paths: str) -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize('before', [(), ('second',), ('first', 'second')], ids=['none', 'another', 'one more'])
+def test_a_run_is_not_resumed_with_other_gates(before: tuple[str, ...]) -> None:
+    checkpoint = dict(state_dict=gated(*before).state_dict(), optimizer={}, meta=dict(iter=1), message_hub={})
+    hook = LoadReportHook('x.pth')
+    hook.after_load_checkpoint(SimpleNamespace(model=gated(*before), _resume=True), checkpoint)
+    hook.after_load_checkpoint(SimpleNamespace(model=gated('first')), checkpoint)
+    with pytest.raises(ConfigError, match=r'cannot be resumed: .*(first|second)\.gate.*without --resume'):
+        hook.after_load_checkpoint(SimpleNamespace(model=gated('first'), _resume=True), checkpoint)
+
+
 @pytest.mark.parametrize(
     'trained, loaded, level, said',
     [

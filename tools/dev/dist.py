@@ -17,6 +17,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('--out', type=Path, default=ROOT / 'dist')
     args = parser.parse_args()
+    if args.out.is_dir() and any(args.out.iterdir()):
+        parser.error(f'{args.out} is not empty; remove what an earlier build has left there')
     committed = subprocess.run(
         ['git', 'log', '-1', '--format=%ct'], cwd=ROOT, check=True, capture_output=True, text=True
     )
