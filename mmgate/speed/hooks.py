@@ -74,8 +74,8 @@ class CompileHook(_PathsHook):
     iterations wait for the compiler, minutes on a CPU; evaluation between epochs is compiled separately. Probes and
     :class:`GateStatisticsHook` do not see into compiled modules.
 
-    On a CPU, without a mode, dropout draws its numbers by torch's own generator, as without the hook: it is faster there than the one
-    that inductor compiles, and the same seed trains the same model.
+    On a CPU, without a mode, dropout draws its numbers by torch's own generator, as without the hook: it is faster
+    there than the one that inductor compiles, and the same seed trains the same model.
 
     Args:
         paths: Patterns like those of ``mmgate.Gated``; by default ``'backbone'``, ``'**encoder.layers.*'``,
