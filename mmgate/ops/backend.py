@@ -123,8 +123,9 @@ def candidates(op: str, tensor: Tensor, requested: str | None = None) -> tuple[l
 
 def in_order(backends: Sequence[Backend], tensor: Tensor) -> list[Backend]:
     """Return the backends that ``auto`` may take for a tensor, the preferred first."""
-    allowed = [backend for backend in backends if backend.place(tensor) != 'by name']
-    return sorted(allowed, key=lambda backend: backend.place(tensor) != 'first')
+    # Not sorted by a key, which torch 2.5's compiler cannot trace.
+    first = [backend for backend in backends if backend.place(tensor) == 'first']
+    return first + [backend for backend in backends if backend.place(tensor) == 'in order']
 
 
 def backend_named(op: str, name: Any, source: str = 'backend') -> Backend:
