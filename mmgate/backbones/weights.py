@@ -199,7 +199,7 @@ _DEIT = {
 def cswin_layout(state: State) -> State:
     """Return the tensors of the authors' CSwin, with agents or vanilla, under mmgate's names, without the head.
 
-    They are in the authors' names, or in ours, which stay.
+    Names may be the authors' or mmgate's already; mmgate's are kept.
     """
     converted = {}
     for key, value in state.items():

@@ -20,7 +20,8 @@ Samples: TypeAlias = Sequence[BaseDataElement]
 class Network(nn.Module):
     """Module to export: a detector or segmentor (the host) from preprocessed images up to its output tensors.
 
-    Its other methods do what a graph cannot hold.
+    Only :meth:`forward` is exported. The other methods run in Python before and after it, for example to preprocess
+    images and to let the host predict with the exported file.
 
     Args:
         host: The model, in eval mode.

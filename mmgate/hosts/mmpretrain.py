@@ -29,8 +29,6 @@ from mmgate.hosts.window import adapt_swin
 from mmgate.layers.base.dense import DenseGate, DenseHost
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import MapGate, Size, UntoldMapHost
-from mmgate.layers.plug_dense import PLuGGate
-from mmgate.layers.sdpa_gate import SDPAGate
 
 LARGEST = math.log(100.0)  # of Swin v2's logit_scale
 
@@ -140,12 +138,8 @@ class GatedTokenAttention(DenseHost):
         """Raise ConfigError if the host scales its logits by a number that the gate would lose."""
         if logit_factor(host) != 1 and gate.adds_queries:
             raise ConfigError(f'it has a qk_scale, which its queries carry, but the gate {gate.attends_twice}.')
-        added = isinstance(gate, SDPAGate) and (gate.position, gate.form) == ('G4', 'additive')
-        if logit_factor(host) != 1 and added:
-            raise ConfigError(
-                "it has a qk_scale, which the queries carry, and what position='G4' with form='additive' adds to them "
-                'would not.'
-            )
+        if logit_factor(host) != 1 and gate.adds_to_queries:
+            raise ConfigError('it has a qk_scale, which the queries carry, and what the gate adds to them would not.')
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over the tokens ``(B, N, C)``, with the gate."""
@@ -232,7 +226,7 @@ class GatedLeAttention(DenseHost):
 
 @adapts(DenseGate, XCA)
 class GatedXCA(DenseHost):
-    """Adapter that lets PLuG's gate into XCiT's cross-covariance attention, between the channels of a head.
+    """Adapter that lets gates with ``gates_by_vectors``, as PLuG's, into XCiT's cross-covariance attention.
 
     There the d channels of a head attend to each other, so that logits and gate are d x d maps. The gate is formed as
     the host forms its logits: from ``Wq x`` and ``Wk x``, d channels each, normalised over the tokens. The paper says
@@ -240,7 +234,7 @@ class GatedXCA(DenseHost):
     of tokens.
     """
 
-    over_channels = True  # there is no map of tokens to look at
+    over_channels = True
 
     num_heads: int
     qkv: nn.Module
@@ -256,10 +250,10 @@ class GatedXCA(DenseHost):
     @classmethod
     def check_gate(cls, host: Any, gate: Any) -> None:
         """Raise ConfigError for a gate that does not fit attention between channels, as PLuG's does at ratio 1."""
-        if not isinstance(gate, PLuGGate):
+        if not gate.gates_by_vectors:
             raise ConfigError(
-                'the gate is of tokens, but in a cross-covariance attention (XCA) the channels attend to each other; '
-                'PLuGMultiheadAttention gates their pairs.'
+                'in a cross-covariance attention (XCA) the channels attend to each other, and this gate does not act '
+                'between channels; PLuGMultiheadAttention does.'
             )
         if gate.gate_width != gate.head_dim:
             raise ConfigError(

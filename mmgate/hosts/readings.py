@@ -57,7 +57,11 @@ def readings_of(module: nn.Module) -> dict[str, Read]:
 
 @contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
-    """Switch dropout in a module off inside a ``with`` block, so that no random number is drawn, and on afterwards."""
+    """Set a module and all its parts to evaluation inside a ``with`` block, and each part back to its mode afterwards.
+
+    Dropout is off then and draws no random number. All else that depends on the mode, such as batch norms, runs as in
+    evaluation, too.
+    """
     modes = [(part, part.training) for part in module.modules()]
     try:
         for part, _ in modes:

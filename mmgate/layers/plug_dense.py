@@ -46,6 +46,7 @@ class PLuGGate(DenseGate):
     operator = 'plug_attention'
     undecayed = ('gml',)
     gate_readings = {'gate': 'pairs'}
+    gates_by_vectors = True
 
     def __init__(
         self,

@@ -194,6 +194,11 @@ class SDPAGate(DenseGate):
         """True if the gate acts at G5, on the output of the output projection."""
         return self.position == 'G5'
 
+    @property
+    def adds_to_queries(self) -> bool:
+        """True if the gate is a summand of the queries: at G4 with ``form='additive'``."""
+        return (self.position, self.form) == ('G4', 'additive')
+
     def finish(self, output: Tensor, query: Tensor, inputs: Inputs) -> Tensor:
         """Return the projected output, with the gate applied if it acts at G5."""
         if self.position != 'G5':

@@ -48,7 +48,10 @@ def is_exporting() -> bool:
 
 
 def is_traced() -> bool:
-    """Return True if a tracer or a dispatch mode looks at the operators that run, not only at their results."""
+    """Return True if a tracer or a dispatch mode is active, which sees every operator that runs.
+
+    Examples are torch.compile, an export, fake tensors and counters of operations. They need registered operators.
+    """
     return is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 
 from helpers.projects import Attention, deformable_inputs
 from mmgate._environment import available
-from mmgate.hosts.table import _packages_with_adapters
+from mmgate.hosts.table import _packages_with_adapters, gate_of_type, registered_gates
+from mmgate.layers.base.dense import DenseGate
+from mmgate.layers.base.gate import Sizes
 from mmgate.rules import path_regex
 
 C, H, MAP = 32, 4, (8, 8)
@@ -88,21 +91,27 @@ TIMM_MODELS, TIMM_ATTENTION = 'timm.models', 'timm.layers.attention'
 
 GLOBAL = 'timm.models.gcvit.GlobalContextVitBlock'
 
-TWICE = {
-    'DifferentialMultiheadAttention': 'splits heads into two streams',
-    'DifferentialGatedMultiheadAttention': 'splits heads into two streams',
-    'DifferentialV2MultiheadAttention': 'adds a second set of queries',
+# by type, every dense gate with its default options
+DENSE = {
+    kind.__name__: gate_of_type(kind)(Sizes(C, H))
+    for kind in registered_gates()
+    if kind.__module__.startswith('mmgate.') and issubclass(gate_of_type(kind), DenseGate)
 }
+
+
+def refused(words: Callable[[Any], str], reason: str) -> dict[str, str]:
+    """Return the refusals of the dense gates on which there are words, each ending with a reason."""
+    return {kind: f'the gate {words(gate)}{reason}' for kind, gate in DENSE.items() if words(gate)}
 
 
 def refused_twice(reason: str) -> dict[str, str]:
     """Return the refusals of the gates that attend twice, which end with a reason."""
-    return {gate: f'the gate {attends}, but {reason}' for gate, attends in TWICE.items()}
+    return refused(lambda gate: gate.attends_twice, f', but {reason}')
 
 
 OF_CHANNELS = (
-    'the gate is of tokens, but in a cross-covariance attention (XCA) the channels attend to each other; '
-    'PLuGMultiheadAttention gates their pairs.'
+    'in a cross-covariance attention (XCA) the channels attend to each other, and this gate does not act between '
+    'channels; PLuGMultiheadAttention does.'
 )
 
 # by the name of a host, and what is special about this one, what calls it
@@ -177,7 +186,7 @@ BLOCKS: dict[str, Block] = {
         f'{PRE}.xcit.XCABlock',
         *(C, H),
         call=[TOKENS, *MAP],
-        refused=dict.fromkeys((*TWICE, 'SDPAGatedMultiheadAttention'), OF_CHANNELS),
+        refused={kind: OF_CHANNELS for kind, gate in DENSE.items() if not gate.gates_by_vectors},
     ),
     'timm.models.visformer.Attention 1.0': Block(
         'timm.models.visformer.Block', C, H, 1.0, call=[torch.Size([2, C, 8, 8])]
@@ -186,9 +195,9 @@ BLOCKS: dict[str, Block] = {
         'timm.models.visformer.Block',
         *(C, H, 0.5),
         call=[torch.Size([2, C, 8, 8])],
-        refused=dict(
-            DifferentialGatedMultiheadAttention='the gate acts after an output projection as wide as the heads, but '
-            'this one goes from 16 to 32 channels.'
+        refused=refused(
+            lambda gate: 'acts after an output projection as wide as the heads' if gate.acts_after_projection else '',
+            ', but this one goes from 16 to 32 channels.',
         ),
     ),
     'timm.models.gcvit.WindowAttentionGlobal': Block(
@@ -235,9 +244,9 @@ BLOCKS: dict[str, Block] = {
         qk_norm=True,
         scale_attn_norm=True,
         call=[TOKENS],
-        refused=dict(
-            DifferentialV2MultiheadAttention='the gate adds a second set of queries, but this Attention normalises its '
-            'queries (qk_norm).'
+        refused=refused(
+            lambda gate: gate.attends_twice if gate.adds_queries else '',
+            ', but this Attention normalises its queries (qk_norm).',
         ),
     ),
     f'{TIMM_ATTENTION}.AttentionRope': Block(

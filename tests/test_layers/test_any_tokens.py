@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.families import DEFORMABLE, FAMILIES, C, build, call
+from helpers.families import DEFORMABLE, DENSE, FAMILIES, C, build, call
 from helpers.properties import DTYPES, MEMORY, SPOILT, every_number_of_examples, hold, numbers, spoil, stored
 from hypothesis import strategies as st
 from torch import Tensor
@@ -59,10 +59,8 @@ def test_a_layer_is_right_on_any_tokens_or_refuses_them(name: str, examples: int
 
 
 @every_number_of_examples
-@pytest.mark.parametrize('name', [name for name in FAMILIES if name.startswith(('plug', 'sdpa', 'dgsa', 'diff'))])
+@pytest.mark.parametrize('name', DENSE)
 def test_masks_of_any_shape_are_right_or_refused(name: str, examples: int) -> None:
-    if name in DEFORMABLE:
-        pytest.skip('takes one mask, of padding')
     layer, sizes = build(name), st.sampled_from([1, 2, 3, 4, 5, 0])
 
     def check(shape: list[int], padding: list[int], kind: torch.dtype) -> None:

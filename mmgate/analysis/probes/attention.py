@@ -78,8 +78,7 @@ def _gate_reads(module: Any, gate: Gate) -> dict[str, Read]:
         return {**{name: partial(_map_reading, gate, name) for name in gate.map_readings()}, **of_gate}
     if isinstance(gate, DenseGate):
         reads = {name: how for name, how in readings_of(module).items() if name in PLACES}
-        # XCiT attends over channels and has no map of tokens.
-        if not getattr(module, 'over_channels', False):
+        if not module.over_channels:
             reads['attention'] = partial(_dense_attention, gate)
             reads['values'] = partial(_dense_values, gate)
             reads.update({name: partial(_dense_gate, gate, name) for name in gate.gate_readings})

@@ -45,6 +45,11 @@ class DenseGate(Gate):
         two_streams: True if the two halves of a head's channels attend separately.
         adds_queries: True if the gate projects a second set of queries from the query input, to which a host does
             not do what it does to its projected queries.
+        adds_to_queries: True if the gate adds something to the projected queries, to which a host's own scale of them
+            does not apply.
+        gates_by_vectors: True if the gate of a pair depends on the product of two vectors of ``gate_width`` channels,
+            and the gate has :class:`~mmgate.layers.PLuGGate`'s ``gate_vectors`` and ``attend_by_vectors``. Attention
+            between channels takes such gates only.
         acts_after_projection: True if :meth:`finish` changes the projected output, which then has to be as wide as the
             heads together.
         qdim: Channels of the query input.
@@ -54,6 +59,7 @@ class DenseGate(Gate):
 
     two_streams = False
     adds_queries = False
+    gates_by_vectors = False
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
@@ -99,6 +105,11 @@ class DenseGate(Gate):
     @property
     def acts_after_projection(self) -> bool:
         """True if the gate acts after the output projection, that is, if :meth:`finish` changes the output."""
+        return False
+
+    @property
+    def adds_to_queries(self) -> bool:
+        """True if :meth:`attend` adds something to the projected queries before they meet the keys."""
         return False
 
     @property
@@ -167,8 +178,10 @@ class DenseHost(GatedModule):
             inputs: Tensors ``(B, N|M, C)`` that the host projected, position embedding included. Gates read these.
             out_proj: Output projection of the host.
             bias: Bias of the logits, broadcastable to ``(B, H, N, M)``; no row may be -inf throughout.
-            attn_mask: Mask as in :func:`~mmgate.ops.masks.merge_masks`.
-            key_padding_mask: Mask of keys ``(B, M)`` as in :func:`~mmgate.ops.masks.merge_masks`.
+            attn_mask: Mask ``(N, M)``, ``(B * H, N, M)`` or ``(B, H|1, N, M)``. As in ``torch.nn.MultiheadAttention``,
+                a bool mask is True where a key is hidden, the opposite of ``F.scaled_dot_product_attention``; a float
+                mask is added to the logits.
+            key_padding_mask: Mask of keys ``(B, M)``, with the same meaning.
             gate: Gate to use, by default the child ``gate``.
             logit_factor: Scale of the host's logits, divided by ``1 / sqrt(d)``.
 

@@ -47,6 +47,8 @@ class GatedModule(nn.Module):
         vits: Packages, modules and classes of vision transformers, by one part of a dotted name each, in which ``*``
             stands for any letters. A host is part of a vision transformer if they name its class, or the class of a
             module around it.
+        over_channels: True if the channels of a head attend to each other instead of tokens. Then there are no
+            attention weights or gates of tokens to record.
     """
 
     gate: Any
@@ -54,6 +56,7 @@ class GatedModule(nn.Module):
     host_signature: ClassVar[bool] = False
     own_gates: ClassVar[str] = ''
     vits: ClassVar[tuple[str, ...]] = ('backbones', 'mmpretrain', 'timm')
+    over_channels: ClassVar[bool] = False
 
     if TYPE_CHECKING:
 

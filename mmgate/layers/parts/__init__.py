@@ -1,1 +1,1 @@
-"""Parts that several layers use: norms, feed-forward networks, biases, windows, resizing, checks of options."""
+"""Parts that several layers use: norms, feed-forward networks, stripes of a map, resizing, checks of options."""

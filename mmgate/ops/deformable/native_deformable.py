@@ -18,7 +18,7 @@ from mmgate.errors import UnsupportedCall
 from .. import native as library
 from ..custom_op import operator
 from ..native import TYPES, fields
-from .samples import SCHEMA, Samples, gradients_of_fields, save_samples, saved_samples
+from .samples import REFERENCE_POINTS, SCHEMA, Samples, gradients_of_fields, save_samples, saved_samples
 
 FIVE_TENSORS = '(Tensor, Tensor, Tensor, Tensor, Tensor)'
 MOST_NUMBERS = 2**31  # rows of an image's values and their borders, which the kernel counts in 32 bits
@@ -240,7 +240,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     samples, _ = saved_samples(ctx)
     value_needs_grad = ctx.needs_input_grad[0]
-    reference_needs_grad = samples.reference_points is not None and ctx.needs_input_grad[8]
+    reference_needs_grad = samples.reference_points is not None and ctx.needs_input_grad[REFERENCE_POINTS]
     of_value, of_points, of_logits, of_gate, of_reference = _gradients(
         grad, value_needs_grad, reference_needs_grad, *samples
     )

@@ -49,6 +49,8 @@ class Samples(NamedTuple):
     num_points: Sequence[int] | None = None
 
 
+# Index of the reference points among the fields, which are the arguments of a custom operator.
+REFERENCE_POINTS = Samples._fields.index('reference_points')
 # Fields of Samples in the schemas of custom operators. torch 2.4 does not read lists from annotations.
 SCHEMA = (
     'Tensor value, Tensor spatial_shapes, Tensor level_start_index, Tensor points, Tensor logits, Tensor? gate, '

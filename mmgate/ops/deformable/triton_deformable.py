@@ -19,7 +19,15 @@ from ..custom_op import operator
 from ..triton_backend import interpreted, launch
 from . import deformable_blocks
 from .deformable_blocks import cut_for
-from .samples import SCHEMA, Samples, counts_like, gradients_of_fields, save_samples, saved_samples
+from .samples import (
+    REFERENCE_POINTS,
+    SCHEMA,
+    Samples,
+    counts_like,
+    gradients_of_fields,
+    save_samples,
+    saved_samples,
+)
 from .uneven import spread
 
 MOST_NUMBERS = 2**31  # an image, for 32-bit offsets
@@ -267,7 +275,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     samples, (lse,) = saved_samples(ctx)
-    reference_needs_grad = samples.reference_points is not None and ctx.needs_input_grad[8]
+    reference_needs_grad = samples.reference_points is not None and ctx.needs_input_grad[REFERENCE_POINTS]
     of_value, of_points, of_reference, of_logits, of_gate = _gradients(grad, lse, reference_needs_grad, *samples)
     return gradients_of_fields(
         samples,

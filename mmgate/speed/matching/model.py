@@ -134,7 +134,19 @@ class DenoisingWithoutWaits(CdnQueryGenerator):
     def collate_dn_queries(
         self, input_label_query: Tensor, input_bbox_query: Tensor, batch_idx: Tensor, batch_size: int, num_groups: int
     ) -> tuple[Tensor, Tensor]:
-        """Place the queries of all objects and groups into those of each image, ``(B, N, C)`` and ``(B, N, 4)``."""
+        """Sort the denoising queries of a batch by image, and fill up with zeros to the largest number of objects.
+
+        Args:
+            input_label_query: ``(Q, C)``: the positive queries of all objects, image by image, then the negative ones,
+                then those of the next group.
+            input_bbox_query: ``(Q, 4)``, in the same order.
+            batch_idx: Image of each object; only its device is read.
+            batch_size: Number of images B.
+            num_groups: Number of groups, each with a positive and a negative query of every object.
+
+        Returns:
+            Queries ``(B, N, C)`` and boxes ``(B, N, 4)``; N is twice the groups times the largest number of objects.
+        """
         counts = self._counts
         width = 2 * num_groups * max(counts)
         firsts = np.repeat(np.arange(batch_size) * width, counts)
