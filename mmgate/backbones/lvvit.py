@@ -121,7 +121,7 @@ class LVViT(VisionTransformer):
         """Return the tokens ``(B, 1 + N, C)`` of images ``(B, 3, H, W)``, with the class token first.
 
         In training with MixToken every output is a pair: the tokens, with the exchanged box back in its own image, and
-        the share of its own image that the class token has seen.
+        the share of an image's area that was not exchanged while its class token attended to it.
         """
         grid = self.stem(x)
         if not (self.mix_token and self.training):

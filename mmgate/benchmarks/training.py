@@ -128,7 +128,7 @@ def profiled(step: Step, start: Tensor) -> dict[tuple[str, str], float]:
         step(start)
         torch.cuda.synchronize()  # cudaDeviceSynchronize, which is not counted
     events = profiler.key_averages()
-    # torch also lists ranges of its own, such as the optimizer's step.
+    # The profiler also lists ranges of time, such as the optimizer's step, which are not kernels.
     kernels = [
         event
         for event in events

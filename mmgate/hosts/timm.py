@@ -172,11 +172,12 @@ class TokenProjections(SizedByProjections, DenseHost):
             raise ConfigError(f'the gate {gate.attends_twice}, but this {kind} normalises its queries (qk_norm).')
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: object, **kwargs: object) -> None:
-        # timm's gate acts after a norm of the heads (scale_norm) and ours before it, so that there it finds no place.
-        same = isinstance(getattr(self, 'norm', None), (nn.Identity, type(None)))
-        for theirs, ours in OF_TIMM_GATES.items() if same else ():
-            if f'{prefix}{theirs}' in state_dict:
-                state_dict[f'{prefix}{ours}'] = state_dict.pop(f'{prefix}{theirs}')
+        norm = getattr(self, 'norm', None)
+        # timm's gate acts after a norm of the heads (scale_norm), ours before it: such a checkpoint does not fit.
+        if norm is None or isinstance(norm, nn.Identity):
+            for theirs, ours in OF_TIMM_GATES.items():
+                if f'{prefix}{theirs}' in state_dict:
+                    state_dict[f'{prefix}{ours}'] = state_dict.pop(f'{prefix}{theirs}')
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -107,9 +107,7 @@ class CompileHook(_PathsHook):
     def before_train(self, runner: Runner) -> None:
         """Let torch.compile compile each of the modules in place, at its first call."""
         modules = self.modules(runner)
-        optimizer: Any = runner.optim_wrapper if self.replays else None
-        wrappers = getattr(optimizer, 'optim_wrappers', {'': optimizer}).values()
-        if any(getattr(wrapper, '_accumulative_counts', 1) > 1 for wrapper in wrappers):
+        if self.replays and _accumulates(runner.optim_wrapper):
             # A graph's next replay overwrites the gradients of the one before.
             raise ConfigError(
                 f'CompileHook: mode={self.options["mode"]!r} replays CUDA graphs, which cannot add up the gradients of '
@@ -131,6 +129,12 @@ class CompileHook(_PathsHook):
             return None
         on_cpu = all(tensor.device.type == 'cpu' for tensor in module.parameters())
         return {'fallback_random': True} if on_cpu else None
+
+
+def _accumulates(optimizer: Any) -> bool:
+    """Return True if an optimizer wrapper, or one of several, adds up the gradients of several iterations."""
+    wrappers = getattr(optimizer, 'optim_wrappers', {'': optimizer}).values()
+    return any(getattr(wrapper, '_accumulative_counts', 1) > 1 for wrapper in wrappers)
 
 
 @HOOKS.register_module()

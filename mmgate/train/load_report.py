@@ -55,12 +55,13 @@ class LoadReportHook(Hook):
         """Keep the state of each tensor, to see later which ones loading has changed; called before the copy."""
         # mmengine needs these two to resume.
         whole = 'iter' in checkpoint.get('meta', {}) and 'message_hub' in checkpoint
-        if getattr(runner, '_resume', False) and not whole:
+        resumes = getattr(runner, '_resume', False)
+        if resumes and not whole:
             raise ConfigError(
                 f'{self.checkpoint} holds nothing but weights, so that no run can be resumed from it. '
                 f'--cfg-options load_from={self.checkpoint} starts a new run from them.'
             )
-        if getattr(runner, '_resume', False) and 'optimizer' in checkpoint:
+        if resumes and 'optimizer' in checkpoint:
             self._refuse_other_gates(runner, checkpoint)
         self._before = _versions(runner.model)
         self._given = [key for key in checkpoint.get('state_dict', checkpoint) if not key.endswith(COUNTERS)]

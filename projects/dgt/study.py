@@ -24,13 +24,14 @@ from projects.dgt.model import ATTENTIONS, TABLE_2, TextClassifier, compared
 from projects.dgt.side_by_side import Training, batches_of, train_side_by_side
 
 # Table 4; Rotten Tomatoes by the text of A.3.2, 20 Newsgroups' layers by Table 6. bfloat16 is ours
-PAPER = dict(epochs=10, batch=32, lr=3e-4, warmup=1000, length=256, dim=256, layers=6, heads=8, dropout=0.1)
-PAPER['bfloat16'] = True
+PAPER: dict[str, Any] = dict(
+    epochs=10, batch=32, lr=3e-4, warmup=1000, bfloat16=True, length=256, dim=256, layers=6, heads=8, dropout=0.1
+)
+DOCSTRINGS = dict(lr=2e-3, warmup=80, bfloat16=False, length=40, dim=64, layers=2, heads=4)
 SETTINGS: dict[str, dict[str, Any]] = {name: PAPER for name in SOURCES}
 SETTINGS['rotten_tomatoes'] = {**PAPER, 'layers': 4, 'lr': 5e-4, 'warmup': 500}
 SETTINGS['20_newsgroups'] = {**PAPER, 'layers': 4}
-SETTINGS['docstrings'] = {**PAPER, 'lr': 2e-3, 'warmup': 80, 'length': 40, 'dim': 64, 'layers': 2, 'heads': 4}
-SETTINGS['docstrings']['bfloat16'] = False
+SETTINGS['docstrings'] = {**PAPER, **DOCSTRINGS}
 NOISE = (0.0, 0.3)
 DATA = f'one of {", ".join(SETTINGS)}; or FOLDER/NAME, where FOLDER/NAME_train.jsonl.gz and _test.jsonl.gz are'
 FIELDS = ('data', 'expansion', 'train_noise', 'attention', 'seed', 'parameters', 'test_noise', 'accuracy', 'seconds')

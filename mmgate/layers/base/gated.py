@@ -44,9 +44,9 @@ class GatedModule(nn.Module):
         host_signature: True if a gated class shows the signature of its host's ``forward``, for a family whose
             signatures differ.
         own_gates: What to do about hosts that were built with a gate of their package.
-        vits: Packages, modules and classes of vision transformers, by one part of a dotted name each, in which ``*``
-            stands for any letters. A host is part of a vision transformer if they name its class, or the class of a
-            module around it.
+        vits: Patterns of packages, modules and classes of vision transformers, each for one part of a dotted name, with
+            ``*`` for any letters. A host is in a vision transformer if a pattern matches its class or that of a module
+            around it.
         over_channels: True if the channels of a head attend to each other instead of tokens. Then there are no
             attention weights or gates of tokens to record.
     """
