@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,18 @@ def test_links_of_its_prose_lead_somewhere(path: Path) -> None:
         assert (path.parent / link).exists(), link
 
 
+@pytest.fixture
+def _level_of_the_log() -> Generator[None, None, None]:
+    """A cell sets it. Loggers keep what it allows, and forget that when it is set again, not when it is assigned."""
+    logger = MMLogger.get_current_instance()
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
+@pytest.mark.usefixtures('_level_of_the_log')
 def test_gate_your_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(MMLogger.get_current_instance(), 'level', logging.INFO)  # set by a cell, put back afterwards
     namespace: dict[str, Any] = {'__name__': '__main__'}
     for cell in cells(ROOT / 'tools/notebooks/gate_your_model.ipynb', 'code'):
         exec(compile(''.join(cell['source']), cell['id'], 'exec'), namespace)
