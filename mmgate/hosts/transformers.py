@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Iterator
 from copy import copy, deepcopy
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ SIDE = 16
 TRIALS = ((2, SIDE * SIDE), (2, SIDE, SIDE))
 POSITIONS = 'position_embeddings'  # the argument of rotary positions, cosines and sines
 NUMBERS = ('height', 'width')  # arguments that are the map's sides
+ACCELERATE = ('forward', '_old_forward', '_hf_hook')  # attributes of its hooks, which move inputs to their device
 
 
 class OtherTokensError(ValueError):
@@ -140,7 +142,9 @@ def _try(host: Any) -> Trial:
 
 def _arguments(host: Any, reading: Reading) -> Iterator[dict[str, Any]]:
     """Yield arguments with which an attention's forward may be tried, for one shape of its input after the other."""
-    like = host.get_submodule(reading.query).weight
+    # Quantised projections have integers, or no weight of that name.
+    tensors = (tensor for tensor in (*host.parameters(), *host.buffers()) if tensor.is_floating_point())
+    dtype = next((tensor.dtype for tensor in tensors), torch.get_default_dtype())
     widths = {
         name: host.get_submodule(projection).in_features
         for projection in reversed(reading.projections)
@@ -155,12 +159,12 @@ def _arguments(host: Any, reading: Reading) -> Iterator[dict[str, Any]]:
         given: dict[str, Any] = {name: SIDE for name in NUMBERS if name in reading.required}
         for name in reading.required:
             if name in widths:
-                given[name] = torch.empty((*shape, widths[name]), device='meta', dtype=like.dtype)
+                given[name] = torch.empty((*shape, widths[name]), device='meta', dtype=dtype)
         if POSITIONS not in reading.required:
             yield given
         width: Any = getattr(host, 'head_dim', getattr(host, 'attention_head_size', None))
         for tokens in ((SIDE * SIDE,), (SIDE,), (1, SIDE * SIDE)) if rotary and width else ():
-            angles = torch.empty((*tokens, width), device='meta', dtype=like.dtype)
+            angles = torch.empty((*tokens, width), device='meta', dtype=dtype)
             yield {**given, POSITIONS: (angles, angles)}
 
 
@@ -170,12 +174,14 @@ def _on_meta(host: Any) -> Any:
     for parameter in host.parameters():
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device='meta'), requires_grad=False)
     memo.update({id(buffer): torch.empty_like(buffer, device='meta') for buffer in host.buffers()})
+    for module in host.modules():  # hooks may hold what cannot be copied
+        for name, value in vars(module).items():
+            if '_hooks' in name or name in ACCELERATE:
+                memo[id(value)] = OrderedDict()
     copied = deepcopy(host, memo).eval()
     for module in copied.modules():
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
-        # A hook of accelerate's, which moves inputs to its device.
-        vars(module).pop('forward', None)
+        for name in ACCELERATE:
+            vars(module).pop(name, None)
     return copied
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from mmgate.hosts.transformers import DEFORMABLE as PREFIXES
 from mmgate.layers.base.gate import Gate
 from mmgate.layers.base.gated import GatedModule
 from mmgate.layers.plug import GRANULARITIES
+from mmgate.listing import attention_modules
 
 PLUG = dict(path='**', type='PLuGMultiScaleDeformableAttention')
 SUFFIX = 'MultiscaleDeformableAttention'
@@ -337,3 +339,54 @@ def test_hooks_of_accelerate_call_the_gate(name: str, first: bool) -> None:
     assert largest_difference(outputs(model, fed), outputs(vanilla, fed)) == 0
     hooks.remove_hook_from_module(model, recurse=True)
     assert largest_difference(outputs(model, fed), outputs(vanilla, fed)) == 0
+
+
+class _Packed(nn.Module):
+    """As packages of quantisation replace a linear layer: integers, under a name of their own, and their scale."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = layer.in_features, layer.out_features, layer.bias
+        scale = layer.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer('scale', scale)
+        self.register_buffer('packed', (layer.weight.detach() / scale).round().to(torch.int8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.packed * self.scale, self.bias)
+
+
+class _Counts:
+    """A hook that holds what cannot be copied."""
+
+    def __init__(self) -> None:
+        self.lock, self.calls = threading.Lock(), 0
+
+    def __call__(self, *_: Any) -> None:
+        with self.lock:
+            self.calls += 1
+
+
+@pytest.mark.parametrize(
+    ('name', 'gate'),
+    [('vit', DENSE_GATES['plug']), ('detr', DENSE_GATES['sdpa_g5']), ('deformable_detr', PLUG)],
+    ids=['vit', 'detr', 'deformable_detr'],
+)
+def test_quantised_projections_with_hooks(name: str, gate: dict[str, Any]) -> None:
+    """Gates fit around them, act and train, and the hooks are called."""
+    fed = feed(name)
+    model = build(name).eval()
+    count = _Counts()
+    for _, attention in list(attention_modules(model)):
+        for child, layer in list(attention.named_children()):
+            if isinstance(layer, nn.Linear):
+                setattr(attention, child, _Packed(layer))
+        attention.register_forward_hook(count)
+    vanilla = outputs(model, fed)
+    assert any(gate['type'] in one.gates for one in mmgate.list_attention(model))
+    mmgate.swap_attention(model, {'path': '**', **gate})
+    before = count.calls
+    assert largest_difference(outputs(model, fed), vanilla) < 1e-5 and count.calls > before
+    moved(model)
+    assert largest_difference(outputs(model, fed), vanilla) > 0
+    model(**fed)[0].sum().backward()
+    assert any(p.grad is not None and p.grad.any() for p in mmgate.gate_parameters(model).values())
