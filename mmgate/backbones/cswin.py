@@ -187,4 +187,4 @@ class UncrossedAttention(MapHost):
 
     def forward(self, x: Tensor, hw_shape: Size) -> Tensor:
         """Attend over all tokens ``(B, N, C)`` of a map of height and width ``hw_shape``."""
-        return self.attend(x, hw_shape)
+        return self.attend_gated(x, hw_shape)

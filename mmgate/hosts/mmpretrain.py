@@ -182,7 +182,7 @@ class MixedTokenAttention(UntoldMapHost):
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over the tokens ``(B, N, C)`` of a map, with the gate."""
-        return self.attend_untold(x)
+        return self.attend_on_noted_map(x)
 
 
 @adapts(DenseGate, LeAttention)

@@ -123,7 +123,7 @@ class UngroupedSelfAttention(MapHost):
 
     def forward(self, x: Tensor, hw_shape: Size) -> Tensor:
         """Attend over all tokens ``(B, N, C)`` of a map of height and width ``hw_shape``, with the gate."""
-        return self.attend(x, hw_shape)
+        return self.attend_gated(x, hw_shape)
 
 
 reads(BEiTAttention, attention=weights_before_dropout, values=values_times_weights)

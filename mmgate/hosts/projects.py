@@ -212,7 +212,7 @@ class GatedGroundingDINOAttention(GatedProjectAttention):
         """Return the number of sampling points for each head and level of a deformable attention."""
         return host.num_points
 
-    def attend(
+    def attend_gated(
         self,
         query: Tensor,
         value: Tensor | None,
@@ -266,7 +266,7 @@ class GatedGroundingDINOAttention(GatedProjectAttention):
             ValueError: ``reference_points``, ``spatial_shapes`` or ``level_start_index`` missing.
         """
         levels = (reference_points, spatial_shapes, level_start_index)
-        return self.attend(query, value, query_pos, key_padding_mask, *levels)
+        return self.attend_gated(query, value, query_pos, key_padding_mask, *levels)
 
 
 @adapts(DeformableGate, DETREX)
@@ -303,7 +303,7 @@ class GatedDetrexAttention(GatedGroundingDINOAttention):
     ) -> Tensor:
         """Attend with the gate and add ``identity`` (default: ``query``); other arguments as in Grounding DINO's."""
         levels = (reference_points, spatial_shapes, level_start_index)
-        output = self.attend(query, value, query_pos, key_padding_mask, *levels)
+        output = self.attend_gated(query, value, query_pos, key_padding_mask, *levels)
         return self.dropout(output) + (query if identity is None else identity)
 
 

@@ -355,7 +355,7 @@ class MixedAttention(SizedByProjections, UntoldMapHost):
             raise ValueError(
                 f'{type(self.gate).__name__} forms no pairs of tokens, so that a mask has nothing to mask.'
             )
-        return self.attend_untold(x)
+        return self.attend_on_noted_map(x)
 
 
 @adapts(MapGate, SWIN_BLOCK)
@@ -387,7 +387,7 @@ class MixedSwinBlock(MapHost):
 
     def _attn(self, x: Tensor) -> Tensor:
         """Attend over the whole map ``(B, H, W, C)``, with the gate; the block calls this method for its attention."""
-        return self.attend(x.flatten(1, 2), (x.shape[1], x.shape[2])).view_as(x)
+        return self.attend_gated(x.flatten(1, 2), (x.shape[1], x.shape[2])).view_as(x)
 
 
 reads(WindowAttentionGlobal, attention=weights_before_dropout, values=values_times_weights)

@@ -48,7 +48,7 @@ class GatedReducedAttention(MapHost):
 
     def forward(self, x: Tensor, hw_shape: Size, identity: Tensor | None = None) -> Tensor:
         """Attend over all tokens ``(B, N, C)`` of a map with the gate, and add ``identity`` if it is given."""
-        return self.attend(x, hw_shape, identity)
+        return self.attend_gated(x, hw_shape, identity)
 
 
 def switch_nested_tensors(model: nn.Module) -> None:

@@ -87,7 +87,7 @@ class GatedShiftWindowMSA(MapHost):
 
     def forward(self, query: Tensor, hw_shape: Size) -> Tensor:
         """Attend over all tokens ``(B, N, C)`` of a map of height and width ``hw_shape``, with the gate."""
-        return self.attend(query, hw_shape)
+        return self.attend_gated(query, hw_shape)
 
 
 def adapt_swin(window_msa: type[nn.Module], shift_window_msa: type[nn.Module]) -> None:

@@ -233,7 +233,8 @@ def gated_class(adapter: type[GatedModule], host: type[nn.Module]) -> type[Any]:
         # A function that was put around this method calls it while the gate is off or removed, too.
         return type(self).forward(self, *args, **kwargs)
 
-    members: dict[str, Any] = dict(__module__=adapter.__module__, made_of=(adapter, host), forward=forward)
+    members: dict[str, Any] = dict(__module__=__name__, made_of=(adapter, host), forward=forward)
+    members['__doc__'] = f'{host.__module__}.{host.__qualname__} with a gate, called by {adapter.__qualname__}.forward.'
     made = type(f'Gated{host.__name__}', (adapter, host), members)
     return _CLASSES.setdefault((adapter, host), made)
 

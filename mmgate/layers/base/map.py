@@ -137,7 +137,7 @@ class MapHost(GatedModule):
         """Turn mixed tokens ``(B, N, C)`` into the output, with the host's output projection and dropouts."""
         return self.dropout_layer(self.proj_drop(self.proj(x)))
 
-    def attend(self, x: Tensor, hw_shape: Size | None, identity: Tensor | float | None = None) -> Tensor:
+    def attend_gated(self, x: Tensor, hw_shape: Size | None, identity: Tensor | float | None = None) -> Tensor:
         """Attend over the tokens of a map with the gate: project, mix, project the output, add ``identity``.
 
         Args:
@@ -185,7 +185,7 @@ class UntoldMapHost(MapHost):
         if isinstance(embedding, nn.Module):
             self.gating.handles.append(embedding.register_forward_hook(partial(note_map, self)))
 
-    def attend_untold(self, x: Tensor) -> Tensor:
+    def attend_on_noted_map(self, x: Tensor) -> Tensor:
         """Attend over the tokens ``(B, N, C)`` of a map, with the gate.
 
         The map has the noted size, else the size of pre-training, else it is a square.
@@ -193,7 +193,7 @@ class UntoldMapHost(MapHost):
         tokens = x.shape[1] - self.gate.class_tokens
         noted = self.noted_map
         fits = noted is not None and noted[0] * noted[1] == tokens
-        return self.attend(x, noted if fits else None)
+        return self.attend_gated(x, noted if fits else None)
 
 
 def note_map(gated: Any, embedding: nn.Module, args: Any, output: Any) -> None:
@@ -321,4 +321,4 @@ class GatedMapAttention(MapHost, MapAttention):
 
     def forward(self, x: Tensor, hw_shape: Size | None = None, identity: Tensor | float | None = None) -> Tensor:
         """Attend over the tokens of a map, see :meth:`attend`; a ViT gives no ``hw_shape``."""
-        return self.attend(x, hw_shape, identity)
+        return self.attend_gated(x, hw_shape, identity)

@@ -184,6 +184,13 @@ def left_out(model: nn.Module, host: Host) -> tuple[str, ...]:
 OWN_TENSORS = {'dense': 'in_proj_weight', 'dense of mmcv': 'in_proj_weight', 'windows': 'relative_position_bias_table'}
 
 
+@pytest.mark.parametrize('name', HOSTS)
+def test_the_full_name_of_a_gated_class_is_that_of_no_other(name: str) -> None:
+    host = HOSTS[name]
+    kind = type(host.gate(host.model()).get_submodule(host.at))
+    assert kind.__module__ == mechanism.__name__ and not hasattr(mechanism, kind.__qualname__)
+
+
 @pytest.mark.parametrize(
     'name, place, tensor',
     [
