@@ -85,10 +85,11 @@ def test_images_of_another_size() -> None:
     torch.testing.assert_close(model(x)[0], plain(model, x, 1, positions), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize('arch, millions', [('tiny', 8.53), ('small', 26.15), ('medium', 55.83)])
-def test_parameters_are_as_many_as_published(arch: str, millions: float) -> None:
-    """With both heads, as the authors publish them."""
+@pytest.mark.parametrize('arch, millions, heads', [('tiny', 8.53, 4), ('small', 26.15, 6), ('medium', 55.83, 8)])
+def test_parameters_and_heads_are_as_many_as_published(arch: str, millions: float, heads: int) -> None:
+    """Parameters with both classifiers, as the authors publish them."""
     model = MODELS.build(dict(type='mmgate.LVViT', arch=arch))
+    assert {layer.attn.num_heads for layer in model.layers} == {heads}
     count = sum(parameter.numel() for parameter in model.parameters()) + 2 * 1000 * (model.embed_dims + 1)
     assert round(count / 1e6, 2) == millions
 

@@ -68,6 +68,12 @@ def test_a_bad_config_file_is_one_message(
     assert not (tmp_path / 'work').exists()
 
 
+@pytest.mark.parametrize('path', ['mmdet::nope/nope.py', 'nope::a.py', 'mmdet::', '::a.py'])
+def test_a_packages_config_that_is_not_there_is_one_message(path: str) -> None:
+    with pytest.raises(ConfigError, match=f'^config {path}'):
+        config_file.read_config(path)
+
+
 def test_without_mmpretrain_one_line_says_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_file, 'why_not', lambda package: f"{package}: no module named '{package}'")
     (tmp_path / 'config.py').write_text("default_scope = 'mmpretrain'")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.matching import BOXES, CLASSES, COSTS, LAYERS, META, QUERIES, Waits, objects
 from mmdet.models.dense_heads import detr_head
+from mmdet.models.task_modules.assigners import BBoxL1Cost
 from mmdet.structures.bbox import bbox_cxcywh_to_xyxy
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.structures import InstanceData
@@ -27,11 +28,20 @@ SIGMOID = dict(
     loss_cls=FOCAL,
     train_cfg=dict(assigner=dict(type='HungarianAssigner', match_costs=COSTS['focal'])),
 )
+
+
+class _OwnCost(BBoxL1Cost):
+    """A user's cost, which is computed image by image."""
+
+
+OWN_COST = dict(SIGMOID, train_cfg=deepcopy(SIGMOID['train_cfg']))
+OWN_COST['train_cfg']['assigner']['match_costs'].append(dict(type=_OwnCost))
 QUALITY = dict(type='QualityFocalLoss', use_sigmoid=True, beta=2.0, loss_weight=1.0)
 TWO_STAGE = dict(SIGMOID, as_two_stage=True, num_pred_layer=LAYERS + 1, sync_cls_avg_factor=True)
 HEADS = {
     'DETR': ('DETRHead', SOFTMAX),
     'Conditional': ('ConditionalDETRHead', dict(SIGMOID)),
+    'Conditional_own_cost': ('ConditionalDETRHead', OWN_COST),
     'DAB': ('DABDETRHead', dict(SIGMOID)),
     'Deformable': ('DeformableDETRHead', dict(SIGMOID, num_pred_layer=LAYERS)),
     'Deformable_twostage': ('DeformableDETRHead', TWO_STAGE),
@@ -70,7 +80,7 @@ def loss_inputs(name: str, counts: tuple[int, ...]) -> tuple[list[Tensor], list[
     layers = predicted(LAYERS, len(counts), QUERIES + noised)
     if name == 'Deformable':
         return layers, [None, None, *truth]
-    if name in ('DETR', 'Conditional', 'DAB'):
+    if name.startswith(('DETR', 'Conditional', 'DAB')):
         return layers, truth
     denoising = [dict(num_denoising_queries=noised, num_denoising_groups=2)] if 'DINO' in name else []
     return [*layers, *predicted(len(counts), 40)], [*truth, *denoising]
