@@ -157,14 +157,14 @@ def test_fully_masked_row_is_zero_and_has_no_nan_gradient(name: str) -> None:
 def test_weights_are_those_of_the_output(name: str) -> None:
     """The heads of a token depend on the values as the sum by its weights does, whatever the gate does to that sum."""
     module = build(name)
-    x = inputs()
+    x, bias = inputs(), torch.randn(N, M, dtype=torch.float64)
     query, key, value = module.project(x)
-    _, weights = module(*x, need_weights=True, average_attn_weights=False)
+    _, weights = module(*x, need_weights=True, average_attn_weights=False, attn_mask=bias)
 
     def by_value(heads: Tensor) -> Tensor:
         return torch.stack([torch.autograd.grad(heads[:, :, n].sum(), value, retain_graph=True)[0] for n in range(N)])
 
-    actual = by_value(module.gate.attend(query, key, value, x, None))  # (N, B, H, M, d)
+    actual = by_value(module.gate.attend(query, key, value, x, bias))  # (N, B, H, M, d)
     expected = by_value(weights @ module.gate.weighed_values(value, x))
     assert actual.abs().amax(-2).min() > 0
     torch.testing.assert_close(actual * expected.sum(-2, keepdim=True), expected * actual.sum(-2, keepdim=True))
@@ -333,6 +333,8 @@ def test_bad_sizes_and_masks() -> None:
         module(*x, key_padding_mask=torch.zeros(3, M, dtype=torch.bool))
     with pytest.raises(ValueError, match='attn_mask must be'):
         module(*x, attn_mask=torch.zeros(3, N, M, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r'must fit \(B, H, N, M\) = .*, got \(3, 7\)'):
+        module(*x, attn_mask=torch.zeros(3, 7))
 
 
 def test_rows_of_the_differential_transformers_map_sum_to_what_lambda_leaves() -> None:

@@ -37,6 +37,7 @@ LINEAR = {
 LAYERS: dict[str, tuple[type[GatedMapAttention], dict[str, Any]]] = {
     **LINEAR,
     'focused_squares': (FocusedLinearAttention, dict(map_size=(4, 4), power=2.0)),
+    'inline_without_local': (InLineAttention, dict(local=False)),
     **{
         f'saga_without_{part}': (SAGAAttention, {'map_size': (4, 4), part: False})
         for part in ('gate', 'dwc', 'output_augmentation', 'position_encoding', 'scale_by_tokens')
@@ -99,9 +100,10 @@ def quadratic(layer: Any, x: Tensor, hw_shape: tuple[int, int], power: float) ->
         out = out if gate.scale_by_tokens else out * v.shape[1] * (C // HEADS) ** 0.5
     elif isinstance(layer, InLineAttention):
         out = ops.inline_attention_reference(heads(q), heads(k), heads(v))
-        weights = gate.local(x.mean(1)[..., None]).view(len(x), C, 9, 1)
-        patches = F.unfold(images, 3, padding=1).view(len(x), C, 9, -1)
-        local = (weights * patches).sum(2).view_as(images)
+        if gate.local is not None:
+            weights = gate.local(x.mean(1)[..., None]).view(len(x), C, 9, 1)
+            patches = F.unfold(images, 3, padding=1).view(len(x), C, 9, -1)
+            local = (weights * patches).sum(2).view_as(images)
     else:
         q, k = F.elu(q) + 1, F.elu(k) + 1
         if isinstance(layer, RALAAttention):  # in every head, the last power being 1
@@ -139,6 +141,7 @@ def test_linear_attention_is_its_quadratic_form(name: str, hw_shape: tuple[int, 
     x = torch.randn(2, hw_shape[0] * hw_shape[1], C, dtype=torch.float64)
     expected = quadratic(layer, x, hw_shape, power=LAYERS[name][1].get('power', 3))
     torch.testing.assert_close(layer(x, hw_shape), expected, rtol=1e-9, atol=1e-9)
+    assert layer(x[:0], hw_shape).shape == (0, *x.shape[1:])
 
 
 @every_layer
