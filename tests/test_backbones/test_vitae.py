@@ -142,11 +142,13 @@ def test_images_of_any_size(size: tuple[int, int]) -> None:
     torch.testing.assert_close(found[0], model(padded)[0])
 
 
-@pytest.mark.parametrize('arch, parameters', [('tiny', 4_882_792), ('small', 24_009_096)])
-def test_parameters_are_as_many_as_published(arch: str, parameters: int) -> None:
+@pytest.mark.parametrize('arch, parameters, heads', [('tiny', 4_882_792, 4), ('small', 24_009_096, 6)])
+def test_parameters_and_heads_are_as_many_as_published(arch: str, parameters: int, heads: int) -> None:
     """With a classifier of 1000 classes, as counted from the authors' public code; their paper prints 4.8 M for T."""
     model = MODELS.build(dict(type='mmgate.ViTAE', arch=arch))
-    channels = model.stages[2][1].attn.embed_dims
+    attention = model.stages[2][1].attn
+    channels = attention.embed_dims
+    assert attention.num_heads == heads
     assert sum(parameter.numel() for parameter in model.parameters()) + 1000 * (channels + 1) == parameters
 
 

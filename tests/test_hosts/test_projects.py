@@ -177,6 +177,17 @@ def test_the_scale_of_offsets_is_heeded(name: str, scale: float) -> None:
     assert not torch.allclose(gated(*given), model(*given), atol=1e-3)
 
 
+@pytest.mark.parametrize('missing', ['reference_points', 'spatial_shapes', 'level_start_index'])
+@pytest.mark.parametrize('name', ['grounding_dino', 'detrex'])
+def test_levels_have_to_be_given(name: str, missing: str) -> None:
+    model = Layer(name)
+    swap_attention(model, dict(type=PLUG, path='attn'))
+    query, points, memory, shapes, _ = inputs()
+    levels = dict(reference_points=points, spatial_shapes=shapes, level_start_index=STARTS) | {missing: None}
+    with pytest.raises(ValueError, match='reference_points, spatial_shapes and level_start_index are needed'):
+        model.attn(query, value=memory, **levels)
+
+
 # by repository, an option that computes something else and what the refusal says
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ('dino', dict(use_4D_normalizer=True), 'has use_4D_normalizer=True, which moves points by the size of a level'),

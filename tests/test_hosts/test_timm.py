@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,9 @@ def test_a_model_starts_as_it_was_and_learns(name: str, rule: dict[str, Any]) ->
     assert {one.path: one.class_name for one in list_attention(model) if one.gate} == {
         path: type(vanilla.get_submodule(path)).__name__ for path in names
     }
+    for path in names:  # timm's attentions are called in different ways
+        taken = [inspect.signature(one.get_submodule(path).forward) for one in (model, vanilla)]
+        assert not model.get_submodule(path).host_signature or taken[0] == taken[1]
     torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)
     assert not model.load_state_dict(vanilla.state_dict(), strict=False).unexpected_keys
     model(images).square().sum().backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import io
 import pickle
 from collections.abc import Callable
@@ -185,10 +186,12 @@ OWN_TENSORS = {'dense': 'in_proj_weight', 'dense of mmcv': 'in_proj_weight', 'wi
 
 
 @pytest.mark.parametrize('name', HOSTS)
-def test_the_full_name_of_a_gated_class_is_that_of_no_other(name: str) -> None:
+def test_a_gated_class_has_a_full_name_of_its_own_and_its_adapters_signature(name: str) -> None:
     host = HOSTS[name]
-    kind = type(host.gate(host.model()).get_submodule(host.at))
+    module = host.gate(host.model()).get_submodule(host.at)
+    kind, adapter = type(module), module.gating.adapter
     assert kind.__module__ == mechanism.__name__ and not hasattr(mechanism, kind.__qualname__)
+    assert inspect.signature(kind.forward) == inspect.signature(adapter.forward)
 
 
 @pytest.mark.parametrize(
