@@ -52,3 +52,13 @@ def test_any_size_and_more_agents(size: tuple[int, int]) -> None:
     assert [m.shape[1] for m in maps] == [16, 32, 64, 128]
     sum(m.sum() for m in maps).backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_drop_path_rises_over_the_blocks_and_is_off_by_default() -> None:
+    def rates(**options: float) -> list[float]:
+        model = MODELS.build(dict(type='mmgate.AgentCSwin', **SMALL, **options))
+        return [getattr(block.drop_path, 'drop_prob', 0.0) for stage in model.stages for block in stage]
+
+    found = rates(drop_path_rate=0.3)
+    assert found == [pytest.approx(0.3 * number / (len(found) - 1)) for number in range(len(found))]
+    assert not any(rates())
