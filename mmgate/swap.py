@@ -19,7 +19,16 @@ from mmgate.hosts.map_size import Derived, map_options
 from mmgate.hosts.table import Adapter, full_name, gate_of_type, host_names, options_of, refusal_of
 from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.layers.base.gate import Gate, draw_gate, random_stream
-from mmgate.layers.base.gated import CHILD, GatedModule, Record, bypass_of, gate_module, gated_modules, record_of
+from mmgate.layers.base.gated import (
+    CHILD,
+    GatedModule,
+    Record,
+    bypass_of,
+    computed_tensor,
+    gate_module,
+    gated_modules,
+    record_of,
+)
 from mmgate.listing import inventory
 from mmgate.rules import Rule, Rules, as_lines, parse_rules, path_regex
 from mmgate.starts import initialise_gates_last, note_gated
@@ -242,7 +251,8 @@ def _gate(model: nn.Module, rule: Rule, host: Host, derived: Derived) -> nn.Modu
     for inner, part in gate.named_modules():
         if isinstance(part, Gate):
             draw_gate(f'{host.path}.{inner}', part)
-    return gate
+    like = computed_tensor(host.module, model)
+    return gate if like is None else gate.to(device=like.device, dtype=like.dtype)
 
 
 def _refuse_missing_options(rule: Rule, host: Host, options: Mapping[str, Any]) -> None:

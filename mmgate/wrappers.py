@@ -61,10 +61,12 @@ def refuse_sharded(model: nn.Module, reason: str) -> None:
 def vanilla_state(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's state dict as it would be without wrappers: under vanilla names, without PEFT's tensors.
 
-    The tensors are those of the model, parameters included.
+    The tensors are those of the model, parameters included. What else modules keep there, quantised weights for
+    instance, is left out.
     """
     state = model.state_dict(keep_vars=True)
-    return {vanilla: state[name] for name, vanilla in vanilla_names(model).items()}
+    names = vanilla_names(model).items()
+    return {vanilla: state[name] for name, vanilla in names if isinstance(state[name], Tensor)}
 
 
 def vanilla_names(model: nn.Module) -> dict[str, str]:

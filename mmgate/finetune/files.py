@@ -56,13 +56,23 @@ def gates_content(model: nn.Module) -> GatesFile:
     gates += [name for name in _gate_names(model) if name not in gates]
     if not gates:
         raise ConfigError(f'this {type(model).__name__} has no gates to be saved.')
+    if any(state[name].is_meta for name in gates):
+        raise ConfigError(
+            f'the gates of this {type(model).__name__} have no values here (device meta): accelerate has offloaded '
+            'them, or the model was never filled. Save the gates before accelerate.cpu_offload or after its hooks are '
+            'removed.'
+        )
     trained = [vars(module).get('trained_with_gates') for module in model.modules()]
     train = next((mode for mode in trained if mode), 'all')
     # Parts that gated modules leave out are not in this state dict: they do not train.
     trains = {id(tensor) for tensor in state.values() if train != 'all' and tensor.requires_grad}
     also = {name: t for name, t in vanilla.items() if id(t) in trains and name not in gates}
     beside = {name: t for name, t in vanilla.items() if name not in gates}
-    kept = [n for n, t in beside.items() if isinstance(t, nn.Parameter) and n not in also and state.get(n) is t]
+    kept = [
+        name
+        for name, tensor in beside.items()
+        if isinstance(tensor, nn.Parameter) and not tensor.is_meta and name not in also and state.get(name) is tensor
+    ]
     return GatesFile(
         tensors={**{name: state[name] for name in gates}, **also},
         gates=gates,

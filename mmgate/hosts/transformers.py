@@ -23,7 +23,7 @@ from mmgate.hosts.table import adapts, full_name
 from mmgate.layers.base.deformable import DeformableGate, DeformableHost
 from mmgate.layers.base.dense import DenseGate, DenseHost, Inputs
 from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.gated import Record, gate_module
+from mmgate.layers.base.gated import Record, computed_tensor, gate_module
 from mmgate.ops.deformable import attention_weights
 from mmgate.ops.deformable.levels import levels_on
 from mmgate.ops.masks import merge_masks
@@ -142,9 +142,8 @@ def _try(host: Any) -> Trial:
 
 def _arguments(host: Any, reading: Reading) -> Iterator[dict[str, Any]]:
     """Yield arguments with which an attention's forward may be tried, for one shape of its input after the other."""
-    # Quantised projections have integers, or no weight of that name.
-    tensors = (tensor for tensor in (*host.parameters(), *host.buffers()) if tensor.is_floating_point())
-    dtype = next((tensor.dtype for tensor in tensors), torch.get_default_dtype())
+    like = computed_tensor(host)
+    dtype = torch.get_default_dtype() if like is None else like.dtype
     widths = {
         name: host.get_submodule(projection).in_features
         for projection in reversed(reading.projections)
@@ -174,11 +173,19 @@ def _on_meta(host: Any) -> Any:
     for parameter in host.parameters():
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device='meta'), requires_grad=False)
     memo.update({id(buffer): torch.empty_like(buffer, device='meta') for buffer in host.buffers()})
-    for module in host.modules():  # hooks may hold what cannot be copied
+    for module in host.modules():
         for name, value in vars(module).items():
+            # Neither what hooks hold nor a weight that pruning has computed can always be copied.
             if '_hooks' in name or name in ACCELERATE:
                 memo[id(value)] = OrderedDict()
-    copied = deepcopy(host, memo).eval()
+            elif isinstance(value, Tensor):
+                memo[id(value)] = torch.empty_like(value, device='meta')
+    try:
+        copied = deepcopy(host, memo).eval()
+    except Exception as error:  # whatever an attribute may raise
+        raise ConfigError(
+            f'A {type(host).__name__} cannot be copied for a trial ({type(error).__name__}: {error}).'
+        ) from error
     for module in copied.modules():
         for name in ACCELERATE:
             vars(module).pop(name, None)

@@ -175,3 +175,35 @@ def test_an_error_in_a_gates_code_is_not_taken_for_a_file_that_does_not_fit(
     with pytest.raises(TypeError, match='^a bug$') as info:
         mmgate.load_gates(model, tmp_path / 'gates.safetensors')
     assert not isinstance(info.value, ConfigError) and not mmgate.gate_parameters(model)
+
+
+class _Noted(nn.Module):
+    """A module that keeps something else than tensors in its state dict, as quantised layers do."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return dict(calls=3)
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == dict(calls=3)
+
+
+def test_what_is_no_tensor_stays_out_of_a_file(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.ModuleDict(dict(noted=_Noted(), attn=nn.MultiheadAttention(16, 2)))
+
+    net, file = model(), tmp_path / 'gates.safetensors'
+    mmgate.swap_attention(net, dict(PLUG, path='attn'))
+    mmgate.save_gates(net, file)
+    assert mmgate.load_gates(model(), file) == sorted(mmgate.gate_parameters(net))
+
+
+def test_gates_without_values_are_not_saved(tmp_path: Path) -> None:
+    net = nn.ModuleDict(dict(attn=nn.MultiheadAttention(16, 2)))
+    mmgate.swap_attention(net, dict(PLUG, path='attn'))
+    net['attn'].out_proj.to('meta')
+    mmgate.save_gates(net, tmp_path / 'gates.safetensors')
+    net.to('meta')
+    with pytest.raises(ConfigError, match='gates of this ModuleDict have no values here .* accelerate has offloaded'):
+        mmgate.save_gates(net, tmp_path / 'others.safetensors')
+    assert [path.name for path in tmp_path.iterdir()] == ['gates.safetensors']

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
 
@@ -342,17 +343,22 @@ def test_hooks_of_accelerate_call_the_gate(name: str, first: bool) -> None:
 
 
 class _Packed(nn.Module):
-    """As packages of quantisation replace a linear layer: integers, under a name of their own, and their scale."""
+    """As packages of quantisation replace a linear layer: integers, by name a parameter or not, and their scale."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear, as_parameter: bool) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.bias = layer.in_features, layer.out_features, layer.bias
-        scale = layer.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        weight = layer.weight.detach()
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        integers = (weight / scale).round().to(torch.int8)
+        if as_parameter:
+            self.weight = nn.Parameter(integers, requires_grad=False)
+        else:
+            self.register_buffer('weight', integers)
         self.register_buffer('scale', scale)
-        self.register_buffer('packed', (layer.weight.detach() / scale).round().to(torch.int8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.packed * self.scale, self.bias)
+        return nn.functional.linear(x, self.weight * self.scale)
 
 
 class _Counts:
@@ -366,27 +372,51 @@ class _Counts:
             self.calls += 1
 
 
+@pytest.mark.parametrize('as_parameter', [True, False], ids=['parameters', 'buffers'])
 @pytest.mark.parametrize(
-    ('name', 'gate'),
-    [('vit', DENSE_GATES['plug']), ('detr', DENSE_GATES['sdpa_g5']), ('deformable_detr', PLUG)],
+    ('name', 'gate', 'dtype'),
+    [
+        ('vit', DENSE_GATES['plug'], torch.bfloat16),
+        ('detr', DENSE_GATES['sdpa_g5'], torch.float32),
+        ('deformable_detr', PLUG, torch.float32),
+    ],
     ids=['vit', 'detr', 'deformable_detr'],
 )
-def test_quantised_projections_with_hooks(name: str, gate: dict[str, Any]) -> None:
-    """Gates fit around them, act and train, and the hooks are called."""
-    fed = feed(name)
-    model = build(name).eval()
+def test_quantised_projections_with_hooks(
+    name: str, gate: dict[str, Any], dtype: torch.dtype, as_parameter: bool
+) -> None:
+    """Gates fit around them, act, train and come off, and the hooks are called."""
+    model = build(name).eval().to(dtype)
+    fed = {key: value.to(dtype) if value.is_floating_point() else value for key, value in feed(name).items()}
     count = _Counts()
     for _, attention in list(attention_modules(model)):
         for child, layer in list(attention.named_children()):
             if isinstance(layer, nn.Linear):
-                setattr(attention, child, _Packed(layer))
+                setattr(attention, child, _Packed(layer, as_parameter))
         attention.register_forward_hook(count)
     vanilla = outputs(model, fed)
     assert any(gate['type'] in one.gates for one in mmgate.list_attention(model))
     mmgate.swap_attention(model, {'path': '**', **gate})
     before = count.calls
-    assert largest_difference(outputs(model, fed), vanilla) < 1e-5 and count.calls > before
+    assert largest_difference(outputs(model, fed), vanilla) < (1e-5 if dtype == torch.float32 else 0.1)
+    assert count.calls > before
     moved(model)
     assert largest_difference(outputs(model, fed), vanilla) > 0
     model(**fed)[0].sum().backward()
     assert any(p.grad is not None and p.grad.any() for p in mmgate.gate_parameters(model).values())
+    mmgate.restore_attention(model)
+    assert largest_difference(outputs(model, fed), vanilla) == 0
+
+
+def test_weights_that_a_hook_computes(tmp_path: Path) -> None:
+    """Pruning and torch's older weight norm keep the computed weight as an attribute, which torch does not copy."""
+    model, fed = build('vit').eval(), feed('vit')
+    first, second = (attention for _, attention in attention_modules(model))
+    prune.l1_unstructured(first.q_proj, 'weight', 0.3)
+    nn.utils.weight_norm(second.k_proj)
+    vanilla = outputs(model, fed)
+    mmgate.swap_attention(model, dict(path='**', **DENSE_GATES['plug']))
+    assert len(mmgate.gate_parameters(model)) > 0 and largest_difference(outputs(model, fed), vanilla) < 1e-5
+    moved(model)
+    mmgate.save_gates(model, tmp_path / 'gates.safetensors')
+    assert largest_difference(outputs(model, fed), vanilla) > 0

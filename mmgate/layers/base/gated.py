@@ -14,12 +14,14 @@ from functools import partial, wraps
 from types import CellType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, SupportsIndex
 
+import torch
 from torch import Tensor, nn
 
 from mmgate.layers.base.gate import CHILD, Gate, Sizes, StateDict
 
 # The dicts of a module that hold its parameters, buffers and children.
 TENSORS_AND_CHILDREN = ('_parameters', '_buffers', '_modules')
+COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # The attribute of a gated module that holds its record.
 RECORD = 'gating'
 
@@ -251,16 +253,22 @@ def gate_module(host: nn.Module, adapter: type[GatedModule], gate: nn.Module, re
     Args:
         host: Module to be gated.
         adapter: Adapter of its family.
-        gate: Child that it receives; it is moved to the host's device and dtype, and gets its mode.
+        gate: Child that it receives, on the host's device; it gets the host's mode.
         record: Record that the module keeps.
     """
-    like = next(host.parameters(), None)
-    if like is not None:
-        gate.to(device=like.device, dtype=like.dtype)
     gate.train(host.training)
     record.gate = gate
     vars(host)[RECORD] = record
     switch_on(host)
+
+
+def computed_tensor(*modules: nn.Module) -> Tensor | None:
+    """Return the first parameter or buffer of modules that has a dtype in which they compute, or None.
+
+    The weights of quantised layers have others: integers, or floating point of 8 bits.
+    """
+    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    return next((tensor for tensor in tensors if tensor.dtype in COMPUTED), None)
 
 
 def record_of(module: nn.Module) -> Record | None:
@@ -437,7 +445,7 @@ def _take_out(host: nn.Module, name: str) -> list[Part]:
 
 def _put_back(host: nn.Module, part: Part) -> None:
     """Put a part back into its module, at its old place in the order, on the module's present device and dtype."""
-    like = next(host.parameters(), None)
+    like = computed_tensor(host)
     parts = getattr(host.get_submodule(part.path), part.kind)
     parts[part.name] = part.value if like is None else _moved(part, like)
     for name in part.order:

@@ -320,5 +320,5 @@ class GatedMapAttention(MapHost, MapAttention):
         self.gate.init_weights()
 
     def forward(self, x: Tensor, hw_shape: Size | None = None, identity: Tensor | float | None = None) -> Tensor:
-        """Attend over the tokens of a map, see :meth:`attend`; a ViT gives no ``hw_shape``."""
+        """Attend over the tokens of a map, see :meth:`attend_gated`; a ViT gives no ``hw_shape``."""
         return self.attend_gated(x, hw_shape, identity)
