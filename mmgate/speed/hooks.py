@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +12,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from mmgate.errors import ConfigError
-from mmgate.ops.autocast import without_autocast
+from mmgate.ops.autocast import autocast_dtype, without_autocast
 from mmgate.registry import HOOKS
 from mmgate.rules import path_regex
 from mmgate.wrappers import unwrap_model
+
+from .derived import derived_class
 
 
 class _PathsHook(Hook):
@@ -226,33 +227,21 @@ class TF32Hook(Hook):
 def keep_float32(module: nn.Module) -> None:
     """Exempt a module from autocast from now on: it converts its inputs to float32 and computes in float32."""
     if not isinstance(module, _Float32):
-        module.__class__ = _in_float32(type(module))  # type: ignore[arg-type]
+        kind: Any = type(module)
+        module.__class__ = derived_class(_Float32, kind, '')
 
 
 class _Float32(nn.Module):
     """Mixin that lets a module compute in float32 under autocast; it comes before the module's class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map(_wide, (args, kwargs))
-        with without_autocast(next(self.parameters(), torch.empty(0)).device.type):
+        device = next(self.parameters(), torch.empty(0)).device.type
+        if autocast_dtype(device) is None:
             return super().forward(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the module by its original class, because the derived class can be found in no Python module."""
-        return _new_instance, (type(self).__bases__[1],), vars(self)
+        args, kwargs = tree_map(_wide, (args, kwargs))
+        with without_autocast(device):
+            return super().forward(*args, **kwargs)
 
 
 def _wide(x: object) -> object:
     return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
-
-
-@functools.cache
-def _in_float32(kind: Any) -> type[nn.Module]:
-    """Return the subclass of a module's class that computes in float32 under autocast."""
-    return type(kind.__name__, (_Float32, kind), {})
-
-
-def _new_instance(kind: type[nn.Module]) -> nn.Module:
-    """Return an instance of such a subclass without its state, which pickle sets; pickles name this function."""
-    made: Any = _in_float32(kind)  # type: ignore[arg-type]
-    return made.__new__(made)

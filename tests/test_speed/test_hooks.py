@@ -237,6 +237,14 @@ def test_float32_changes_nothing_without_autocast() -> None:
     torch.testing.assert_close(losses(deepcopy(model), None), expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16])
+def test_float32_leaves_a_model_of_another_dtype_as_it_is(dtype: torch.dtype) -> None:
+    layer, x = nn.Linear(3, 2).to(dtype), torch.randn(1, 3, dtype=dtype)
+    expected = layer(x)
+    keep_float32(layer)
+    assert torch.equal(layer(x), expected)
+
+
 def test_float32_survives_a_pickle() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
     keep_float32(model[0])

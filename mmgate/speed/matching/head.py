@@ -34,6 +34,8 @@ from mmengine.structures import InstanceData
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mmgate.speed.derived import derived_class
+
 from .assigner import AsynchronousConstants, HungarianAssigner, as_result, cost_of, image_name, named_costs
 from .masks import MatchedOnceMaskHead
 from .pairs import Problem, match_all, to_device
@@ -415,8 +417,9 @@ def match_once(head: Head) -> Head:
     if not assigns_as_hungarian(head):
         raise TypeError(f'MatchedOnce: {type(head.assigner).__name__} does not assign as HungarianAssigner does.')
     # The constructor of DETRHead compares the class, so that it is changed afterwards.
+    mixin = MatchedOnceHead if isinstance(head, DETRHead) else MatchedOnceMaskHead
     kind: Any = type(head)
-    head.__class__ = _derived(kind)
+    head.__class__ = derived_class(mixin, kind, 'MatchedOnce')
     return head
 
 
@@ -427,13 +430,6 @@ def assigns_as_hungarian(head: Any) -> bool:
 
 
 _ASSIGN = (MMDetHungarianAssigner.assign, HungarianAssigner.assign)
-
-
-@functools.cache
-def _derived(host: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of a head's class that matches all decoder layers at once."""
-    mixin = MatchedOnceHead if issubclass(host, DETRHead) else MatchedOnceMaskHead
-    return type(f'MatchedOnce{host.__name__}', (mixin, host), {})
 
 
 # The parts of a head that all losses as one batch replace.

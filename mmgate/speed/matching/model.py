@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,6 +13,8 @@ from mmdet.models.detectors import DeformableDETR
 from mmdet.models.layers import CdnQueryGenerator, DeformableDetrTransformerEncoder, MSDeformAttnPixelDecoder
 from mmengine.model import BaseModel
 from torch import Tensor, nn
+
+from mmgate.speed.derived import derived_class
 
 from .assigner import AsynchronousConstants
 from .head import assigns_as_hungarian, match_once
@@ -42,7 +43,7 @@ def match_model_once(model: nn.Module) -> list[str]:
         for mixin, fits in MIXINS.items():
             if fits(module) and not isinstance(module, mixin):
                 kind: Any = type(module)
-                module.__class__ = _derived(mixin, kind)
+                module.__class__ = derived_class(mixin, kind, '')
     return left
 
 
@@ -194,9 +195,3 @@ MIXINS: dict[Any, Callable[[nn.Module], bool]] = {
     DenoisingWithoutWaits: lambda module: type(module) is CdnQueryGenerator,
     SummedLosses: lambda module: getattr(type(module), 'parse_losses', None) is BaseModel.parse_losses,
 }
-
-
-@functools.cache
-def _derived(mixin: Any, kind: Any) -> type[nn.Module]:
-    """Return the subclass of a module's class with a mixin."""
-    return type(kind.__name__, (mixin, kind), {})

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from mmgate.benchmarks import training
 from mmgate.layers import plug_dense
+from mmgate.speed.derived import derived_class
 from mmgate.speed.hooks import CompileHook, MatchOnceHook
 from mmgate.speed.matching import model as models
 from mmgate.train.config_file import read_config
@@ -139,7 +140,7 @@ def detection_samples(counts: tuple[int, ...]) -> list[DetDataSample]:
 def test_denoising_queries_are_mmdets(counts: tuple[int, ...]) -> None:
     """All but the random labels, which are drawn in other numbers: here from one class."""
     results = []
-    for kind in (CdnQueryGenerator, models._derived(models.DenoisingWithoutWaits, CdnQueryGenerator)):
+    for kind in (CdnQueryGenerator, derived_class(models.DenoisingWithoutWaits, CdnQueryGenerator, '')):
         torch.manual_seed(0)
         generator = kind(1, 8, 12, group_cfg=dict(num_dn_queries=20))
         samples = detection_samples(counts)
@@ -152,7 +153,7 @@ def test_denoising_queries_are_mmdets(counts: tuple[int, ...]) -> None:
 
 
 def test_labels_of_denoising_queries_are_as_noisy_as_mmdets() -> None:
-    kind = models._derived(models.DenoisingWithoutWaits, CdnQueryGenerator)
+    kind = derived_class(models.DenoisingWithoutWaits, CdnQueryGenerator, '')
     generator = kind(50, 1, 12, label_noise_scale=0.5)
     generator.label_embedding.weight.data = torch.arange(50.0)[:, None]
     labels = torch.full((500,), 7)
@@ -233,7 +234,7 @@ def test_proposals_in_bfloat16_are_mmdets() -> None:
     shapes = torch.tensor([size])
     memory = torch.zeros(1, 2 * 267, 8, dtype=torch.bfloat16)
     results = []
-    for kind in (DeformableDETR, models._derived(models.KnownSizesDetector, DeformableDETR)):
+    for kind in (DeformableDETR, derived_class(models.KnownSizesDetector, DeformableDETR, '')):
         detector = kind.__new__(kind)
         torch.nn.Module.__init__(detector)
         detector.memory_trans_fc = detector.memory_trans_norm = torch.nn.Identity()

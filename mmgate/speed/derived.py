@@ -1,0 +1,35 @@
+"""Classes derived from a mixin and a module's class, for modules that change their class in place."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, SupportsIndex
+
+from torch import nn
+
+
+@functools.cache
+def derived_class(mixin: Any, host: Any, prefix: str, /) -> type[Any]:
+    """Return the subclass of a mixin and, after it, of a module's class, named by a prefix and the latter's name.
+
+    It is made once. Its instances are pickled by the two classes, because no module has a name for it.
+    """
+    members = dict(__module__=__name__, __reduce_ex__=_reduce, derived_from=(mixin, host, prefix))
+    return type(f'{prefix}{host.__name__}', (mixin, host), members)
+
+
+def _reduce(module: Any, protocol: SupportsIndex) -> tuple[Any, ...]:
+    """Return what pickles name instead of a derived class: the host's class and all mixins, the outermost last."""
+    kind = type(module)
+    mixins: list[tuple[Any, str]] = []
+    while 'derived_from' in vars(kind):
+        mixin, kind, prefix = vars(kind)['derived_from']
+        mixins.insert(0, (mixin, prefix))
+    return _new_instance, (kind, tuple(mixins)), vars(module)
+
+
+def _new_instance(kind: Any, mixins: tuple[tuple[Any, str], ...]) -> nn.Module:
+    """Return an instance of a derived class without its state, which pickle sets; pickles name this function."""
+    for mixin, prefix in mixins:
+        kind = derived_class(mixin, kind, prefix)
+    return kind.__new__(kind)
