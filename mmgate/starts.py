@@ -67,12 +67,12 @@ def gates_in_place(model: nn.Module) -> Iterator[None]:
             switch_off(module)
 
 
-def _init_weights(model: Any) -> None:
-    """Initialise the vanilla model by its class's ``init_weights``, then the gates."""
+def _init_weights(model: Any, *args: Any, **kwargs: Any) -> None:
+    """Initialise the vanilla model by its class's ``init_weights``, which may take arguments, then the gates."""
     modules = own_gated_modules(model)
     again = getattr(model, 'is_init', False)
     with _vanilla(model, modules):
-        type(model).init_weights(model)
+        type(model).init_weights(model, *args, **kwargs)
     # mmengine initialises a model once, and further calls draw nothing.
     if again:
         return

@@ -5,6 +5,7 @@ Each of the four steps returns what the next one takes. Only the last one change
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -281,6 +282,7 @@ def commit(model: nn.Module, rules: Sequence[Rule], made: Sequence[Made]) -> lis
     frozen = tuple(f'{name}.' for name in frozen_parts(model))
     records = [record for _, module in gated_modules(model) if (record := record_of(module)) is not None]
     first = max((record.number for record in records), default=-1) + 1
+    resting: list[str] = []
     for one in once.values():
         host = one.host
         number = first + rules.index(one.rule)
@@ -292,6 +294,13 @@ def commit(model: nn.Module, rules: Sequence[Rule], made: Sequence[Made]) -> lis
         # A tensor that is to train and gets no gradient, as in a teacher, ends a training by DDP.
         if host.path.startswith(frozen):
             one.gate.requires_grad_(False)
+            resting.append(host.path)
+    if resting and 'trained_with_gates' in vars(model):
+        log(
+            f'mmgate: {len(resting)} new gates do not train, as in {resting[0]}: mmgate.train_only_gates has frozen '
+            'what is around them. Call it again.',
+            logging.WARNING,
+        )
     warn_at_start(model)
     switch_nested_tensors(model)
     initialise_gates_last(model)

@@ -23,7 +23,7 @@ from mmgate.hosts.table import adapts
 from mmgate.hosts.window import GatedWindowMSA
 from mmgate.layers.base.dense import DenseGate, DenseHost
 from mmgate.layers.base.gate import Sizes, StateDict
-from mmgate.layers.base.gated import GatedModule
+from mmgate.layers.base.gated import GatedModule, switched_off
 from mmgate.layers.base.map import MapGate, MapHost, Size, UntoldMapHost
 
 # By name, as timm has moved its classes between files.
@@ -384,6 +384,11 @@ class MixedSwinBlock(MapHost):
     def finish(self, x: Tensor) -> Tensor:
         """Project the mixed tokens to the output, and apply the host's dropout."""
         return self.attn.proj_drop(self.attn.proj(x))
+
+    def set_input_size(self, *args: Any, **kwargs: Any) -> None:
+        """Resize the block as timm does, with the parts of the windows' attention that a gated block leaves out."""
+        with switched_off(self):
+            self.set_input_size(*args, **kwargs)
 
     def _attn(self, x: Tensor) -> Tensor:
         """Attend over the whole map ``(B, H, W, C)``, with the gate; the block calls this method for its attention."""

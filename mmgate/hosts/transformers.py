@@ -269,8 +269,10 @@ class GatedInterfaceAttention(DenseHost):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend with the gate; the arguments are the host's, and no attention weights are returned."""
         notes = self.gating.notes
-        # Others may have put a layer around a projection since, or taken it off, as PEFT does.
-        if any(getattr(self, name) is not layer for name, layer in notes['hooked'].items()):
+        # Others may have put a layer around a projection since, or taken it off, as PEFT does. A copy that DataParallel
+        # makes has copies of the projections, with the hooks.
+        moved = any(getattr(self, name) is not layer for name, layer in notes['hooked'].items())
+        if moved and not getattr(self, '_is_replica', False):
             self._unhook_projections()
             self._hook_projections()
         try:

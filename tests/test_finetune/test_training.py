@@ -167,3 +167,20 @@ def test_gates_beside_random_weights_are_warned_of_once(
         model.train()
     named = {'nothing': ['backbone, neck'], 'neck': ['backbone']}.get(filled, []) if mode != 'all' else []
     assert [re.findall('moved from its start in (.*?)\\.', text) for text in said] == [[parts] for parts in named]
+
+
+@pytest.mark.parametrize('train', ['gates', 'attention'])
+def test_gates_that_come_later_train_or_are_said_to_rest(train: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr('mmgate.swap.log', lambda text, *level: said.append(text))
+    parts = {name: nn.ModuleDict(dict(attn=nn.MultiheadAttention(16, 2))) for name in ('encoder', 'decoder')}
+    model = nn.ModuleDict(parts)
+    mmgate.swap_attention(model, dict(type='PLuGMultiheadAttention', path='decoder.attn'))
+    mmgate.train_only_gates(model, train)
+    assert not said
+    mmgate.swap_attention(model, dict(type='PLuGMultiheadAttention', path='encoder.attn'))
+    resting = {name for name, parameter in mmgate.gate_parameters(model).items() if not parameter.requires_grad}
+    assert bool(resting) == bool(said) == (train == 'attention')
+    assert all('1 new gates do not train, as in encoder.attn' in text for text in said)
+    mmgate.train_only_gates(model, train)
+    assert all(parameter.requires_grad for parameter in mmgate.gate_parameters(model).values())

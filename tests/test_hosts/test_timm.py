@@ -225,3 +225,39 @@ def test_global_queries_are_shared_as_the_host_does(forward: Callable[..., Tenso
 def test_this_timm_is_told_apart() -> None:
     known = [int(part) for part in timm.__version__.split('.')[:3]]
     assert known[0] != 1 or known == [1, 0, 30] or (known > [1, 0, 29]) == BY_IMAGE
+
+
+def test_tokens_that_are_dropped_are_not_taken_for_a_smaller_map() -> None:
+    """A quarter of 16 x 16 patches would make a square."""
+    model, images = build('vit', img_size=256, patch_drop_rate=0.75)
+    images = nn.functional.interpolate(images, (256, 256))
+    swap_attention(model, dict(type='SAGAAttention', path=PATHS['vit']))
+    assert model(images).isfinite().all()
+    model.train()
+    with pytest.raises(
+        ValueError, match='64 tokens of a map that the patch embedding cut into 16 x 16: .*patch_drop_rate'
+    ):
+        model(images)
+
+
+def test_a_swin_with_whole_maps_takes_images_of_another_size() -> None:
+    model, images = build('swin')
+    wide = nn.functional.interpolate(images, (96, 96))
+    swap_attention(model, dict(type='SAGAAttention', path='layers.*.blocks.*'))
+    before = anatomy(model)
+    for kind in (model, restored := build('swin')[0]):
+        kind.set_input_size((96, 96), window_size=6)
+    assert model(wide).isfinite().all() and list(anatomy(model)) == list(before)
+    restore_attention(model)
+    torch.testing.assert_close(model(wide), restored(wide))
+
+
+@pytest.mark.parametrize('mode', ['', 'jax'])
+def test_models_are_drawn_anew_as_timm_does(mode: str) -> None:
+    vanilla, model = build('vit')[0], build('vit')[0]
+    swap_attention(model, dict(PLUG, path=PATHS['vit']))
+    for one in (vanilla, model):
+        torch.manual_seed(3)
+        one.init_weights(mode)
+    state = model.state_dict()
+    assert all(torch.equal(tensor, state[key]) for key, tensor in vanilla.state_dict().items())

@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -420,3 +421,33 @@ def test_weights_that_a_hook_computes(tmp_path: Path) -> None:
     moved(model)
     mmgate.save_gates(model, tmp_path / 'gates.safetensors')
     assert largest_difference(outputs(model, fed), vanilla) > 0
+
+
+def _replicated(model: nn.Module) -> Any:
+    """As torch.nn.parallel.replicate copies a model to a further GPU, its parameters shared here."""
+    modules = list(model.modules())
+    copies = {id(module): module._replicate_for_data_parallel() for module in modules}  # type: ignore[operator]
+    for module in modules:
+        for name, child in module._modules.items():
+            copies[id(module)]._modules[name] = None if child is None else copies[id(child)]
+        for name, parameter in module._parameters.items():
+            setattr(copies[id(module)], name, parameter)
+    return copies[id(model)]
+
+
+@pytest.mark.parametrize('gate', ['plug', 'sdpa_g5'])
+def test_copies_of_data_parallel_call_their_gates(gate: str) -> None:
+    """At the same time, one in each thread; the model's own hooks stay."""
+    model, fed = build('vit').eval(), feed('vit')
+    mmgate.swap_attention(model, {'path': '**', **DENSE_GATES[gate]})
+    moved(model)
+    inputs = [{name: tensor + shift for name, tensor in fed.items()} for shift in range(3)]
+    expected = [outputs(model, given) for given in inputs]
+    copies = [_replicated(model) for _ in inputs]
+    hooks = {name: list(module._forward_pre_hooks) for name, module in model.named_modules()}
+    with ThreadPoolExecutor() as threads:
+        for _ in range(10):
+            for found, wanted in zip(threads.map(outputs, copies, inputs), expected, strict=True):
+                assert largest_difference(found, wanted) < 1e-5
+    assert {name: list(module._forward_pre_hooks) for name, module in model.named_modules()} == hooks
+    assert largest_difference(outputs(model, fed), expected[0]) == 0

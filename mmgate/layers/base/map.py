@@ -188,12 +188,20 @@ class UntoldMapHost(MapHost):
     def attend_on_noted_map(self, x: Tensor) -> Tensor:
         """Attend over the tokens ``(B, N, C)`` of a map, with the gate.
 
-        The map has the noted size, else the size of pre-training, else it is a square.
+        The map has the noted size. If none is noted, it has the size of pre-training, or else is a square.
+
+        Raises:
+            ValueError: There are fewer or more tokens than the patch embedding has made.
         """
         tokens = x.shape[1] - self.gate.class_tokens
         noted = self.noted_map
-        fits = noted is not None and noted[0] * noted[1] == tokens
-        return self.attend_gated(x, noted if fits else None)
+        if noted is not None and noted[0] * noted[1] != tokens:
+            raise ValueError(
+                f'{tokens} tokens of a map that the patch embedding cut into {noted[0]} x {noted[1]}: a gate over the '
+                'map needs all of them. Switch off what drops tokens (patch_drop_rate, masks), and with gradient '
+                'checkpointing call backward before the next image of another size.'
+            )
+        return self.attend_gated(x, noted)
 
 
 def note_map(gated: Any, embedding: nn.Module, args: Any, output: Any) -> None:
