@@ -343,6 +343,21 @@ def test_hooks_of_accelerate_call_the_gate(name: str, first: bool) -> None:
     assert largest_difference(outputs(model, fed), outputs(vanilla, fed)) == 0
 
 
+@pytest.mark.parametrize('kind', ['SDPAGatedMultiheadAttention', 'DifferentialMultiheadAttention'])
+def test_offloaded_gates_are_fetched(kind: str) -> None:
+    accelerate = pytest.importorskip('accelerate', reason='needs accelerate, in the environment of transformers')
+    model, fed = build('vit').eval(), feed('vit')
+    mmgate.swap_attention(model, dict(path='**', type=kind))
+    gated = outputs(model, fed)
+    name = type(next(module for _, module in attention_modules(model))).__name__
+    accelerate.cpu_offload(model, execution_device='cpu', preload_module_classes=[name])
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert largest_difference(outputs(model, fed), gated) == 0
+    offloaded = accelerate.cpu_offload(build('vit'), execution_device='cpu')
+    with pytest.raises(mmgate.errors.ConfigError, match=f"has offloaded .* before .*preload_module_classes=.'{name}'"):
+        mmgate.swap_attention(offloaded, dict(path='**', type=kind))
+
+
 class _Packed(nn.Module):
     """As packages of quantisation replace a linear layer: integers, by name a parameter or not, and their scale."""
 
