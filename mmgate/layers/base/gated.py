@@ -367,8 +367,8 @@ def bypass_of(host: nn.Module, adapter: type[GatedModule]) -> str | None:
     hooked = any('_hf_hook' in vars(part) for part in host.modules())
     if hooked and any(parameter.is_meta for parameter in host.parameters()):
         return (
-            "accelerate has offloaded its weights, and would not fetch the gate's; gate the model before that, and name "
-            f"the gated class in accelerate's preload_module_classes=['Gated{type(host).__name__}']"
+            "accelerate has offloaded its weights, and would not fetch the gate's; gate the model before that, and "
+            f"name the gated class in accelerate's preload_module_classes=['Gated{type(host).__name__}']"
         )
     kept = _kept_methods(host, adapter)
     for name in sorted(_methods(adapter) & vars(host).keys() - kept.keys()):
