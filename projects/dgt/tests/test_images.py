@@ -70,7 +70,8 @@ def test_images_are_cropped_and_flipped():
     torch.testing.assert_close(data.whole(0, 3)[1, 0, 5, 6], (pixels[1, 0, 5, 6].float() - 125.307) / 51.5865)
 
 
-def test_a_folder_trains_and_resumes(tmp_path):
+def test_a_folder_trains_and_resumes(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, 'set_float32_matmul_precision', lambda precision: None)  # of the whole process
     draw = np.random.default_rng(0)
     for part in ('train', 'test'):
         pixels = draw.integers(256, size=(150, 32, 32, 3), dtype=np.uint8)
