@@ -9,7 +9,7 @@ import torch
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from mmgate.errors import ConfigError
 from mmgate.ops.autocast import autocast_dtype, without_autocast
@@ -235,7 +235,9 @@ class _Float32(nn.Module):
     """Mixin that lets a module compute in float32 under autocast; it comes before the module's class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        device = next(self.parameters(), torch.empty(0)).device.type
+        # A module without parameters, such as RoIAlign, is where its inputs are.
+        tensors = (x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor))
+        device = next(tensors, torch.empty(0)).device.type
         if autocast_dtype(device) is None:
             return super().forward(*args, **kwargs)
         args, kwargs = tree_map(_wide, (args, kwargs))

@@ -245,6 +245,16 @@ def test_float32_leaves_a_model_of_another_dtype_as_it_is(dtype: torch.dtype) ->
     assert torch.equal(layer(x), expected)
 
 
+def test_a_module_without_parameters_is_where_its_inputs_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RoIAlign on a GPU, where autocast may be on while it is off on the CPU."""
+    asked: list[str] = []
+    monkeypatch.setattr('mmgate.speed.hooks.autocast_dtype', asked.append)
+    layer = nn.ReLU()
+    keep_float32(layer)
+    layer(torch.empty(2, device='meta'))
+    assert asked == ['meta']
+
+
 def test_float32_survives_a_pickle() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
     keep_float32(model[0])
