@@ -25,7 +25,8 @@ from mmgate.layers.base.gated import (
     GatedModule,
     Record,
     bypass_of,
-    computed_tensor,
+    computed_dtype,
+    device_of,
     gate_module,
     gated_modules,
     record_of,
@@ -252,8 +253,7 @@ def _gate(model: nn.Module, rule: Rule, host: Host, derived: Derived) -> nn.Modu
     for inner, part in gate.named_modules():
         if isinstance(part, Gate):
             draw_gate(f'{host.path}.{inner}', part)
-    like = computed_tensor(host.module, model)
-    return gate if like is None else gate.to(device=like.device, dtype=like.dtype)
+    return gate.to(device=device_of(host.module, model), dtype=computed_dtype(host.module, model))
 
 
 def _refuse_missing_options(rule: Rule, host: Host, options: Mapping[str, Any]) -> None:

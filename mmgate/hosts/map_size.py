@@ -18,7 +18,7 @@ from mmgate._environment import log
 from mmgate.errors import ConfigError
 from mmgate.hosts.table import gate_of_type, options_of
 from mmgate.layers.base.gated import GatedModule
-from mmgate.layers.base.map import MapGate, MapHost, Size, embedder_around
+from mmgate.layers.base.map import MapGate, MapHost, Size, UntoldMapHost, embedder_around
 from mmgate.wrappers import named_part
 
 BACKBONES = ('backbone', 'image_encoder')  # names of the part of a model that takes images
@@ -77,7 +77,11 @@ def map_options(
     one_size = wanted['map_size'] and options.get('map_size') is not None and _of_several_stages(model, names)
     # A gate of maps whose constructor dropped the option would take the class token for one of the map's.
     blind = not told and not takes_token and issubclass(gate_of_type(gate) or gate, MapGate)
-    if not names or not (needed or one_size or blind):
+    if not names:
+        return {}
+    for name in (name for name, adapter in adapters.items() if issubclass(adapter, UntoldMapHost)):
+        _refuse_dropped_tokens(gate, embedder_around(model, name))
+    if not (needed or one_size or blind):
         return {}
     parts = names[0].split('.')
     prefix = next(('.'.join(parts[: i + 1]) for i, part in enumerate(parts) if part in BACKBONES), '')
@@ -140,6 +144,16 @@ def keep_image_size(part: nn.Module, cfg: Mapping[str, Any]) -> None:
             setattr(part, name, value)
         elif isinstance(built, nn.Module) and isinstance(value, Mapping):
             keep_image_size(built, value)
+
+
+def _refuse_dropped_tokens(gate: type, embedder: Any) -> None:
+    """Raise ConfigError if a model drops tokens of a map in training, as timm's ``patch_drop`` does."""
+    drops = getattr(embedder, 'patch_drop', None)
+    if isinstance(drops, nn.Module) and not isinstance(drops, nn.Identity):
+        raise ConfigError(
+            f'{gate.__name__} needs all tokens of a map, and this {type(embedder).__name__} drops some in training '
+            f'(patch_drop: {type(drops).__name__}). Build it with patch_drop_rate=0.'
+        )
 
 
 def needs_map_size(gate: type) -> bool:

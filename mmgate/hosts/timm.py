@@ -365,6 +365,7 @@ class MixedSwinBlock(MapHost):
     leaves_out = ('attn.relative_position_bias_table', 'attn.relative_position_index', 'attn_mask')
 
     attn: Any
+    shift_size: tuple[int, int]
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
@@ -389,6 +390,7 @@ class MixedSwinBlock(MapHost):
         """Resize the block as timm does, with the parts of the windows' attention that a gated block leaves out."""
         with switched_off(self):
             self.set_input_size(*args, **kwargs)
+        self.gate.shifted = any(self.shift_size)
 
     def _attn(self, x: Tensor) -> Tensor:
         """Attend over the whole map ``(B, H, W, C)``, with the gate; the block calls this method for its attention."""

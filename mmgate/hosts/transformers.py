@@ -23,7 +23,7 @@ from mmgate.hosts.table import adapts, full_name
 from mmgate.layers.base.deformable import DeformableGate, DeformableHost
 from mmgate.layers.base.dense import DenseGate, DenseHost, Inputs
 from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.gated import Record, computed_tensor, gate_module
+from mmgate.layers.base.gated import Record, computed_dtype, gate_module
 from mmgate.ops.deformable import attention_weights
 from mmgate.ops.deformable.levels import levels_on
 from mmgate.ops.masks import merge_masks
@@ -142,8 +142,7 @@ def _try(host: Any) -> Trial:
 
 def _arguments(host: Any, reading: Reading) -> Iterator[dict[str, Any]]:
     """Yield arguments with which an attention's forward may be tried, for one shape of its input after the other."""
-    like = computed_tensor(host)
-    dtype = torch.get_default_dtype() if like is None else like.dtype
+    dtype = computed_dtype(host) or torch.get_default_dtype()
     widths = {
         name: host.get_submodule(projection).in_features
         for projection in reversed(reading.projections)
@@ -269,12 +268,9 @@ class GatedInterfaceAttention(DenseHost):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend with the gate; the arguments are the host's, and no attention weights are returned."""
         notes = self.gating.notes
-        # Others may have put a layer around a projection since, or taken it off, as PEFT does. A copy that DataParallel
-        # makes has copies of the projections, with the hooks.
-        moved = any(getattr(self, name) is not layer for name, layer in notes['hooked'].items())
-        if moved and not getattr(self, '_is_replica', False):
-            self._unhook_projections()
-            self._hook_projections()
+        # A copy that DataParallel makes has copies of the projections, with their hooks.
+        if not getattr(self, '_is_replica', False):
+            self._follow_projections()
         try:
             return super().forward(*args, **kwargs)
         finally:
@@ -282,6 +278,16 @@ class GatedInterfaceAttention(DenseHost):
             vars(getattr(self, notes['output'])).pop('noted_finish', None)
             for name in notes['projections']:
                 vars(getattr(self, name)).pop('noted_input', None)
+
+    def _replicate_for_data_parallel(self) -> Any:
+        self._follow_projections()
+        return super()._replicate_for_data_parallel()
+
+    def _follow_projections(self) -> None:
+        """Move the hooks to layers that others have put around a projection since, or taken off, as PEFT does."""
+        if any(getattr(self, name) is not layer for name, layer in self.gating.notes['hooked'].items()):
+            self._unhook_projections()
+            self._hook_projections()
 
     def _hook_projections(self) -> None:
         """Register hooks that keep the inputs of the projections, and that let a gate act on the output projection."""

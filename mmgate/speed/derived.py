@@ -7,6 +7,8 @@ from typing import Any, SupportsIndex
 
 from torch import nn
 
+from mmgate.layers.base.gated import gated_class
+
 
 @functools.cache
 def derived_class(mixin: Any, host: Any, prefix: str, /) -> type[Any]:
@@ -14,7 +16,7 @@ def derived_class(mixin: Any, host: Any, prefix: str, /) -> type[Any]:
 
     It is made once. Its instances are pickled by the two classes, because no module has a name for it.
     """
-    members = dict(__module__=__name__, __reduce_ex__=_reduce, derived_from=(mixin, host, prefix))
+    members = dict(__module__=__name__, __reduce_ex__=_reduce, derived_by=(mixin, prefix))
     return type(f'{prefix}{host.__name__}', (mixin, host), members)
 
 
@@ -22,14 +24,18 @@ def _reduce(module: Any, protocol: SupportsIndex) -> tuple[Any, ...]:
     """Return what pickles name instead of a derived class: the host's class and all mixins, the outermost last."""
     kind = type(module)
     mixins: list[tuple[Any, str]] = []
-    while 'derived_from' in vars(kind):
-        mixin, kind, prefix = vars(kind)['derived_from']
-        mixins.insert(0, (mixin, prefix))
-    return _new_instance, (kind, tuple(mixins)), vars(module)
+    while 'derived_by' in vars(kind):
+        mixins.insert(0, vars(kind)['derived_by'])
+        kind = kind.__bases__[1]
+    # The host's class, or the pair of which the class of a gated host is made.
+    made_of = vars(kind).get('made_of', (kind,))
+    state: Any = module.__getstate__()
+    return _new_instance, (made_of, mixins), state
 
 
-def _new_instance(kind: Any, mixins: tuple[tuple[Any, str], ...]) -> nn.Module:
+def _new_instance(made_of: tuple[Any, ...], mixins: list[tuple[Any, str]]) -> nn.Module:
     """Return an instance of a derived class without its state, which pickle sets; pickles name this function."""
+    kind: Any = made_of[0] if len(made_of) == 1 else gated_class(*made_of)
     for mixin, prefix in mixins:
         kind = derived_class(mixin, kind, prefix)
     return kind.__new__(kind)

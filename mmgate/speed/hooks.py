@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -235,13 +236,16 @@ class _Float32(nn.Module):
     """Mixin that lets a module compute in float32 under autocast; it comes before the module's class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        own = next(self.parameters(), None)
         # A module without parameters, such as RoIAlign, is where its inputs are.
-        tensors = (x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor))
-        device = next(tensors, torch.empty(0)).device.type
-        if autocast_dtype(device) is None:
+        given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        devices = dict.fromkeys(x.device.type for x in ([own] if own is not None else given))
+        on = next((device for device in devices if autocast_dtype(device) is not None), None)
+        # Without autocast a model of another dtype stays as it is.
+        if on is None and own is not None and own.dtype != torch.float32:
             return super().forward(*args, **kwargs)
         args, kwargs = tree_map(_wide, (args, kwargs))
-        with without_autocast(device):
+        with nullcontext() if on is None else without_autocast(on):
             return super().forward(*args, **kwargs)
 
 

@@ -66,10 +66,14 @@ class GatesCheckpointHook(Hook):
             if not any(isinstance(hook, CheckpointHook) for hook in runner.hooks):
                 raise ConfigError(f"{words} Or keep mmengine's CheckpointHook beside this hook.")
             runner.logger.warning(words)
-        if runner.iter:
-            # Files from before the run was resumed count, too.
-            found = Path(runner.work_dir).glob(f'{"epoch" if self.by_epoch else "iter"}_*.gates.safetensors')
-            self._written = sorted(found, key=lambda path: int(path.name.partition('_')[2].partition('.')[0]))
+        # Files from before the run was resumed count, too, and no others.
+        unit, done = ('epoch', runner.epoch) if self.by_epoch else ('iter', runner.iter)
+        found = {}
+        for path in Path(runner.work_dir).glob(f'{unit}_*.gates.safetensors'):
+            number = path.name.removeprefix(f'{unit}_').removesuffix('.gates.safetensors')
+            if number.isdecimal() and int(number) <= done:
+                found[int(number)] = path
+        self._written = [found[number] for number in sorted(found)]
 
     def after_train_epoch(self, runner: Runner) -> None:
         """Save a gates file after an epoch, if the hook counts epochs."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT
 from helpers.gated import anatomy, assert_same_anatomy
+from helpers.replicas import replicated
 from torch import Tensor, nn
 
 from mmgate._environment import available
@@ -227,17 +229,33 @@ def test_this_timm_is_told_apart() -> None:
     assert known[0] != 1 or known == [1, 0, 30] or (known > [1, 0, 29]) == BY_IMAGE
 
 
-def test_tokens_that_are_dropped_are_not_taken_for_a_smaller_map() -> None:
-    """A quarter of 16 x 16 patches would make a square."""
-    model, images = build('vit', img_size=256, patch_drop_rate=0.75)
-    images = nn.functional.interpolate(images, (256, 256))
-    swap_attention(model, dict(type='SAGAAttention', path=PATHS['vit']))
-    assert model(images).isfinite().all()
-    model.train()
+def test_a_model_that_drops_tokens_takes_no_gate_over_the_map() -> None:
+    """A quarter of 16 x 16 patches would pass for a map of 8 x 8."""
+    model, _ = build('vit', img_size=256, patch_drop_rate=0.75)
     with pytest.raises(
-        ValueError, match='64 tokens of a map that the patch embedding cut into 16 x 16: .*patch_drop_rate'
+        ConfigError, match=r'SAGAAttention needs all tokens .* VisionTransformer drops some .*PatchDropout'
     ):
-        model(images)
+        swap_attention(model, dict(type='SAGAAttention', path=PATHS['vit'], map_size=(16, 16), class_token=1))
+    assert swap_attention(model, dict(PLUG, path=PATHS['vit']))
+
+
+@pytest.mark.parametrize('replicate', [False, True], ids=['shared', 'replicas'])
+def test_threads_see_the_map_of_their_own_images(replicate: bool) -> None:
+    """Both maps have as many tokens. DataParallel makes replicas before each step."""
+    model, _ = build('vit', dynamic_img_size=True)
+    swap_attention(model, dict(type='SAGAAttention', path=PATHS['vit']))
+    for parameter in gate_parameters(model).values():
+        nn.init.normal_(parameter)
+    inputs = [torch.randn(1, 3, 64, 128), torch.randn(1, 3, 128, 64), torch.randn(1, 3, 96, 96)]
+    expected = [model(images) for images in inputs]
+
+    def run(image: Tensor) -> Tensor:
+        return (replicated(model) if replicate else model)(image)
+
+    with ThreadPoolExecutor(len(inputs)) as threads:
+        for _ in range(20):
+            for found, wanted in zip(threads.map(run, inputs), expected, strict=True):
+                torch.testing.assert_close(found, wanted)
 
 
 def test_a_swin_with_whole_maps_takes_images_of_another_size() -> None:
@@ -248,6 +266,8 @@ def test_a_swin_with_whole_maps_takes_images_of_another_size() -> None:
     for kind in (model, restored := build('swin')[0]):
         kind.set_input_size((96, 96), window_size=6)
     assert model(wide).isfinite().all() and list(anatomy(model)) == list(before)
+    blocks = [block for layer in model.layers for block in layer.blocks]
+    assert [block.gate.shifted for block in blocks] == [any(block.shift_size) for block in blocks]
     restore_attention(model)
     torch.testing.assert_close(model(wide), restored(wide))
 

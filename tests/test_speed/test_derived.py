@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
+from mmgate import gates_disabled, restore_attention, swap_attention
 from mmgate.speed.derived import derived_class
 from mmgate.speed.hooks import MatchOnceHook, keep_float32
 from mmgate.speed.matching.head import MatchedOnceHead
@@ -52,3 +54,29 @@ def test_a_model_that_matches_once_goes_into_a_pickle(name: str) -> None:
     assert all(
         torch.equal(a, b) for a, b in zip(model.state_dict().values(), loaded.state_dict().values(), strict=True)
     )
+
+
+@pytest.mark.parametrize('copied', [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=['copy', 'pickle'])
+def test_a_gate_goes_on_and_off_in_a_module_that_keeps_float32(copied: object) -> None:
+    model: Any = nn.ModuleDict(dict(attn=nn.MultiheadAttention(16, 2)))
+    swap_attention(model, dict(path='attn', type='PLuGMultiheadAttention', init='paper'))
+    keep_float32(model['attn'])
+    x = torch.randn(3, 1, 16)
+    gated, found = model['attn'](x, x, x)[0], copied(model)  # type: ignore[operator]
+    assert torch.equal(found['attn'](x, x, x)[0], gated)
+    with gates_disabled(model):
+        off, found = model['attn'](x, x, x)[0], copied(model)  # type: ignore[operator]
+    assert torch.equal(found['attn'](x, x, x)[0], off) and not torch.equal(off, gated)
+    restore_attention(model)
+    found = copied(model)  # type: ignore[operator]
+    with torch.autocast('cpu', torch.bfloat16):
+        assert torch.equal(found['attn'](x, x, x)[0], off)
+
+
+def test_what_is_compiled_stays_out_of_a_copy() -> None:
+    layer = nn.Linear(3, 2)
+    layer.__class__ = derived_class(_Doubled, nn.Linear, '')
+    layer.compile(backend='eager')
+    found = pickle.loads(pickle.dumps(layer))
+    assert layer._compiled_call_impl is not None and copy.deepcopy(layer)._compiled_call_impl is None
+    assert torch.equal(found(torch.ones(1, 3)), layer(torch.ones(1, 3)))

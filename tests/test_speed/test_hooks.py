@@ -249,10 +249,10 @@ def test_a_module_without_parameters_is_where_its_inputs_are(monkeypatch: pytest
     """RoIAlign on a GPU, where autocast may be on while it is off on the CPU."""
     asked: list[str] = []
     monkeypatch.setattr('mmgate.speed.hooks.autocast_dtype', asked.append)
-    layer = nn.ReLU()
-    keep_float32(layer)
-    layer(torch.empty(2, device='meta'))
-    assert asked == ['meta']
+    for layer in (nn.ReLU(), nn.Linear(2, 2, device='meta')):
+        keep_float32(layer)
+        layer(torch.empty(2, device='meta'))
+    assert asked == ['meta', 'meta']
 
 
 def test_float32_survives_a_pickle() -> None:

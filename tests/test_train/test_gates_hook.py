@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from conftest import ROOT, tool
 from helpers.small_demo import CONFIG, DEMO
 from mmengine.fileio import load
 from shapes import write_shapes
+from torch import nn
 
+import mmgate
 from mmgate.checkpoints.gates_file import read_gates
 from mmgate.errors import ConfigError
 from mmgate.train import cli
@@ -149,3 +152,18 @@ def test_errors_come_before_any_work(
         status = cli.main(CONVERTER.main, [command, *arguments.split()])
     assert status == 2 and re.search(message, capsys.readouterr().err)
     assert set(project.iterdir()) == before
+
+
+def test_a_resumed_run_deletes_its_own_files_alone(tmp_path: Path) -> None:
+    """Epochs that are still to come are another run's; names that no hook gives are the user's."""
+    model = nn.ModuleDict(dict(attn=nn.MultiheadAttention(16, 2)))
+    mmgate.swap_attention(model, dict(type='PLuGMultiheadAttention', path='attn'))
+    mmgate.train_only_gates(model)
+    names = [f'epoch_{which}.gates.safetensors' for which in (1, 2, 10, 12, '10_best', '10_1')]
+    for name in names:
+        (tmp_path / name).touch()
+    run = SimpleNamespace(model=model, hooks=[], work_dir=str(tmp_path), epoch=10, iter=40, max_epochs=11)
+    hook = GatesCheckpointHook(by_epoch=True, max_keep_ckpts=2)
+    hook.before_train(run)
+    hook.after_train_epoch(run)
+    assert {path.name for path in tmp_path.iterdir()} == {*names[2:], 'epoch_11.gates.safetensors'}

@@ -19,6 +19,7 @@ from torch.nn.utils import prune
 pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
 
 from helpers.hub_models import DEFORMABLE, DENSE, build, feed, largest_difference, moved, outputs
+from helpers.replicas import replicated
 from transformers import PretrainedConfig
 
 import mmgate
@@ -359,12 +360,12 @@ def test_offloaded_gates_are_fetched(kind: str) -> None:
 
 
 class _Packed(nn.Module):
-    """As packages of quantisation replace a linear layer: integers, by name a parameter or not, and their scale."""
+    """As packages of quantisation replace a linear layer: integers, a parameter or a buffer, and a float32 scale."""
 
     def __init__(self, layer: nn.Linear, as_parameter: bool) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        weight = layer.weight.detach()
+        weight = layer.weight.detach().float()
         scale = weight.abs().amax(1, keepdim=True) / 127
         integers = (weight / scale).round().to(torch.int8)
         if as_parameter:
@@ -374,7 +375,7 @@ class _Packed(nn.Module):
         self.register_buffer('scale', scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight * self.scale)
+        return nn.functional.linear(x, (self.weight * self.scale).to(x.dtype))
 
 
 class _Counts:
@@ -438,18 +439,6 @@ def test_weights_that_a_hook_computes(tmp_path: Path) -> None:
     assert largest_difference(outputs(model, fed), vanilla) > 0
 
 
-def _replicated(model: nn.Module) -> Any:
-    """As torch.nn.parallel.replicate copies a model to a further GPU, its parameters shared here."""
-    modules = list(model.modules())
-    copies = {id(module): module._replicate_for_data_parallel() for module in modules}  # type: ignore[operator]
-    for module in modules:
-        for name, child in module._modules.items():
-            copies[id(module)]._modules[name] = None if child is None else copies[id(child)]
-        for name, parameter in module._parameters.items():
-            setattr(copies[id(module)], name, parameter)
-    return copies[id(model)]
-
-
 @pytest.mark.parametrize('gate', ['plug', 'sdpa_g5'])
 def test_copies_of_data_parallel_call_their_gates(gate: str) -> None:
     """At the same time, one in each thread; the model's own hooks stay."""
@@ -458,7 +447,7 @@ def test_copies_of_data_parallel_call_their_gates(gate: str) -> None:
     moved(model)
     inputs = [{name: tensor + shift for name, tensor in fed.items()} for shift in range(3)]
     expected = [outputs(model, given) for given in inputs]
-    copies = [_replicated(model) for _ in inputs]
+    copies = [replicated(model) for _ in inputs]
     hooks = {name: list(module._forward_pre_hooks) for name, module in model.named_modules()}
     with ThreadPoolExecutor() as threads:
         for _ in range(10):
@@ -466,3 +455,24 @@ def test_copies_of_data_parallel_call_their_gates(gate: str) -> None:
                 assert largest_difference(found, wanted) < 1e-5
     assert {name: list(module._forward_pre_hooks) for name, module in model.named_modules()} == hooks
     assert largest_difference(outputs(model, fed), expected[0]) == 0
+
+
+class _Around(nn.Module):
+    """A layer around a projection, as PEFT's."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.in_features, self.out_features = layer, layer.in_features, layer.out_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def test_copies_of_data_parallel_follow_layers_around_projections() -> None:
+    model, fed = build('vit').eval(), feed('vit')
+    mmgate.swap_attention(model, {'path': '**', **DENSE_GATES['plug']})
+    moved(model)
+    expected = outputs(model, fed)
+    for _, attention in attention_modules(model):
+        attention.q_proj = _Around(attention.q_proj)
+    assert largest_difference(outputs(replicated(model), fed), expected) == 0

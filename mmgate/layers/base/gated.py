@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial, wraps
+from itertools import chain
 from types import CellType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, SupportsIndex
 
@@ -262,13 +263,27 @@ def gate_module(host: nn.Module, adapter: type[GatedModule], gate: nn.Module, re
     switch_on(host)
 
 
-def computed_tensor(*modules: nn.Module) -> Tensor | None:
-    """Return the first parameter or buffer of modules that has a dtype in which they compute, or None.
+def computed_dtype(*modules: nn.Module) -> torch.dtype | None:
+    """Return the dtype in which modules compute, that of their first floating parameter, else buffer; or None.
 
-    The weights of quantised layers have others: integers, or floating point of 8 bits.
+    Quantised layers do not count: their weights are integers or have 8 bits, and their scales may have any dtype.
     """
+    parts = [part for module in modules for part in module.modules() if not _is_quantised(part)]
+    parameters = (tensor for part in parts for tensor in part.parameters(recurse=False))
+    buffers = (tensor for part in parts for tensor in part.buffers(recurse=False))
+    return next((tensor.dtype for tensor in chain(parameters, buffers) if tensor.dtype in COMPUTED), None)
+
+
+def _is_quantised(part: nn.Module) -> bool:
+    """Return True if a module, without its children, keeps numbers of 8 bits."""
+    own = chain(part.parameters(recurse=False), part.buffers(recurse=False))
+    return any(tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool for tensor in own)
+
+
+def device_of(*modules: nn.Module) -> torch.device | None:
+    """Return the device of the first parameter or buffer of modules, or None."""
     tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
-    return next((tensor for tensor in tensors if tensor.dtype in COMPUTED), None)
+    return next((tensor.device for tensor in tensors), None)
 
 
 def record_of(module: nn.Module) -> Record | None:
@@ -448,23 +463,24 @@ def _take_out(host: nn.Module, name: str) -> list[Part]:
 
 def _put_back(host: nn.Module, part: Part) -> None:
     """Put a part back into its module, at its old place in the order, on the module's present device and dtype."""
-    like = computed_tensor(host)
     parts = getattr(host.get_submodule(part.path), part.kind)
-    parts[part.name] = part.value if like is None else _moved(part, like)
+    parts[part.name] = _moved(part, device_of(host), computed_dtype(host))
     for name in part.order:
         if name in parts:
             parts[name] = parts.pop(name)
 
 
-def _moved(part: Part, like: Tensor) -> Tensor | nn.Module | None:
-    """Return the tensor or module of a part, moved to the device and dtype of ``like``.
+def _moved(part: Part, device: torch.device | None, dtype: torch.dtype | None) -> Tensor | nn.Module | None:
+    """Return the tensor or module of a part, moved to a device and a dtype.
 
     It stays the same object unless one of the two is on ``meta``.
     """
     holder = nn.Module()
     held = getattr(holder, part.kind)
     held[part.name] = part.value
-    if any(tensor.is_meta for tensor in (*holder.parameters(), *holder.buffers())) and not like.is_meta:
-        holder.to_empty(device=like.device)
-    holder.to(device=like.device, dtype=like.dtype)
+    if device is None:
+        return part.value
+    if any(tensor.is_meta for tensor in (*holder.parameters(), *holder.buffers())) and device.type != 'meta':
+        holder.to_empty(device=device)
+    holder.to(device=device, dtype=dtype)
     return held[part.name]

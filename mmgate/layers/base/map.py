@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from math import isqrt
+from threading import get_ident
 from typing import Any
 
 import torch.nn.functional as F
@@ -15,9 +16,12 @@ from mmgate.layers.base.gate import Gate, Sizes, StateDict
 from mmgate.layers.base.gated import GatedModule
 from mmgate.layers.base.mmcv_or_torch import build_dropout
 from mmgate.ops.layout import check_layout
+from mmgate.ops.tracing import is_compiling
 
 # Height and width.
 Size = tuple[int, int]
+# The note of a gated module with the size of its map, by thread.
+MAPS = 'maps'
 
 
 class MapGate(Gate):
@@ -188,20 +192,15 @@ class UntoldMapHost(MapHost):
     def attend_on_noted_map(self, x: Tensor) -> Tensor:
         """Attend over the tokens ``(B, N, C)`` of a map, with the gate.
 
-        The map has the noted size. If none is noted, it has the size of pre-training, or else is a square.
-
-        Raises:
-            ValueError: There are fewer or more tokens than the patch embedding has made.
+        The map has the size that was noted in this thread, else in any. If that does not fit, it has the size of
+        pre-training, or else is a square.
         """
         tokens = x.shape[1] - self.gate.class_tokens
         noted = self.noted_map
-        if noted is not None and noted[0] * noted[1] != tokens:
-            raise ValueError(
-                f'{tokens} tokens of a map that the patch embedding cut into {noted[0]} x {noted[1]}: a gate over the '
-                'map needs all of them. Switch off what drops tokens (patch_drop_rate, masks), and with gradient '
-                'checkpointing call backward before the next image of another size.'
-            )
-        return self.attend_gated(x, noted)
+        if not is_compiling():
+            noted = self.gating.notes.get(MAPS, {}).get(get_ident(), noted)
+        fits = noted is not None and noted[0] * noted[1] == tokens
+        return self.attend_gated(x, noted if fits else None)
 
 
 def note_map(gated: Any, embedding: nn.Module, args: Any, output: Any) -> None:
@@ -209,6 +208,9 @@ def note_map(gated: Any, embedding: nn.Module, args: Any, output: Any) -> None:
     noted = gated.gating.adapter.embedded_map(embedding, args, output)
     if noted is not None:
         gated.noted_map = noted
+        # Copies that DataParallel makes share the record, and each runs in a thread of its own.
+        if not is_compiling():
+            gated.gating.notes.setdefault(MAPS, {})[get_ident()] = noted
 
 
 def embedder_around(model: nn.Module, name: str) -> nn.Module | None:
