@@ -236,16 +236,15 @@ class _Float32(nn.Module):
     """Mixin that lets a module compute in float32 under autocast; it comes before the module's class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        own = next(self.parameters(), None)
+        own = list(self.parameters())[:1]
         # A module without parameters, such as RoIAlign, is where its inputs are.
         given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-        devices = dict.fromkeys(x.device.type for x in ([own] if own is not None else given))
-        on = next((device for device in devices if autocast_dtype(device) is not None), None)
+        on = [x.device.type for x in own or given if autocast_dtype(x.device.type) is not None]
         # Without autocast a model of another dtype stays as it is.
-        if on is None and own is not None and own.dtype != torch.float32:
+        if own and not on and own[0].dtype != torch.float32:
             return super().forward(*args, **kwargs)
         args, kwargs = tree_map(_wide, (args, kwargs))
-        with nullcontext() if on is None else without_autocast(on):
+        with without_autocast(on[0]) if on else nullcontext():
             return super().forward(*args, **kwargs)
 
 
