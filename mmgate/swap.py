@@ -247,13 +247,13 @@ def _gate(model: nn.Module, rule: Rule, host: Host, derived: Derived) -> nn.Modu
     names = host.name.split('.')
     around = [type(model.get_submodule('.'.join(names[:count]))) for count in range(len(names) + 1)]
     surroundings = dict(in_vit=host.adapter.is_in_vit(around), map_size=derived.map_size)
-    device = next((parameter.device for parameter in host.module.parameters()), None)
+    device = device_of(host.module, model)
     with random_stream(host.path, device):
         gate = host.adapter.make_gate(host.module, gate_type, surroundings, **{**derived.options, **rule.options})
     for inner, part in gate.named_modules():
         if isinstance(part, Gate):
             draw_gate(f'{host.path}.{inner}', part)
-    return gate.to(device=device_of(host.module, model), dtype=computed_dtype(host.module, model))
+    return gate.to(device=device, dtype=computed_dtype(host.module, model))
 
 
 def _refuse_missing_options(rule: Rule, host: Host, options: Mapping[str, Any]) -> None:

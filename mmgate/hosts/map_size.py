@@ -79,8 +79,9 @@ def map_options(
     blind = not told and not takes_token and issubclass(gate_of_type(gate) or gate, MapGate)
     if not names:
         return {}
-    for name in (name for name, adapter in adapters.items() if issubclass(adapter, UntoldMapHost)):
-        _refuse_dropped_tokens(gate, embedder_around(model, name))
+    for name, adapter in adapters.items():
+        if issubclass(adapter, UntoldMapHost):
+            _refuse_dropped_tokens(gate, embedder_around(model, name))
     if not (needed or one_size or blind):
         return {}
     parts = names[0].split('.')

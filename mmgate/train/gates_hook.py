@@ -67,7 +67,8 @@ class GatesCheckpointHook(Hook):
                 raise ConfigError(f"{words} Or keep mmengine's CheckpointHook beside this hook.")
             runner.logger.warning(words)
         # Files from before the run was resumed count, too, and no others.
-        unit, done = ('epoch', runner.epoch) if self.by_epoch else ('iter', runner.iter)
+        unit = 'epoch' if self.by_epoch else 'iter'
+        done = runner.epoch if self.by_epoch else runner.iter
         found = {}
         for path in Path(runner.work_dir).glob(f'{unit}_*.gates.safetensors'):
             number = path.name.removeprefix(f'{unit}_').removesuffix('.gates.safetensors')

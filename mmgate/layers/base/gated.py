@@ -22,6 +22,7 @@ from mmgate.layers.base.gate import CHILD, Gate, Sizes, StateDict
 
 # The dicts of a module that hold its parameters, buffers and children.
 TENSORS_AND_CHILDREN = ('_parameters', '_buffers', '_modules')
+# The dtypes in which layers compute; quantised weights are stored in others.
 COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # The attribute of a gated module that holds its record.
 RECORD = 'gating'
@@ -475,11 +476,11 @@ def _moved(part: Part, device: torch.device | None, dtype: torch.dtype | None) -
 
     It stays the same object unless one of the two is on ``meta``.
     """
+    if device is None:
+        return part.value
     holder = nn.Module()
     held = getattr(holder, part.kind)
     held[part.name] = part.value
-    if device is None:
-        return part.value
     if any(tensor.is_meta for tensor in (*holder.parameters(), *holder.buffers())) and device.type != 'meta':
         holder.to_empty(device=device)
     holder.to(device=device, dtype=dtype)

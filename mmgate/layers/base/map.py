@@ -208,7 +208,7 @@ def note_map(gated: Any, embedding: nn.Module, args: Any, output: Any) -> None:
     noted = gated.gating.adapter.embedded_map(embedding, args, output)
     if noted is not None:
         gated.noted_map = noted
-        # Copies that DataParallel makes share the record, and each runs in a thread of its own.
+        # DataParallel runs each copy of the model in another thread, and all copies have this one record.
         if not is_compiling():
             gated.gating.notes.setdefault(MAPS, {})[get_ident()] = noted
 
