@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from mmengine.config import Config
 from mmengine.dataset import Compose, pseudo_collate
@@ -74,7 +75,9 @@ class LoadedModel:
             steps = _still(tests.pipeline)
             loads = [step for step in steps if type_name(step).endswith('LoadImageFromFile')]
             others = [step for step in steps if not type_name(step).startswith('Load')]
-            run = Compose([*(loads or [dict(type='LoadImageFromFile')]), *others])
+            loads = loads or [dict(type='LoadImageFromFile')]
+            in_memory = len(others) == len(steps)
+            run = Compose([*loads, *([_to_rgb] if in_memory else []), *others])
             paths = [path for given in args.images for path in find_images(given)]
             return [partial(run, dict(img_path=path, img_id=number)) for number, path in enumerate(paths)]
         data = deepcopy(loader.dataset)
@@ -82,7 +85,23 @@ class LoadedModel:
         # Pictures of training images go through the test pipeline, which crops nothing at random.
         own.pipeline = _still((tests if args.split == 'train' else own).pipeline)
         dataset = DATASETS.build(data)
-        return [partial(dataset.__getitem__, number) for number in range(min(args.max_images, len(dataset)))]
+        return [partial(_item, dataset, number, args.split) for number in range(min(args.max_images, len(dataset)))]
+
+
+def _to_rgb(results: dict[str, Any]) -> dict[str, Any]:
+    """Turn the BGR of a file into the RGB that data sets of images in memory hold."""
+    return {**results, 'img': np.ascontiguousarray(results['img'][..., ::-1])}
+
+
+def _item(dataset: Any, number: int, split: str) -> Any:
+    """Return an item of a data set; an image in memory gets a name, and comes along to be drawn."""
+    item = dataset[number]
+    image = dataset.get_data_info(number).get('img')
+    if image is not None:
+        seen = tuple(item['inputs'].shape[-2:])
+        named = dict(img_path=f'{split}_{number}', ori_shape=image.shape[:2], img_shape=seen, image=image)
+        item['data_samples'].set_metainfo(named)
+    return item
 
 
 def _still(pipeline: Sequence[Any]) -> list[Any]:

@@ -43,5 +43,5 @@ class SVHN(BaseDataset):
 
         content = loadmat(str(Path(self.data_root) / FILES[self.split]))
         images = np.ascontiguousarray(content['X'].transpose(3, 0, 1, 2))
-        labels = content['y'].ravel().astype(np.int64) % 10
+        labels = (content['y'].ravel() % 10).tolist()  # mmpretrain takes Python's integers alone
         return [dict(img=image, gt_label=label) for image, label in zip(images, labels, strict=True)]

@@ -1,4 +1,4 @@
-"""SVHN's published files."""
+"""SVHN's published files, and those of the other data sets whose images are in memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT, needs_mmpretrain
+from helpers.image_sets import LABELS, SETS, images_of, write_images
+from mmengine.config import Config
+from mmengine.registry import init_default_scope
 
 from mmgate.registry import DATASETS
 
@@ -21,3 +25,18 @@ def test_svhn_reads_the_published_files(tmp_path: Path) -> None:
         DATASETS.build(dict(type='mmgate.SVHN', data_root=str(tmp_path), split='train', pipeline=[]))
     with pytest.raises(ValueError, match="split='val' must be one of"):
         DATASETS.build(dict(type='mmgate.SVHN', data_root=str(tmp_path), split='val', pipeline=[]))
+
+@needs_mmpretrain
+@pytest.mark.parametrize('name', SETS)
+def test_the_papers_images_go_through_their_configs_pipelines(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each split has its images, RGB as the configs' means, and labels that mmpretrain takes."""
+    write_images(name, tmp_path, monkeypatch)
+    cfg = Config.fromfile(ROOT / f'configs/dgsa/classification/dgvit_1xb128-100e_{name}.py')
+    assert not cfg.model.data_preprocessor.to_rgb
+    init_default_scope('mmpretrain')
+    for split, loader in dict(train=cfg.train_dataloader, test=cfg.test_dataloader).items():
+        data = DATASETS.build(dict(loader.dataset, data_root=str(tmp_path)))
+        assert [data[number]['data_samples'].gt_label.item() for number in range(2)] == LABELS
+        assert data[0]['inputs'].amax((1, 2)).tolist() == images_of(name, split)[0].max((0, 1)).tolist()

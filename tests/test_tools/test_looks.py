@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, needs_mmpretrain, over_shapes, tool
+from helpers.image_sets import write_images
 from mmdet.structures.bbox import get_box_tensor
 from mmengine.config import Config
 from mmengine.structures import BaseDataElement
@@ -122,6 +123,21 @@ def test_classifiers_have_a_first_token_and_heads(tmp_path: Path) -> None:
         rows = draw('plot_rollout', signed, tmp_path / f'rollout{len(options)}', *given[:2], *options)
         values = [float(row['relevance']) for row in rows]
         assert sum(map(abs, values)) == pytest.approx(1, abs=1e-3) and (min(values) < 0) == (not options)
+
+
+@needs_mmpretrain
+@pytest.mark.parametrize('name', ['cifar100', 'svhn'])
+def test_a_rollout_of_images_in_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """M-DGSA's Figure 2, through smaller models: DGViT beside ViT, on the data set's first image."""
+    write_images(name, tmp_path, monkeypatch)
+    ours, vanilla = (
+        str(ROOT / f'configs/{config}_1xb128-100e_{name}.py')
+        for config in ('dgsa/classification/dgvit', 'vanilla/classification/vit')
+    )
+    data = f'val_dataloader.dataset.data_root={tmp_path}'
+    rows = draw('plot_rollout', ours, tmp_path / 'out', '--against', vanilla, UNTRAINED, '--cfg-options', data)
+    assert len(rows) == 2 * 8 * 8 and len({row['model'] for row in rows}) == 2
+    assert (tmp_path / 'out/rollout_val_0.png').exists()
 
 
 def test_a_picture_shows_what_the_model_sees() -> None:

@@ -34,7 +34,7 @@ def draw_maps(
     values, M-DGSA's inhibition, the scale is centred on 0, inhibition is blue, and the mean is that of absolute values.
     None instead of values leaves a panel empty.
     """
-    picture = seen_part(style.read_image(sample.img_path), sample)
+    picture = seen_part(style.image_of(sample), sample)
     height, width = picture.shape[:2]
     rows = -(-(len(maps) + 1) // columns)
     titles = [fill(title, style.LINE // columns) for title, _ in maps]
@@ -91,7 +91,7 @@ def draw_queries(
         classes: The names of each model's classes, as far as they are known.
         out: PNG to write.
     """
-    image = style.read_image(models[0][1].img_path)
+    image = style.image_of(models[0][1])
     height_to_width = image.shape[0] / image.shape[1]
     columns = max(LEAST_COLUMNS, *(len(queries) for _, _, queries in models))
     figure, axes = style.panels(2 * len(models), columns, height=(style.WIDTH - 0.6) / columns * height_to_width + 0.3)

@@ -31,6 +31,14 @@ def read_image(path: str) -> np.ndarray:
         return np.asarray(ImageOps.exif_transpose(image).convert('RGB'))
 
 
+def image_of(sample: Any) -> np.ndarray:
+    """Return a data sample's image as RGB ``(h, w, 3)``, of its file or, of a data set without files, from memory."""
+    image = sample.get('image')
+    if image is None:
+        return read_image(sample.img_path)
+    return image if image.ndim == 3 else np.repeat(image[..., None], 3, -1)
+
+
 def panels(rows: int, columns: int, *, height: float, width: float = WIDTH) -> tuple[Figure, np.ndarray]:
     """Return a new matplotlib figure, which opens no window, and its axes; rows are ``height`` inches high."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

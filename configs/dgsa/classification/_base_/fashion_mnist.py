@@ -19,7 +19,12 @@ train_dataloader = dict(
 val_dataloader = dict(
     batch_size=128,
     num_workers=2,
-    dataset=dict(type='FashionMNIST', data_root='data/fashion_mnist', split='test', pipeline=test_pipeline),
+    dataset=dict(
+        type='FashionMNIST',
+        data_root='data/fashion_mnist',
+        split='test',
+        test_mode=True,  # without it mmpretrain reads the training images, whatever the split
+        pipeline=test_pipeline),
     sampler=dict(type='DefaultSampler', shuffle=False))
 val_evaluator = dict(type='Accuracy', topk=(1, ))
 test_dataloader = val_dataloader
