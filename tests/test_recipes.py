@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from copy import deepcopy
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import CONFIGS, one_of_each, run_python, skip_unless_readable
+from conftest import CONFIGS, ROOT, one_of_each, run_python, skip_unless_readable
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import PARAM_SCHEDULERS
@@ -26,7 +27,7 @@ IMAGENET = dict(lr=1e-3, weight_decay=0.05, epochs=300)
 GATED = '(?!plug-|sdpa-gate-)[a-z]+(-[a-z]+)*'  # any gate whose paper trains a host as ours does
 MASK2FORMER = dict(lr=1e-4, weight_decay=0.05, power=0.9)
 
-# what the papers and the authors' public configs say, by the pattern of the name; all train with AdamW
+# what the papers and the authors' public configs say, by the pattern of the name; all train with AdamW, in float32
 RECIPES: dict[str, dict[str, Any]] = {
     r'([a-z-]+-)?deformable-detr.*_r50_8xb4-50e_coco': dict(lr=2e-4, weight_decay=5e-5, epochs=50, drops=[40]),
     r'[a-z-]+-mask2former.*_8xb2-160k_ade20k-(512x512|640x640)': dict(iterations=160000, **MASK2FORMER),
@@ -92,6 +93,7 @@ def recipe_of(cfg: Config) -> dict[str, Any]:
     """Return what a config says about its optimiser and schedule, each fact only if it is there."""
     optimizer, length = cfg.optim_wrapper.optimizer, cfg.train_cfg
     facts = dict(
+        wrapper=cfg.optim_wrapper.get('type', 'OptimWrapper'),
         type=optimizer.type,
         lr=optimizer.lr,
         weight_decay=optimizer.weight_decay,
@@ -121,7 +123,8 @@ def test_every_config_has_one_recipe() -> None:
 def test_a_config_trains_as_its_paper_says(path: Path) -> None:
     skip_unless_readable(path)
     cfg, name = Config.fromfile(path), path.stem
-    expected = dict(type='AdamW', **RECIPES[recipes_for(path)[0]])
+    wrapper = 'AmpOptimWrapper' if 'bf16' in name else 'OptimWrapper'
+    expected = dict(wrapper=wrapper, type='AdamW', **RECIPES[recipes_for(path)[0]])
     found = recipe_of(cfg)
     assert {key: found.get(key) for key in expected} == expected
     if path.parent.parent.name in ('agent', 'saga') and 'shapes' not in name and 'pvtv2' not in name:
@@ -131,6 +134,14 @@ def test_a_config_trains_as_its_paper_says(path: Path) -> None:
     for part in ('groups', 'matcher'):
         SPEEDUPS[part](cfg)
     assert not list(differences(before, cfg.to_dict(), '')), 'it lacks what makes a step faster'
+
+
+def test_no_config_assigns_a_name_twice() -> None:
+    """Python keeps the second value alone; what the first one changes of a base would be lost."""
+    for path in (ROOT / 'configs').rglob('*.py'):
+        assigned = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign)]
+        names = [target.id for node in assigned for target in node.targets if isinstance(target, ast.Name)]
+        assert len(names) == len(set(names)), path
 
 
 def check_backbone(cfg: Config, name: str) -> None:

@@ -3,5 +3,4 @@ _base_ = 'mmdet::pvt/retinanet_pvt-l_fpn_1x_coco.py'
 custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 
 model = dict(backbone=dict(drop_path_rate=0.3))
-optim_wrapper = dict(type='OptimWrapper')
-optim_wrapper = dict(constructor='mmgate.GroupedOptimWrapperConstructor')
+optim_wrapper = dict(type='OptimWrapper', constructor='mmgate.GroupedOptimWrapperConstructor')
