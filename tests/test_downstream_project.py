@@ -6,13 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
-import venv
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT
+from helpers.environments import environment
 from shapes import write_shapes
 
 
@@ -32,17 +31,7 @@ def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp('clean')
     dist = [sys.executable, str(ROOT / 'tools/dev/dist.py'), '--out', str(folder / 'dist')]
     subprocess.run(dist, check=True, capture_output=True)
-    venv.create(folder / 'env', with_pip=False)
-    there = str(folder / 'env/bin/python')
-    (packages,) = (folder / 'env').glob('lib/python*/site-packages')
-    # an editable mmgate is known by a file of that folder, which is read of a site's own folders alone
-    site = Path(sysconfig.get_paths()['purelib'])
-    helpers = [path.read_text() for path in site.glob('torchvision_on_cpu.pth')]
-    (packages / 'needed.pth').write_text('\n'.join([str(site), *helpers]))
-    pip = [sys.executable, '-m', 'pip', '--disable-pip-version-check', '--python', there, 'install', '-q']
-    wheels = map(str, (folder / 'dist').glob('*.whl'))
-    subprocess.run([*pip, '--no-deps', '--no-index', *wheels], check=True, capture_output=True)
-    return there
+    return environment(folder / 'env', *(folder / 'dist').glob('*.whl'))
 
 
 def run(python: str, project: Path, *arguments: str) -> subprocess.CompletedProcess:

@@ -1,7 +1,8 @@
-"""A release is whole."""
+"""A release is whole, and a checkout that is installed as README says is found from any folder."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -9,7 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, tool
+from helpers.environments import environment
 
 
 @pytest.mark.slow
@@ -25,3 +27,25 @@ def test_a_release_is_whole(tmp_path: Path) -> None:
         assert configs <= {name.removeprefix('mmgate/.mim/') for name in wheel.namelist()}
         assert configs <= {name.removeprefix('mmgate/.mim/') for name in packed}
         assert any(name.endswith('licenses/LICENSE') or name.endswith('info/LICENSE') for name in wheel.namelist())
+
+
+@pytest.mark.slow
+def test_the_folder_of_a_clone_does_not_hide_the_package(tmp_path: Path) -> None:
+    """It is called like the package, and the folder above is on the path by ``-m``, ``-c`` and ``PYTHONPATH=.``."""
+    clone = tmp_path / 'mmgate'
+    tool('trees', 'dev').copy_tree(clone)
+    python = environment(tmp_path / 'env', '--no-build-isolation', '-e', clone)
+    variables = {key: value for key, value in os.environ.items() if key != 'PYTHONPATH'}
+    shown = 'from mmengine.config import Config; import mmgate; print(mmgate.__file__); Config.fromfile("mine.py")'
+    config = 'mmgate::plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
+    (tmp_path / 'mine.py').write_text(f"_base_ = '{config}'")
+    for more, arguments, expected in (
+        ({}, ['-c', shown], f'{clone}/mmgate/__init__.py'),
+        ({}, ['-m', 'mmgate.tools.train', '--help'], '--amp'),
+        ({'PYTHONPATH': '.'}, ['mmgate/tools/train.py', '--help'], '--amp'),
+        ({'PYTHONPATH': '.'}, ['mmgate/tools/analysis_tools/try_gates.py', '--help'], '--seeds'),
+    ):
+        done = subprocess.run(
+            [python, '-W', 'ignore', *arguments], cwd=tmp_path, env=variables | more, capture_output=True, text=True
+        )
+        assert done.returncode == 0 and expected in done.stdout, done.stderr[-2000:]
