@@ -115,7 +115,8 @@ def test_every_gate_runs_in_its_hosts_block(case: str) -> None:
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
         with torch.autocast('cpu', torch.bfloat16):
             assert called(model, block).isfinite().all(), gate
-        assert trained(model, block) >= expected_trained & {name for name, p in model.named_parameters() if p.requires_grad}
+        trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        assert trained(model, block) >= expected_trained & trains
         added = dict(named_gate_parameters(model))
         assert not added or any(p.grad is not None and p.grad.abs().sum() > 0 for p in added.values()), gate
         model.eval()  # TinyViT's returns nothing
