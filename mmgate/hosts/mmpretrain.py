@@ -199,6 +199,7 @@ class GatedLeAttention(DenseHost):
     proj: nn.Module
     attention_biases: Tensor
     attention_bias_idxs: Tensor
+    ab: Tensor
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
@@ -219,8 +220,8 @@ class GatedLeAttention(DenseHost):
         x = self.norm(x)
         joint = self.qkv(x).unflatten(-1, (self.num_heads, 3, self.key_dim))
         query, key, value = joint.permute(3, 0, 2, 1, 4)  # (B, H, N, d)
-        # the host keeps the biases in evaluation and drops them for training
-        bias = self.ab if hasattr(self, 'ab') else self.attention_biases[:, self.attention_bias_idxs]
+        # The host keeps a copy for evaluation, and in its first train() makes one that it does not use.
+        bias = self.attention_biases[:, self.attention_bias_idxs] if self.training else self.ab
         return self.attend_gated((query, key, value), (x, x, x), self.proj, bias[None].to(query.dtype))
 
 

@@ -49,6 +49,14 @@ def outputs(module: nn.Module, block: Block) -> list[Tensor]:
     return found
 
 
+def trained(module: nn.Module, block: Block) -> set[str]:
+    """Return the names of a block's parameters that get a gradient in training."""
+    for _ in range(2):  # a second epoch; TinyViT's is another then
+        module.train()
+    called(module, block).square().sum().backward()
+    return {name for name, parameter in module.named_parameters() if parameter.grad is not None}
+
+
 def some_options(gate: type) -> dict[str, Any]:
     options: dict[str, Any] = dict(agent_num=4) if gate.__name__ == 'AgentAttention' else {}
     options |= dict(class_token=False) if issubclass(gate_of_type(gate), MapGate) else {}
@@ -75,6 +83,7 @@ def test_every_gate_runs_in_its_hosts_block(case: str) -> None:
     block, host = BLOCKS[case], case.partition(' ')[0]
     path, vanilla = block.path, randomised(block.make())
     expected = outputs(copy.deepcopy(vanilla), block)
+    expected_trained = trained(copy.deepcopy(vanilla), block)
     module = next(iter(hosts_in(vanilla, block).values()))
     names = (full_name(type(module)), host if type(module).__name__ == host.rpartition('.')[2] else '')
     assert host in names
@@ -106,8 +115,8 @@ def test_every_gate_runs_in_its_hosts_block(case: str) -> None:
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
         with torch.autocast('cpu', torch.bfloat16):
             assert called(model, block).isfinite().all(), gate
-        model.train()
-        called(model, block).square().sum().backward()
+        trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        assert trained(model, block) >= expected_trained & trains
         added = dict(named_gate_parameters(model))
         assert not added or any(p.grad is not None and p.grad.abs().sum() > 0 for p in added.values()), gate
         model.eval()  # TinyViT's returns nothing
