@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, needs_mmpretrain, tool
 from helpers.made_data import write_all
-from helpers.shrunk import shrunk, trust_cifar
+from helpers.shrunk import shrunk
 from mmengine.config import Config
 
 from mmgate.analysis.loading import UNTRAINED
@@ -36,22 +37,23 @@ MODELS = {
     ],
     'accuracy and runtime': [[VANILLA.format('swin-t'), SWIN_AGENT]],
     'what the 49 agents': [[SWIN_AGENT]],
-    'the curves': [[f.format('pvt-t') for f in (VANILLA, FLATTEN, SAGA)]],
+    'the curves': [[f.format('pvt-t') for f in (FLATTEN, POLA, SAGA)]],
     'throughput and memory': [[f.format('pvt-t') for f in (VANILLA, FLATTEN, POLA, SAGA)]],
     'throughput and accuracy': [[f.format('pvt-t') for f in (VANILLA, SAGA)]],
     'the same of any model here': [['sdpa_gate/classification/sdpa-gate-deit-t_8xb128-300e_in1k']],
     'sparsity of the gates': [['sdpa_gate/classification/sdpa-gate-deit-t_8xb128-300e_in1k']],
 }
-LINE = re.compile(r'^- (?:\S+: )?(.*): `python tools/analysis_tools/(\w+)\.py (.*)`$', re.MULTILINE)
+LINE = re.compile(r'^- (?:[\w, ]+: )?(.*): `python tools/analysis_tools/(\w+)\.py (.*)`$', re.MULTILINE)
 COMMANDS = LINE.findall((ROOT / 'docs/papers.md').read_text())
 
 
 @pytest.fixture(scope='module')
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Return a folder with samples of every set."""
     root = tmp_path_factory.mktemp('data')
-    write_all(root)
-    return root
+    with pytest.MonkeyPatch.context() as patch:
+        write_all(root, patch)
+        yield root
 
 
 def models_of(title: str) -> list[list[str]]:
@@ -67,16 +69,15 @@ def test_a_command_of_the_page_draws(
     title: str, name: str, options: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(data)
-    trust_cifar(monkeypatch)
     for number, models in enumerate(models_of(title)):
         out = tmp_path / f'out{number}'
         files = []
         for model in models:
             files.append(str(tmp_path / f'{Path(model).name}.py'))
-            shrunk(Config.fromfile(ROOT / f'configs/{model}.py'), data).dump(files[-1])
+            shrunk(Config.fromfile(ROOT / f'configs/{model}.py'), data, images=4).dump(files[-1])
         accuracies = tmp_path / 'accuracies.csv'
         accuracies.write_text('config,accuracy\n' + ''.join(f'{file},75.0\n' for file in files))
-        given = {'CHECKPOINT': UNTRAINED, 'DIR': str(out), 'CSV': str(accuracies), '50000': '2', 'cuda': 'cpu'}
+        given = {'CHECKPOINT': UNTRAINED, 'DIR': str(out), 'CSV': str(accuracies), '50000': '4', 'cuda': 'cpu'}
         given |= {'16': '1', '256': '1', '512': '224', '800': '224', '1280': '224'}
         arguments = [given.get(word, word) for word in shlex.split(options)]
         assert arguments.count('CONFIG') == len(files)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from conftest import ROOT, needs_host, skip_unless_readable
 from helpers.made_data import write_all
 from helpers.metafiles import MODELS
-from helpers.shrunk import add_panopticapi, configs_in, make_weights, one_of_each_kind, shrunk, trust_cifar
+from helpers.shrunk import add_panopticapi, configs_in, make_weights, one_of_each_kind, shrunk
 from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.optim.optimizer import amp_optimizer_wrapper
@@ -38,11 +39,12 @@ CASES = [
 
 
 @pytest.fixture(scope='module')
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Return a folder with samples of every set."""
     root = tmp_path_factory.mktemp('data')
-    write_all(root)
-    return root
+    with pytest.MonkeyPatch.context() as patch:
+        write_all(root, patch)
+        yield root
 
 
 class Watch(Hook):
@@ -77,7 +79,6 @@ def test_every_config_takes_a_step_and_is_tested(
     """The loss is finite, whatever trains has a gradient, metrics are numbers; hooks and optimizer are the config's."""
     skip_unless_readable(f'{folder}/_')
     add_panopticapi(monkeypatch)
-    trust_cifar(monkeypatch)
     monkeypatch.setattr(amp_optimizer_wrapper, 'is_cuda_available', lambda: True)  # on a CPU it is bfloat16 then
     monkeypatch.chdir(data)
     configs = configs_in(folder)

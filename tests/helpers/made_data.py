@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
+import pytest
 from conftest import tool
 from image_folders import write_digits, write_shapes_folder
 from shapes import write_shapes
+
+from helpers.image_sets import SETS, write_images
+from mmgate._environment import available
 
 bccd = tool('bccd', 'dataset_converters')
 camvid = tool('camvid', 'dataset_converters')
@@ -22,15 +25,16 @@ DUSK = ('0001TP_006690', '0001TP_006720')
 WIDTH, HEIGHT = 160, 120  # of images of COCO and ADE20K
 
 
-def write_all(root: Path) -> None:
-    """Write every set below ``root/data``, where the configs look for it."""
+def write_all(root: Path, patch: pytest.MonkeyPatch) -> None:
+    """Write every set, and let mmpretrain take the made batches of CIFAR for those that are published."""
     data = root / 'data'
     write_coco(data / 'coco')
     write_ade20k(data / 'ade/ADEChallengeData2016')
     write_imagenet(data / 'imagenet')
-    write_cifar(data)
-    write_fashion_mnist(data / 'fashion_mnist')
-    write_svhn(data / 'svhn')
+    for name in SETS if available('mmpretrain') else ():
+        folder = data / {'fashionmnist': 'fashion_mnist'}.get(name, name)
+        folder.mkdir(parents=True)
+        write_images(name, folder, patch)
     write_digits(data / 'digits')
     write_shapes(data / 'shapes', num_train=2, num_val=2, size=128)
     write_shapes(data / 'shapes_hard', num_train=2, num_val=2, size=128, difficulty='hard')
@@ -98,46 +102,17 @@ def write_ade20k(root: Path) -> None:
 
 
 def write_imagenet(root: Path) -> None:
-    """Write two classes of ImageNet with mmpretrain's lists, one image of each for training and one for validation."""
+    """Write two images of each of two classes of ImageNet for each split, with mmpretrain's lists."""
     (root / 'meta').mkdir(parents=True)
     for split in ('train', 'val'):
         lines = []
-        for label, name in enumerate(('n01440764', 'n01443537')):
-            (root / split / name).mkdir(parents=True)
-            cv2.imwrite(str(root / split / name / f'{name}_1.JPEG'), noise(HEIGHT, WIDTH, 3))
-            lines.append(f'{name}/{name}_1.JPEG {label}\n')
+        for label, folder in enumerate(('n01440764', 'n01443537')):
+            (root / split / folder).mkdir(parents=True)
+            for number in (1, 2):
+                name = f'{folder}/{folder}_{number}.JPEG'
+                cv2.imwrite(str(root / split / name), noise(HEIGHT, WIDTH, 3))
+                lines.append(f'{name} {label}\n')
         (root / f'meta/{split}.txt').write_text(''.join(lines))
-
-
-def write_cifar(data: Path) -> None:
-    """Write the batches of CIFAR-10 and CIFAR-100; mmpretrain compares them with the real ones' checksums."""
-    sets = {
-        'cifar10/cifar-10-batches-py': ('labels', [*(f'data_batch_{i}' for i in range(1, 6)), 'test_batch']),
-        'cifar100/cifar-100-python': ('fine_labels', ['train', 'test']),
-    }
-    for folder, (key, names) in sets.items():
-        (data / folder).mkdir(parents=True)
-        for name in names:
-            batch = {'data': noise(2, 3 * 32 * 32), key: [3, 9]}
-            (data / folder / name).write_bytes(pickle.dumps(batch))
-
-
-def write_fashion_mnist(root: Path) -> None:
-    """Write FashionMNIST's four files of big-endian sizes and bytes, unpacked as mmpretrain keeps them."""
-    root.mkdir(parents=True)
-    for split in ('train', 't10k'):
-        sizes = np.array([2, 28, 28], '>i4').tobytes()
-        (root / f'{split}-images-idx3-ubyte').write_bytes(b'\0\0\x08\x03' + sizes + noise(2, 28, 28).tobytes())
-        (root / f'{split}-labels-idx1-ubyte').write_bytes(b'\0\0\x08\x01' + sizes[:4] + bytes([3, 9]))
-
-
-def write_svhn(root: Path) -> None:
-    """Write the MATLAB files of SVHN's single digits, with the label 10 for a zero."""
-    from scipy.io import savemat
-
-    root.mkdir(parents=True)
-    for split in ('train', 'test'):
-        savemat(root / f'{split}_32x32.mat', dict(X=noise(32, 32, 3, 2), y=np.array([[3], [10]], np.uint8)))
 
 
 def write_voc(root: Path, label: str = 'RBC') -> Path:

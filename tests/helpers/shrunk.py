@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from mmengine.config import Config, ConfigDict
+from mmengine.config import Config
 from mmengine.registry import MODELS
 
-from mmgate._environment import available
+from mmgate.train.config_file import innermost
 
 SIZES = ('scale', 'scales', 'crop_size', 'size', 'img_scale', 'stride')  # in pixels
 LARGEST = 160  # sizes up to this one stay
@@ -72,7 +72,7 @@ def configs_in(folder: str) -> dict[str, Config]:
     return configs
 
 
-def shrunk(cfg: Config, data: Path) -> Config:
+def shrunk(cfg: Config, data: Path, images: int = 2) -> Config:
     """Return a config with smaller numbers, so that a step on the samples of ``data`` takes seconds on a CPU.
 
     What chooses what runs stays, but for what is not at hand: CompileHook takes Dynamo without inductor's compiler,
@@ -86,7 +86,7 @@ def shrunk(cfg: Config, data: Path) -> Config:
         loader.num_workers = 0
         loader.persistent_workers = False
         loader.pop('prefetch_factor', None)
-        _set_indices(loader.dataset)
+        innermost(loader.dataset).indices = images
     pixels(cfg, classifies=cfg.get('default_scope') == 'mmpretrain')
     for node in dicts(cfg.model):
         if 'score_thr' in node:  # a model without training is sure of nothing
@@ -112,12 +112,6 @@ def shrunk(cfg: Config, data: Path) -> Config:
         cfg.model.language_model = dict(type='mmgate.TinyLanguageModel')
         cfg.model.encoder.num_cp = 0
     return cfg
-
-
-def _set_indices(dataset: ConfigDict) -> None:
-    while 'dataset' in dataset:
-        dataset = dataset.dataset
-    dataset.indices = 2
 
 
 def dicts(node: Any) -> Any:
@@ -237,12 +231,6 @@ class PQStat(dict):
                 by_class[category] = dict(pq=rq * sq, sq=sq, rq=rq)
         means = {key: float(np.mean([one[key] for one in by_class.values()])) for key in ('pq', 'sq', 'rq')}
         return {**means, 'n': len(by_class)}, by_class
-
-
-def trust_cifar(patch: pytest.MonkeyPatch) -> None:
-    """Let mmpretrain take made batches of CIFAR, which have other checksums than the real ones."""
-    if available('mmpretrain'):
-        patch.setattr('mmpretrain.datasets.CIFAR10._check_integrity', lambda self: True)
 
 
 def add_panopticapi(patch: pytest.MonkeyPatch) -> None:
