@@ -80,7 +80,7 @@ class Found:
 
     @property
     def whatever_fits(self) -> bool:
-        """True for a pattern that ends with ``**``: it means every attention below that the gate fits."""
+        """True for a pattern that ends with ``**``: it means every attention there that the gate fits."""
         return self.pattern.endswith('**')
 
 
@@ -100,10 +100,10 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
         model: A module. It stays as it is if there is any error. Inside of a model of PEFT's, names are those of the
             model that it holds.
         rules: One rule or a list. A rule is a dict of ``path``, ``type`` and the gate's options. ``path`` is a pattern
-            or a list of patterns over dotted names: ``*`` matches anything within one name, ``**`` any number of names,
-            and ``**`` at the end every attention below that the gate fits. ``type`` is a registered name or a class. A
-            ``map_size`` that a gate needs and the rule leaves out is read off the backbone, see
-            :func:`.map_size.map_options`.
+            or a list of patterns over dotted names: ``*`` matches anything within one name, ``**`` any number of whole
+            names, none included, and ``**`` at the end every attention there that the gate fits. ``type`` is a
+            registered name or a class. A ``map_size`` that a gate needs and the rule leaves out is read off the
+            backbone, see :func:`.map_size.map_options`.
 
     Returns:
         The names of the modules that the rules chose.
