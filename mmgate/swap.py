@@ -34,7 +34,7 @@ from mmgate.layers.base.gated import (
 from mmgate.listing import inventory
 from mmgate.rules import Rule, Rules, as_lines, parse_rules, path_regex
 from mmgate.starts import initialise_gates_last, note_gated
-from mmgate.wrappers import named_part, named_parts, own_model, refuse_sharded
+from mmgate.wrappers import named_part, named_parts, own_model, refuse_replicated, refuse_sharded
 
 # The number of hosts that a message lists.
 MOST_HOSTS = 6
@@ -118,9 +118,10 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
         ConfigError: The type is not registered, a pattern matches no module, a gate does not fit a module, a module is
             gated already, two rules choose one module, or a module and another inside it, or rules differ for a module
             of several names, or for a part of the model and its frozen copy. A method of a module was replaced, so that
-            the gate would not be called.
+            the gate would not be called. The model is sharded, or in DistributedDataParallel.
     """
     refuse_sharded(model, 'takes no gates, which would not be sharded with it; gate the model first, then shard it.')
+    refuse_replicated(model)
     model = own_model(model)
     parsed = parse_rules(rules)
     return commit(model, parsed, make(model, find(model, parsed)))
