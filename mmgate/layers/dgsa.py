@@ -39,7 +39,7 @@ class DGSAGate(DenseGate):
     Source: M-DGSA, sections 4.1 and 4.2, A.5.
     """
 
-    undecayed = ('head_norm',)
+    undecayed = ('head_norm', 'lambda_init')
     gate_readings = {'gate': 'heads'}
     two_streams = True
 

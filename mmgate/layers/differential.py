@@ -46,7 +46,7 @@ class DifferentialGate(DenseGate):
     Source: Differential transformer (Ye et al., 2024), Eq. 1 to 3.
     """
 
-    undecayed = ('head_norm',)
+    undecayed = ('head_norm', *LAMBDAS)
     two_streams = True
     lambda_q1: nn.Parameter | None
     lambda_k1: nn.Parameter
@@ -140,6 +140,8 @@ class DifferentialV2Gate(DenseGate):
     The identity start is ours.
     """
 
+    # The bias holds lambda's start.
+    undecayed = ('lambda_proj.bias',)
     gate_readings = {'gate': 'heads'}
     adds_queries = True
 

@@ -70,6 +70,8 @@ class SDPAGate(DenseGate):
     attention gate of modded-nanogpt (github.com/KellerJordan/modded-nanogpt).
     """
 
+    # The bias holds the identity start.
+    undecayed = ('gate_bias',)
     gate_readings = {'gate': 'heads'}
 
     def __init__(
