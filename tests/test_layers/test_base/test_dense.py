@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 from itertools import cycle, product
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from mmgate.layers import (
     SDPAGate,
     SDPAGatedMultiheadAttention,
 )
+from mmgate.layers.base.dense import DenseGate
 from mmgate.layers.base.gate import Sizes
 
 C, H, N, M, B = 16, 4, 5, 7, 2
@@ -126,6 +129,72 @@ def test_identity_start_is_torchs_attention(name: str, mask: str, average: bool)
     actual[0].square().sum().backward()
     made_of = [p for n, p in gated.named_parameters() if n.startswith(('gate.gml', 'gate.gate_w', 'gate.lambda'))]
     assert any(parameter.grad.abs().max() > 0 for parameter in made_of)
+
+
+def of_torch(**options: Any) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention]:
+    """Return torch's module and the same with a gate that starts as the identity, by a rule."""
+    vanilla = filled(nn.MultiheadAttention(C, H, **options).double(), 0.4)
+    model = nn.Sequential(deepcopy(vanilla))
+    swap_attention(model, dict(path='0', type='PLuGMultiheadAttention'))
+    return vanilla, model[0]
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    'default': {},
+    'heads': dict(average_attn_weights=False),
+    'none': dict(need_weights=False),
+    'masks': dict(attn_mask=MASKS['causal']['attn_mask'], key_padding_mask=PADDING[1]),
+    'mask of heads': dict(attn_mask=MASKS['per_head']['attn_mask'][:H], average_attn_weights=False),
+}
+
+
+@pytest.mark.parametrize('batched', [True, False])
+@pytest.mark.parametrize('call', CALLS)
+@pytest.mark.parametrize('sizes', [dict(batch_first=True), dict(kdim=C // 2, vdim=C // 4)], ids=['first', 'second'])
+def test_torchs_module_called_as_in_torch(call: str, batched: bool, sizes: dict[str, Any]) -> None:
+    """With weights unless they are declined, with one sequence without a batch, and with its masks."""
+    vanilla, gated = of_torch(**sizes)
+    given = dict(CALLS[call])
+    key = torch.randn(M, vanilla.kdim).double()
+    x = [torch.randn(N, C).double(), key, key[:, : vanilla.vdim]]
+    if batched:
+        x = [one.unsqueeze(0 if vanilla.batch_first else 1) for one in x]
+        given.update({'key_padding_mask': given['key_padding_mask'][None]} if 'key_padding_mask' in given else {})
+    torch.testing.assert_close(gated(*x, **given), vanilla(*x, **given))
+
+
+def test_one_sequence_of_wrong_sizes() -> None:
+    _, gated = of_torch()
+    x = torch.randn(N, C).double()
+    for wrong, said in (((x, x[None], x), 'key must be'), ((x, x, x[:-1]), 'M'), ((x[:, 1:], x, x), 'query must be')):
+        with pytest.raises(ValueError, match=said):
+            gated(*wrong)
+    with pytest.raises(ValueError, match='key_padding_mask must be'):
+        gated(x, x, x, key_padding_mask=torch.zeros(1, N, dtype=torch.bool))
+
+
+def test_mmcvs_attention_asks_for_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be a second map of all pairs, whose output it drops."""
+    monkeypatch.setattr(PLuGGate, 'attention_map', lambda *_: pytest.fail('weights are computed'))
+    model = nn.ModuleDict(dict(host=MultiheadAttention(C, H)))
+    swap_attention(model, dict(path='host', type='PLuGMultiheadAttention'))
+    for attention in (model['host'], PLuGMultiheadAttention(C, H)):
+        assert attention(torch.randn(N, B, C)).shape == (N, B, C)
+
+
+def test_a_gate_without_a_map_has_no_weights() -> None:
+    class Plain(DenseGate):
+        def reset_gate(self) -> None:
+            pass
+
+        def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Any, bias: Tensor | None) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(query, key, value, bias)
+
+    model = nn.Sequential(nn.MultiheadAttention(C, H))
+    swap_attention(model, dict(path='0', type=Plain))
+    x = torch.randn(N, B, C)
+    output, weights = model[0](x, x, x, need_weights=True)
+    assert output.shape == x.shape and weights is None
 
 
 @pytest.mark.parametrize('name, mask', zip(ALL, cycle(MASKS), strict=False))
