@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from mmgate._environment import log
 from mmgate.errors import ConfigError
@@ -204,7 +205,18 @@ class UntoldMapHost(MapHost):
 
 
 def note_map(gated: Any, embedding: nn.Module, args: Any, output: Any) -> None:
-    """Tell a gated attention, whose gate may be off, the size of the map that its patch embedding returns; a hook."""
+    """Tell a gated attention, whose gate may be off, the size of the map that its patch embedding returns; a hook.
+
+    Raises:
+        ConfigError: torch.fx traces the patch embedding, in whose graph there is no hook.
+    """
+    if any(isinstance(one, Proxy) for one in (*args, output)):
+        name = type(embedding).__name__
+        raise ConfigError(
+            f'torch.fx cannot look into {name}, whose call tells a gate the size of its map. Make it a leaf module of '
+            f"the tracer (is_leaf_module; leaf_modules=[{name}] of torchvision's create_feature_extractor; "
+            f"timm's register_notrace_module({name})), or take features by forward hooks."
+        )
     noted = gated.gating.adapter.embedded_map(embedding, args, output)
     if noted is not None:
         gated.noted_map = noted

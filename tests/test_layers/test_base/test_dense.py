@@ -13,7 +13,7 @@ from conftest import filled, one_graph
 from helpers.families import DENSE
 from helpers.gated import gated_attention
 from mmcv.cnn.bricks.transformer import MultiheadAttention
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from mmgate import gates_disabled, restore_attention, swap_attention
 from mmgate.layers import (
@@ -301,6 +301,24 @@ def test_torch_encoder_packs_padded_sequences_again_without_gates(enabled: bool)
     assert not encoder.use_nested_tensor
     restore_attention(encoder)
     assert encoder.use_nested_tensor == enabled and vars(encoder).keys() == names
+
+
+def test_torch_fx_keeps_the_gated_module_whole() -> None:
+    """By any argument; the vanilla one is a leaf, too."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = nn.MultiheadAttention(C, H)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.attn(query=x, key=x, value=x, need_weights=False)[0]
+
+    block, x = Block(), torch.randn(N, B, C)
+    swap_attention(block, dict(path='attn', type='SDPAGatedMultiheadAttention'))
+    traced = fx.symbolic_trace(block)
+    assert [node.target for node in traced.graph.nodes if node.op == 'call_module'] == ['attn']
+    torch.testing.assert_close(traced(x), block(x))
 
 
 @pytest.mark.parametrize('sizes', [{}, dict(kdim=C // 2, vdim=C // 2)], ids=['one projection', 'three'])
