@@ -352,7 +352,7 @@ def test_compiles_without_graph_break(name: str) -> None:
         (SDPAGate, dict(init='identity', act='silu', scale=2.0), 'scale=1'),
         (SDPAGate, dict(init='identity', act='ns_sigmoid'), 'scale=1.333333'),
         (SDPAGate, dict(act='relu'), 'sigmoid, silu, ns_sigmoid'),
-        (SDPAGate, dict(scale=0.0), 'scale=0 switches the attention off'),
+        (SDPAGate, dict(scale=0.0), 'scale=0.0 must be a finite number above 0'),
         (SDPAGate, dict(position='G5', granularity='headwise'), 'there are no heads'),
         (SDPAGate, dict(position='G5', head_shared='average'), 'there are no heads'),
         (SDPAGate, dict(head_shared='mean'), 'False, average, projection'),
@@ -369,10 +369,10 @@ def test_compiles_without_graph_break(name: str) -> None:
         (DGSAGate, dict(gate_depth=0), 'gate_depth=0'),
         (DifferentialGate, dict(depth=0), 'depth=0'),
         (DifferentialV2Gate, dict(init='zero'), 'paper, identity'),
-        (DifferentialV2Gate, dict(lambda_init=0.0), 'lambda_init=0.0 must be a number above 0 and below 1'),
-        (DifferentialV2Gate, dict(lambda_init=1.0), 'lambda_init=1.0 must be a number above 0 and below 1'),
-        (DifferentialV2Gate, dict(lambda_init=None), 'lambda_init=None must be a number above 0 and below 1'),
-        (DifferentialV2Gate, dict(lambda_init='0.5'), "lambda_init='0.5' must be a number above 0 and below 1"),
+        (DifferentialV2Gate, dict(lambda_init=0.0), 'lambda_init=0.0 must be a finite number above 0 and below 1'),
+        (DifferentialV2Gate, dict(lambda_init=1.0), 'lambda_init=1.0 must be a finite number above 0 and below 1'),
+        (DifferentialV2Gate, dict(lambda_init=None), 'lambda_init=None must be a finite number above 0 and below 1'),
+        (DifferentialV2Gate, dict(lambda_init='0.5'), "lambda_init='0.5' must be a finite number above 0 and below 1"),
     ],
 )
 def test_bad_options(cls: type, options: dict, message: str) -> None:
