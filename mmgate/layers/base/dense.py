@@ -191,11 +191,25 @@ class DenseHost(GatedModule):
         Returns:
             ``(B, N, C)``. The heads are 0 in a row whose keys are all masked.
         """
-        gate = self.gate if gate is None else gate
-        query, key, value = projected
+        query = projected[0]
         masks, dead = merge_masks(attn_mask, key_padding_mask, query.shape[0], query.shape[1], query.dtype)
         if masks is not None:
             bias = masks if bias is None else bias + masks
+        return self.attend_merged(projected, inputs, out_proj, bias, dead, gate, logit_factor)
+
+    def attend_merged(
+        self,
+        projected: tuple[Tensor, Tensor, Tensor],
+        inputs: Inputs,
+        out_proj: Callable[[Tensor], Tensor],
+        bias: Tensor | None,
+        dead: Tensor | None,
+        gate: DenseGate | None = None,
+        logit_factor: float = 1.0,
+    ) -> Tensor:
+        """Attend as :meth:`attend_gated` does, given the bias and the dead rows of :func:`.merge_masks`."""
+        gate = self.gate if gate is None else gate
+        query, key, value = projected
         scaled = query if logit_factor == 1 else query * logit_factor
         heads = gate.attend(scaled, key, value, inputs, bias)
         if dead is not None:
@@ -311,15 +325,17 @@ class GatedTorchAttention(DenseHost):
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         inputs = (query, key, value)
         q, k, v = self.project(inputs)
-        self._check_masks(attn_mask, key_padding_mask, q, k)
-        output = self.attend_gated(
-            (q, k, v), inputs, self.out_proj, attn_mask=attn_mask, key_padding_mask=key_padding_mask
-        )
+        bias, dead = merge_masks(attn_mask, key_padding_mask, q.shape[0], self.num_heads, q.dtype)
+        full = (*q.shape[:3], k.shape[2])
+        if bias is not None and not is_exporting() and not broadcasts_to(bias.shape, full):
+            masks = (mask for mask in (attn_mask, key_padding_mask) if mask is not None)
+            shapes = ' and '.join(str(tuple(mask.shape)) for mask in masks)
+            raise ValueError(f'attn_mask and key_padding_mask must fit (B, H, N, M) = {tuple(full)}, got {shapes}.')
+        output = self.attend_merged((q, k, v), inputs, self.out_proj, bias, dead)
         weights = None
         if need_weights is None:
             need_weights = not self._is_wrapped
         if need_weights and type(self.gate).attention_map is not DenseGate.attention_map:
-            bias, dead = merge_masks(attn_mask, key_padding_mask, query.shape[0], self.num_heads, q.dtype)
             weights = self.gate.attention_map(q, k, inputs, bias)
             weights = weights if dead is None else weights.masked_fill(dead, 0.0)
             weights = weights.mean(1) if average_attn_weights else weights
@@ -338,16 +354,6 @@ class GatedTorchAttention(DenseHost):
         projected = (F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
         query, key, value = (self.gate.split_heads(x) for x in projected)
         return query, key, value
-
-    def _check_masks(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
-        masks = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
-        if not masks or is_exporting():
-            return
-        bias, _ = merge_masks(attn_mask, key_padding_mask, q.shape[0], self.num_heads, q.dtype)
-        full = (*q.shape[:3], k.shape[2])
-        if bias is not None and not broadcasts_to(bias.shape, full):
-            shapes = ' and '.join(str(tuple(mask.shape)) for mask in masks)
-            raise ValueError(f'attn_mask and key_padding_mask must fit (B, H, N, M) = {tuple(full)}, got {shapes}.')
 
 
 class GatedMultiheadAttention(MultiheadAttention):

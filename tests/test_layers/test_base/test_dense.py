@@ -26,8 +26,10 @@ from mmgate.layers import (
     SDPAGate,
     SDPAGatedMultiheadAttention,
 )
+from mmgate.layers.base import dense
 from mmgate.layers.base.dense import DenseGate
 from mmgate.layers.base.gate import Sizes
+from mmgate.ops.masks import merge_masks
 
 C, H, N, M, B = 16, 4, 5, 7, 2
 PLUG = {
@@ -161,6 +163,20 @@ def test_torchs_module_called_as_in_torch(call: str, batched: bool, sizes: dict[
         x = [one.unsqueeze(0 if vanilla.batch_first else 1) for one in x]
         given.update({'key_padding_mask': given['key_padding_mask'][None]} if 'key_padding_mask' in given else {})
     torch.testing.assert_close(gated(*x, **given), vanilla(*x, **given))
+
+
+@pytest.mark.parametrize('need_weights', [True, False])
+def test_masks_are_merged_once_a_call(need_weights: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask of all pairs is large: neither its check nor the weights make it again."""
+    merged: list[Tensor] = []
+
+    def count(mask: Tensor, *rest: Any) -> Any:
+        merged.append(mask)
+        return merge_masks(mask, *rest)
+
+    monkeypatch.setattr(dense, 'merge_masks', count)
+    build('plug_default')(*inputs(), **MASKS['both'], need_weights=need_weights)
+    assert len(merged) == 1
 
 
 def test_one_sequence_of_wrong_sizes() -> None:
