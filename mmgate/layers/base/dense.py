@@ -312,8 +312,11 @@ class GatedTorchAttention(DenseHost):
             )
             axis = 0 if self.batch_first else 1
             padding = None if key_padding_mask is None else key_padding_mask[None]
-            batch = (x.unsqueeze(axis) for x in (query, key, value))
-            output, weights = self.forward(*batch, padding, need_weights, attn_mask, average_attn_weights, is_causal)
+            query, key, value = (x.unsqueeze(axis) for x in (query, key, value))
+            # Not by self.forward, which others may have wrapped.
+            output, weights = GatedTorchAttention.forward(
+                self, query, key, value, padding, need_weights, attn_mask, average_attn_weights, is_causal
+            )
             return output.squeeze(axis), None if weights is None else weights[0]
         of_query, of_key = ('B N', 'B M') if self.batch_first else ('N B', 'M B')
         check_layout(

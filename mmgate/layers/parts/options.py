@@ -28,9 +28,11 @@ def integer(name: str, value: object, *, least: int = 1, most: int | None = None
     Raises:
         ConfigError: The value is no integer, or out of these bounds.
     """
-    if isinstance(value, Integral) and not isinstance(value, bool) and least <= value and (not most or value <= most):
-        return int(value)
-    bounds = f'an integer from {least} to {most}' if most else f'an integer, {least} or more'
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        found = int(value)
+        if least <= found and (most is None or found <= most):
+            return found
+    bounds = f'an integer from {least} to {most}' if most is not None else f'an integer, {least} or more'
     raise ConfigError(f'{name}={value!r} must be {bounds}{meaning}.')
 
 
