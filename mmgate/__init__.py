@@ -29,7 +29,6 @@ from .swap import swap_attention
 
 __version__ = '0.2.0'
 __all__ = [
-    'Gated',
     '__version__',
     'adapts',
     'gate_parameters',
@@ -56,6 +55,8 @@ else:
 
     from . import backbones  # noqa: F401
     from .gated import Gated
+
+    __all__ += ['Gated']
 
     # mmengine looks packages of 'package::config' up in this closed list, by the name of a distribution, whose folder
     # it takes for the package's (in an editable install it is not), or else by that of a module: then its folder.

@@ -71,6 +71,7 @@ def list_rules(rules: Rules) -> list[Mapping[str, Any]]:
 
     Raises:
         OptionError: A rule is malformed.
+        ConfigError: A path is malformed, see :func:`path_regex`.
     """
     listed = [rules] if isinstance(rules, Mapping) else rules
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
@@ -82,6 +83,8 @@ def list_rules(rules: Rules) -> list[Mapping[str, Any]]:
         listed_paths = path if isinstance(path, Sequence) and not isinstance(path, str) else [path]
         if not listed_paths or not all(isinstance(one, str) and one for one in listed_paths):
             raise OptionError(f'attention[{number}].path must be a pattern or a list of some, got {path!r}.')
+        for one in listed_paths:
+            path_regex(one)
     return list(listed)
 
 
@@ -127,10 +130,28 @@ def type_named(named: str | type[nn.Module], where: str) -> type[nn.Module]:
 def path_regex(pattern: str) -> re.Pattern[str]:
     """Return the regular expression for a path pattern such as ``'encoder.layers.*.self_attn'``.
 
-    ``*`` matches anything within one name, ``**`` any number of names.
+    ``*`` matches anything within one name. ``**`` matches any number of whole names, none included: ``**.attn`` matches
+    ``attn``, and ``encoder.**`` also ``encoder``.
+
+    Raises:
+        ConfigError: ``**`` is only a part of a name, as in ``encoder**``.
     """
-    parts = re.split(r'(\*\*|\*)', pattern)
-    return re.compile(''.join({'**': '.*', '*': '[^.]*'}.get(part, re.escape(part)) for part in parts))
+    # Nothing comes before the path's first name, which a ** may leave to any name of the pattern.
+    first = dot = r'(?:^|\.)'
+    regex = ''
+    for name in pattern.split('.'):
+        if name == '**':
+            regex += rf'(?:{first}[^.]+)*'
+            continue
+        if '**' in name:
+            whole = re.sub(r'\*{2,}', '.**.', name).strip('.')
+            raise ConfigError(
+                f'path {pattern!r}: ** means any number of whole names, so write {whole!r} instead of {name!r}, or a '
+                'single * for any letters within a name.'
+            )
+        regex += dot + re.escape(name).replace(r'\*', '[^.]*')
+        dot = r'\.'
+    return re.compile(regex)
 
 
 def read_rules(text: str) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ from mmgate.layers.base.gated import (
 from mmgate.listing import inventory
 from mmgate.rules import Rule, Rules, as_lines, parse_rules, path_regex
 from mmgate.starts import initialise_gates_last, note_gated
-from mmgate.wrappers import named_part, named_parts, own_model, refuse_sharded
+from mmgate.wrappers import named_part, named_parts, own_model, refuse_replicated, refuse_sharded
 
 # The number of hosts that a message lists.
 MOST_HOSTS = 6
@@ -80,7 +80,7 @@ class Found:
 
     @property
     def whatever_fits(self) -> bool:
-        """True for a pattern that ends with ``**``: it means every attention below that the gate fits."""
+        """True for a pattern that ends with ``**``: it means every attention there that the gate fits."""
         return self.pattern.endswith('**')
 
 
@@ -100,10 +100,10 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
         model: A module. It stays as it is if there is any error. Inside of a model of PEFT's, names are those of the
             model that it holds.
         rules: One rule or a list. A rule is a dict of ``path``, ``type`` and the gate's options. ``path`` is a pattern
-            or a list of patterns over dotted names: ``*`` matches anything within one name, ``**`` any number of names,
-            and ``**`` at the end every attention below that the gate fits. ``type`` is a registered name or a class. A
-            ``map_size`` that a gate needs and the rule leaves out is read off the backbone, see
-            :func:`.map_size.map_options`.
+            or a list of patterns over dotted names: ``*`` matches anything within one name, ``**`` any number of whole
+            names, none included, and ``**`` at the end every attention there that the gate fits. ``type`` is a
+            registered name or a class. A ``map_size`` that a gate needs and the rule leaves out is read off the
+            backbone, see :func:`.map_size.map_options`.
 
     Returns:
         The names of the modules that the rules chose.
@@ -118,9 +118,10 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
         ConfigError: The type is not registered, a pattern matches no module, a gate does not fit a module, a module is
             gated already, two rules choose one module, or a module and another inside it, or rules differ for a module
             of several names, or for a part of the model and its frozen copy. A method of a module was replaced, so that
-            the gate would not be called.
+            the gate would not be called. The model is sharded, or in DistributedDataParallel.
     """
     refuse_sharded(model, 'takes no gates, which would not be sharded with it; gate the model first, then shard it.')
+    refuse_replicated(model)
     model = own_model(model)
     parsed = parse_rules(rules)
     return commit(model, parsed, make(model, find(model, parsed)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from mmgate.errors import ConfigError
 
@@ -56,6 +57,16 @@ def refuse_sharded(model: nn.Module, reason: str) -> None:
     cut = any(hasattr(parameter, 'full_tensor') for parameter in model.parameters())  # a DTensor, as fully_shard makes
     if cut or any(SHARDED in name for name, _ in model.named_modules()):
         raise ConfigError(f'a sharded model (FSDP, fully_shard) {reason}')
+
+
+def refuse_replicated(model: nn.Module) -> None:
+    """Raise ConfigError if DistributedDataParallel, which averages the gradients that it found first, is in a model."""
+    if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
+        raise ConfigError(
+            'a model in DistributedDataParallel takes no gates: it averages the gradients of those parameters that '
+            'were there when it was made, so that gates would differ between processes. Gate the model first, then '
+            'wrap it.'
+        )
 
 
 def vanilla_state(model: nn.Module) -> dict[str, Tensor]:

@@ -55,7 +55,7 @@ class Semi(nn.Module):
         SemiBaseDetector.freeze(self.teacher)
 
 
-BOTH = {False: '**.backbone.**', True: '**backbone.attn'}
+BOTH = {False: '**.backbone.**', True: '**.backbone.attn'}
 
 
 @pytest.mark.parametrize('averaged', [False, True])
@@ -206,6 +206,6 @@ def test_rules_one_after_the_other_gate_a_frozen_model_as_all_at_once() -> None:
 def test_a_compiled_teacher_is_a_frozen_part() -> None:
     model = Semi()
     model.teacher = torch.compile(model.teacher)
-    mmgate.swap_attention(model, dict(PLUG, path='**backbone.attn'))
+    mmgate.swap_attention(model, dict(PLUG, path='**.backbone.attn'))
     trains = {name.partition('.')[0]: p.requires_grad for name, p in mmgate.gate_parameters(model).items()}
     assert trains == dict(student=True, teacher=False)

@@ -12,7 +12,7 @@ from torch import nn
 
 from mmgate.errors import ConfigError
 from mmgate.layers import PLuGMultiheadAttention
-from mmgate.rules import check_rules, read_rules, shown_as_read, write_rule
+from mmgate.rules import check_rules, path_regex, read_rules, shown_as_read, write_rule
 from mmgate.swap import swap_attention
 
 
@@ -93,6 +93,41 @@ def test_nothing_is_evaluated(value: str, tmp_path: Any, monkeypatch: pytest.Mon
         with pytest.raises(ConfigError, match='is no|has no name'):
             read_rules(text)
     assert not list(tmp_path.iterdir())
+
+
+NAMES = ['attn', 'self_attn', 'encoder', 'encoder.attn', 'encoder.0.attn', 'encoder.0.1.attn', 'encoder2.attn']
+
+
+@pytest.mark.parametrize(
+    ('pattern', 'matched'),
+    [
+        ('*', 'attn self_attn encoder'),
+        ('*.attn', 'encoder.attn encoder2.attn'),
+        ('encoder*.attn', 'encoder.attn encoder2.attn'),
+        ('**', ' '.join(NAMES)),
+        ('**.attn', 'attn encoder.attn encoder.0.attn encoder.0.1.attn encoder2.attn'),
+        ('**.*attn', 'attn self_attn encoder.attn encoder.0.attn encoder.0.1.attn encoder2.attn'),
+        ('encoder.**', 'encoder encoder.attn encoder.0.attn encoder.0.1.attn'),
+        ('encoder.**.attn', 'encoder.attn encoder.0.attn encoder.0.1.attn'),
+        ('**.0.**.attn', 'encoder.0.attn encoder.0.1.attn'),
+        ('encoder.*.**.attn', 'encoder.0.attn encoder.0.1.attn'),
+        ('en.oder', ''),
+        ('.attn', ''),
+    ],
+)
+def test_stars_of_a_path(pattern: str, matched: str) -> None:
+    """Two stars are any number of whole names, as in a shell, none included."""
+    assert [name for name in NAMES if path_regex(pattern).fullmatch(name)] == matched.split()
+
+
+@pytest.mark.parametrize(
+    ('path', 'instead'),
+    [('encoder**', 'encoder.**'), ('**attn', '**.attn'), ('0.en**der.x', 'en.**.der'), ('a.***', '**')],
+)
+def test_two_stars_inside_a_name_are_refused(path: str, instead: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        swap_attention(nn.Sequential(MultiheadAttention(8, 2)), dict(path=path, type='PLuGMultiheadAttention'))
+    assert repr(path) in str(error.value) and f'write {instead!r} ' in str(error.value)
 
 
 def test_types_and_options_are_looked_up_before_a_model_is_there() -> None:

@@ -192,7 +192,7 @@ def test_pattern_that_ends_with_two_stars_means_what_fits() -> None:
 def test_a_host_and_what_lies_inside_it_are_not_both_replaced() -> None:
     model = nn.ModuleDict(dict(attn=mmcv_attention(16, 4)))
     with pytest.raises(ValueError, match='attn.attn lies inside attn'):
-        swap_attention(model, dict(type='PLuGMultiheadAttention', path='**attn'))
+        swap_attention(model, dict(type='PLuGMultiheadAttention', path='**.attn'))
     assert type(model['attn']) is mmcv_attention
 
 
@@ -200,7 +200,7 @@ def test_whatever_fits_leaves_out_what_the_gate_refuses() -> None:
     model = nn.ModuleDict(dict(odd=nn.MultiheadAttention(16, 4, add_bias_kv=True), plain=nn.MultiheadAttention(16, 4)))
     assert swap_attention(model, dict(type='PLuGMultiheadAttention', path='**')) == ['plain']
     with pytest.raises(ValueError, match='odd: .*add_bias_kv'):
-        swap_attention(model, dict(type='SDPAGatedMultiheadAttention', path='odd**'))
+        swap_attention(model, dict(type='SDPAGatedMultiheadAttention', path='odd.**'))
 
 
 TWICE = r'other.attn is gated already, by a PLuGDeformableGate\. .* mmgate.restore_attention\(model\)'

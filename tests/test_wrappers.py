@@ -12,7 +12,7 @@ import torch
 from conftest import TORCH, values_and_gradients
 from helpers.finetuned import PLUG, layers
 from mmengine.model import BaseTTAModel, ExponentialMovingAverage
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel
 
@@ -47,6 +47,24 @@ def test_the_model_in_its_wrappers(wrap: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='a sharded model') if wrap == 'sharded' else nullcontext():
         mmgate.save_gates(wrapped, file)
         assert set(mmgate.load_gates(layers(()), file)) == mmgate.gate_parameters(model).keys()
+
+
+def test_a_model_in_ddp_takes_no_gates_but_fills_those_it_has(tmp_path: Path) -> None:
+    """It would not average their gradients."""
+    file = tmp_path / 'g.safetensors'
+    mmgate.save_gates(layers(), file)
+    distributed.init_process_group('gloo', store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        vanilla, gated = (nn.parallel.DistributedDataParallel(model) for model in (layers(()), layers()))
+        for model in (vanilla, nn.ModuleList([vanilla])):
+            with pytest.raises(ConfigError, match='Gate the model first, then wrap it'):
+                mmgate.swap_attention(model, dict(PLUG, path='**'))
+        with pytest.raises(ConfigError, match='Gate the model first, then wrap it'):
+            mmgate.load_gates(vanilla, file)
+        assert not mmgate.gate_parameters(vanilla)
+        assert mmgate.load_gates(gated, file)
+    finally:
+        distributed.destroy_process_group()
 
 
 PARTS = {

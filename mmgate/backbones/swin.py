@@ -29,6 +29,18 @@ from mmgate.registry import MODELS
 from mmgate.swap import swap_attention
 
 
+class _Unshifted:
+    """View of a shifted-window attention that does not shift; calls at the same time see the attention unchanged."""
+
+    shift_size = 0
+
+    def __init__(self, attention: ShiftWindowMSA) -> None:
+        self._attention = attention
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attention, name)
+
+
 class UnshiftedWhole(ShiftWindowMSA):
     """Swin's shifted-window attention that does not shift on maps whose smaller side fits into one window.
 
@@ -40,12 +52,8 @@ class UnshiftedWhole(ShiftWindowMSA):
 
     def forward(self, query: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend over the tokens ``(B, H W, C)`` of a map of height and width ``hw_shape``."""
-        shift = self.shift_size
-        self.shift_size = self.shift_at(hw_shape)
-        try:
-            return super().forward(query, hw_shape)
-        finally:
-            self.shift_size = shift
+        attention = self if self.shift_at(hw_shape) else _Unshifted(self)
+        return ShiftWindowMSA.forward(attention, query, hw_shape)
 
     def shift_at(self, hw_shape: tuple[int, int]) -> int:
         """Return by how many tokens windows are shifted on a map of height and width ``hw_shape``: 0 on small maps."""

@@ -19,7 +19,15 @@ from mmgate.layers.base.gated import gated_modules
 from mmgate.registry import MODELS
 from mmgate.starts import initialise_gates_last
 from mmgate.swap import swap_attention
-from mmgate.wrappers import refuse_sharded, unwrap_model, vanilla_name, vanilla_names, vanilla_state, without_wrappers
+from mmgate.wrappers import (
+    refuse_replicated,
+    refuse_sharded,
+    unwrap_model,
+    vanilla_name,
+    vanilla_names,
+    vanilla_state,
+    without_wrappers,
+)
 
 from .removal import forget_trained, gates_disabled, restore
 from .training import gate_parameters
@@ -112,6 +120,7 @@ def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
     """
     content = read_gates(path)
     refuse_sharded(model, 'takes no gates; load them first, then shard the model.')
+    wrapped = model
     model = unwrap_model(model)
     with gates_disabled(model):
         own = _gate_names(model)
@@ -130,6 +139,8 @@ def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
         log(f'{path} holds gates of a {content.host}, this is a {type(model).__name__}', logging.WARNING)
     forget_trained(model)
     added = {prefix: model.get_submodule(prefix) for prefix in wanted if prefix not in there}
+    if added:
+        refuse_replicated(wrapped)
     try:
         for prefix, module in added.items():
             # One by one: gates of an earlier call of swap_attention may have been there when a later one was made.

@@ -12,7 +12,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmgate._environment import log
 from mmgate.errors import ConfigError
@@ -90,7 +90,9 @@ def map_options(
     image = _image_size(owner, embedder_around(model, names[0]))
     found: dict[str, tuple[Size, int]] = {}
     try:
-        copied = deepcopy(owner).to('meta')
+        # In the copy a tensor is one of meta from the start, so that no weight is copied.
+        tensors = (*owner.parameters(), *owner.buffers())
+        copied = deepcopy(owner, {id(tensor): _on_meta(tensor) for tensor in tensors}).to('meta')
         # Some hosts' ``eval`` returns nothing, so that the calls are not chained.
         copied.eval()
         for name, adapter in adapters.items():
@@ -175,6 +177,12 @@ def _kept_size(owner: Any, embedder: Any = None) -> Any:
         embedding = getattr(part, 'patch_embed', None)
         kept += [getattr(embedding, name, None) for name in ('init_input_size', 'img_size')]
     return next((size for size in kept if size), None)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    """Return an empty tensor, or parameter, of a tensor's shape and dtype on the device ``meta``."""
+    empty = torch.empty_like(tensor, device='meta')
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _image_size(owner: Any, embedder: Any) -> Size:

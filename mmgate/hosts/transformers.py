@@ -207,7 +207,6 @@ class GatedInterfaceAttention(DenseHost):
         *DenseHost.vits,
         *('vit', 'deit', 'dinov2*', 'dinov3_vit', 'swin', 'segformer', 'RfDetrDinov2*'),
     )
-    noted_query: Tensor | None = None  # projected
     config: Any
 
     @classmethod
@@ -274,7 +273,6 @@ class GatedInterfaceAttention(DenseHost):
         try:
             return super().forward(*args, **kwargs)
         finally:
-            self.noted_query = None
             vars(getattr(self, notes['output'])).pop('noted_finish', None)
             for name in notes['projections']:
                 vars(getattr(self, name)).pop('noted_input', None)
@@ -385,7 +383,6 @@ def attention(
     bias, dead = merge_masks(attention_mask, None, query.shape[0], query.shape[1], query.dtype)
     if scaling is not None and scaling != query.shape[-1] ** -0.5:
         query = query * (scaling * query.shape[-1] ** 0.5)
-    module.noted_query = query
     inputs = module.noted_inputs(query, key)
     if module.gate.acts_after_projection:
         output = getattr(module, module.gating.notes['output'])
@@ -438,10 +435,10 @@ class GatedMask2FormerAttention(DenseHost):
         inputs = (query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))  # (B, N|M, C)
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (self.gate.split_heads(project(x)) for project, x in zip(projections, inputs, strict=True))
-        output = self.attend_gated((q, k, v), inputs, self.out_proj, attn_mask=attention_mask)
+        bias, dead = merge_masks(attention_mask, None, q.shape[0], q.shape[1], q.dtype)
+        output = self.attend_merged((q, k, v), inputs, self.out_proj, bias, dead)
         weights = None
         if output_attentions:
-            bias, _ = merge_masks(attention_mask, None, q.shape[0], q.shape[1], q.dtype)
             weights = self.gate.attention_map(q, k, inputs, bias)
         return output.transpose(0, 1), weights
 
@@ -521,9 +518,10 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
             areas = spatial_shapes.prod(-1)
             level_start_index = areas.cumsum(0) - areas
         offsets, logits = sampled(self, query, reference_points)
-        output = self.sample(query, value, spatial_shapes, level_start_index, offsets, logits, reference_points)
+        gating = self.gate.modulate(query)
+        output = self.sample(query, value, spatial_shapes, level_start_index, offsets, logits, reference_points, gating)
         output = self.output_proj(output) if hasattr(self, 'output_proj') else output
-        weights = attention_weights(logits, **self.gate.modulate(query))
+        weights = attention_weights(logits, **gating)
         return output, weights.flatten(3) if hasattr(self, 'offset_scale') else weights
 
     @property

@@ -16,7 +16,7 @@ from mmgate.ops.agent import agent_attention, grid_interpolation_matrix, interpo
 from mmgate.ops.autocast import autocast_dtype, without_autocast
 from mmgate.registry import MODELS
 
-from .parts.options import check_option
+from .parts.options import check_option, height_and_width, integer, number
 from .parts.resizing import resize_axis
 from .parts.stripes import merge_stripes, split_stripes
 
@@ -81,8 +81,8 @@ class AgentGate(MapGate):
             with the biases ``ac_bias`` and ``ca_bias``, but not in the pooling and the convolution.
 
     Raises:
-        ConfigError: A number of agents is no square, the kind of agents is unknown, or there are windows and a class
-            token.
+        ConfigError: A number of agents is no square, the kind of agents is unknown, there are windows and a class
+            token, or an option is of another kind than it should be.
 
     Attributes:
         grid: Side of the grid of agents in use.
@@ -124,21 +124,22 @@ class AgentGate(MapGate):
     ) -> None:
         check_option('agents', agents, ('pooled', 'static'))
         super().__init__(sizes, **kwargs)
+        self.value_factor = number('value_factor', value_factor)
+        self.broadcast_scale = None if broadcast_scale is None else number('broadcast_scale', broadcast_scale, above=0)
+        self.window = None if window is None else integer('window', window)
         if window is not None and self.class_tokens:
             raise ConfigError('window and class_token exclude each other: a class token lies in no window.')
         pretrain_agent_num = agent_num if pretrain_agent_num is None else pretrain_agent_num
-        for name, number in (('agent_num', agent_num), ('pretrain_agent_num', pretrain_agent_num)):
-            if number < 1 or isqrt(number) ** 2 != number:
-                raise ConfigError(f'{name}={number} must be a square number: agents lie on a square grid.')
+        for name, count in (('agent_num', agent_num), ('pretrain_agent_num', pretrain_agent_num)):
+            if isqrt(integer(name, count)) ** 2 != count:
+                raise ConfigError(f'{name}={count} must be a square number: agents lie on a square grid.')
         self.grid = isqrt(agent_num)
         self.pretrain_grid = isqrt(pretrain_agent_num)
-        height = int(map_size[0])
-        width = int(map_size[1])
+        height, width = height_and_width('map_size', map_size)
         self.map_size = (height, width)
-        self.bias_size = self.map_size if window is None else (min(window, height), min(window, width))
-        self.window = window
-        self.value_factor = value_factor
-        self.broadcast_scale = broadcast_scale
+        self.bias_size = self.map_size
+        if self.window is not None:
+            self.bias_size = (min(self.window, height), min(self.window, width))
         self.dwc = nn.Conv2d(self.embed_dims, self.embed_dims, 3, padding=1, groups=self.embed_dims) if dwc else None
         static = torch.empty(1, pretrain_agent_num, self.embed_dims)
         self.agent_tokens = nn.Parameter(static) if agents == 'static' else None

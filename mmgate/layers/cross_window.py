@@ -14,6 +14,7 @@ from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import MapAttention, MapGate, Size
 from mmgate.registry import MODELS
 
+from .parts.options import integer
 from .parts.stripes import merge_stripes, split_stripes
 
 
@@ -26,9 +27,9 @@ def lepe_convolutions(channels: int, heads: int, split: int | None) -> nn.Module
         split: Width of a stripe; None for all heads over the whole map, which need one convolution.
 
     Raises:
-        ConfigError: The number of heads is odd, with stripes.
+        ConfigError: The number of heads is odd, with stripes, or their width no positive integer.
     """
-    if split is not None and heads % 2:
+    if split is not None and integer('split', split) and heads % 2:
         raise ConfigError(f'num_heads={heads} must be even, half for each direction of the stripes.')
     branches = 1 if split is None else 2
     width = channels // branches

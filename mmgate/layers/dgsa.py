@@ -6,13 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.errors import ConfigError
 from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
 from mmgate.layers.base.gate import Sizes
 from mmgate.ops.differential import differential_attention, differential_map
 from mmgate.registry import MODELS
 
-from .parts.options import check_option
+from .parts.options import check_option, integer, number
 from .parts.rms_norm import RMSNorm
 
 
@@ -34,12 +33,13 @@ class DGSAGate(DenseGate):
             describe a deeper network; here the layers before the last have C channels, with GELU between them.
 
     Raises:
-        ConfigError: The residual is unknown, the head width is odd, or ``gate_depth`` is below 1.
+        ConfigError: The residual is unknown, the head width is odd, ``gate_depth`` is no positive integer, or
+            ``lambda_init`` no number below 1.
 
     Source: M-DGSA, sections 4.1 and 4.2, A.5.
     """
 
-    undecayed = ('head_norm',)
+    undecayed = ('head_norm', 'lambda_init')
     gate_readings = {'gate': 'heads'}
     two_streams = True
 
@@ -54,14 +54,12 @@ class DGSAGate(DenseGate):
     ) -> None:
         check_option('residual', residual, ('query', 'input', 'none'))
         super().__init__(sizes)
-        if gate_depth < 1:
-            raise ConfigError(f'gate_depth={gate_depth} must be the number of layers, from 1 on.')
         self.residual = residual
-        self.lambda_start = lambda_init
-        self.lambda_init: float | nn.Parameter = lambda_init
+        self.lambda_start = number('lambda_init', lambda_init, below=1)
+        self.lambda_init: float | nn.Parameter = self.lambda_start
         if learnable:
-            self.lambda_init = nn.Parameter(torch.full((1,), lambda_init))
-        hidden = [nn.Linear(self.qdim, self.qdim) for _ in range(gate_depth - 1)]
+            self.lambda_init = nn.Parameter(torch.full((1,), self.lambda_start))
+        hidden = [nn.Linear(self.qdim, self.qdim) for _ in range(integer('gate_depth', gate_depth) - 1)]
         self.gate_hidden = nn.ModuleList(hidden)
         self.gate_proj = nn.Linear(self.qdim, self.num_heads)
         self.head_norm = RMSNorm(self.head_dim, eps=1e-5)

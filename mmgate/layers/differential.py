@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-from mmgate.errors import ConfigError
 from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
 from mmgate.layers.base.gate import Sizes
 from mmgate.ops.differential import (
@@ -18,7 +17,7 @@ from mmgate.ops.differential import (
 )
 from mmgate.registry import MODELS
 
-from .parts.options import check_option
+from .parts.options import check_option, integer, number
 from .parts.rms_norm import RMSNorm
 
 LAMBDAS = ('lambda_q1', 'lambda_k1', 'lambda_q2', 'lambda_k2')
@@ -39,14 +38,14 @@ class DifferentialGate(DenseGate):
         learnable: True learns lambda; False makes it ``lambda_init``.
 
     Raises:
-        ConfigError: The head width is odd, or ``depth`` is below 1.
+        ConfigError: The head width is odd, ``depth`` is no positive integer, or ``lambda_init`` no number below 1.
 
     The vectors start normal with deviation 0.1.
 
     Source: Differential transformer (Ye et al., 2024), Eq. 1 to 3.
     """
 
-    undecayed = ('head_norm',)
+    undecayed = ('head_norm', *LAMBDAS)
     two_streams = True
     lambda_q1: nn.Parameter | None
     lambda_k1: nn.Parameter
@@ -62,10 +61,8 @@ class DifferentialGate(DenseGate):
         learnable: bool = True,
     ) -> None:
         super().__init__(sizes)
-        if depth < 1:
-            raise ConfigError(f'depth={depth} must be the number of the layer, from 1 on.')
-        of_depth = 0.8 - 0.6 * math.exp(-0.3 * (depth - 1))
-        self.lambda_init = of_depth if lambda_init is None else lambda_init
+        of_depth = 0.8 - 0.6 * math.exp(-0.3 * (integer('depth', depth) - 1))
+        self.lambda_init = of_depth if lambda_init is None else number('lambda_init', lambda_init, below=1)
         for name in LAMBDAS:
             vector = nn.Parameter(torch.empty(self.head_dim // 2)) if learnable else None
             self.register_parameter(name, vector)
@@ -140,16 +137,16 @@ class DifferentialV2Gate(DenseGate):
     The identity start is ours.
     """
 
+    # The bias holds lambda's start.
+    undecayed = ('lambda_proj.bias',)
     gate_readings = {'gate': 'heads'}
     adds_queries = True
 
     def __init__(self, sizes: Sizes, *, init: str = 'paper', lambda_init: float = 0.5) -> None:
         check_option('init', init, ('paper', 'identity'))
         super().__init__(sizes)
-        if not isinstance(lambda_init, float) or not 0 < lambda_init < 1:
-            raise ConfigError(f'lambda_init={lambda_init!r} must be a number above 0 and below 1.')
         self.init = init
-        self.lambda_init = lambda_init
+        self.lambda_init = number('lambda_init', lambda_init, above=0, below=1)
         added = nn.Linear(self.qdim, self.embed_dims)
         if init == 'paper':
             self.query_proj = added

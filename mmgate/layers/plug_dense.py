@@ -12,7 +12,7 @@ from mmgate.ops.dense import attention_map, check_gate_backend, plug_attention
 from mmgate.registry import MODELS
 
 from .gml import GatingModulation
-from .parts.options import check_option
+from .parts.options import check_option, number
 
 
 class PLuGGate(DenseGate):
@@ -66,7 +66,7 @@ class PLuGGate(DenseGate):
         super().__init__(sizes)
         if init == 'identity' and gml == 'none':
             raise ConfigError("gml='none' has no parameter that makes the identity; use init='paper' or 'vit'.")
-        width = round(ratio * self.head_dim)
+        width = round(number('ratio', ratio, above=0) * self.head_dim)
         if width < 1:
             raise ConfigError(f'ratio={ratio} of {self.head_dim} channels a head leaves no gate channel.')
         self.gate_heads = 1 if heads == 'shared' else self.num_heads

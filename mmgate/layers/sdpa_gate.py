@@ -14,7 +14,7 @@ from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
 from mmgate.layers.base.gate import Sizes, StateDict
 from mmgate.registry import MODELS
 
-from .parts.options import check_option
+from .parts.options import check_option, integer, number
 
 POSITIONS = ('G1', 'G2', 'G3', 'G4', 'G5')
 INITS = ('identity', 'paper')
@@ -70,6 +70,8 @@ class SDPAGate(DenseGate):
     attention gate of modded-nanogpt (github.com/KellerJordan/modded-nanogpt).
     """
 
+    # The bias holds the identity start.
+    undecayed = ('gate_bias',)
     gate_readings = {'gate': 'heads'}
 
     def __init__(
@@ -98,10 +100,10 @@ class SDPAGate(DenseGate):
                 "position='G5' gates what the output projection has mixed, where there are no heads: use "
                 f"granularity='elementwise' and head_shared=False; got {granularity!r} and {head_shared!r}."
             )
+        # A scale of 0 would switch the attention off.
+        scale = number('scale', scale, above=0)
         if init == 'identity':
             _check_identity(form, act, scale)
-        if scale == 0:
-            raise ConfigError('scale=0 switches the attention off; use a positive scale.')
         super().__init__(sizes)
         self.position = position
         self.form = form
@@ -113,13 +115,9 @@ class SDPAGate(DenseGate):
         self.gate_shape = (heads, self.head_dim if granularity == 'elementwise' else 1)
         outputs = self.gate_shape[0] * self.gate_shape[1]
         inputs = self._input_width
-        # True is an int, and would be one channel.
-        if gate_channels is not None and (type(gate_channels) is not int or not 1 <= gate_channels <= inputs):
-            raise ConfigError(
-                f'gate_channels={gate_channels!r} must be an integer from 1 to {inputs}, the channels of the input '
-                f'that a gate at {position} reads here.'
-            )
-        self.gate_channels = inputs if gate_channels is None else gate_channels
+        meaning = f', the channels of the input that a gate at {position} reads here'
+        given = inputs if gate_channels is None else gate_channels
+        self.gate_channels = integer('gate_channels', given, most=inputs, meaning=meaning)
         self.gate_weight = nn.Parameter(torch.empty(outputs, self.gate_channels))
         self.gate_bias = nn.Parameter(torch.empty(outputs))
 

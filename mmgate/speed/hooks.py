@@ -80,8 +80,8 @@ class CompileHook(_PathsHook):
     there than the one that inductor compiles, and the same seed trains the same model.
 
     Args:
-        paths: Patterns like those of ``mmgate.Gated``; by default ``'backbone'``, ``'**encoder.layers.*'``,
-            ``'decoder'`` and ``'**transformer_decoder.layers.*'``, of which at least one has to match.
+        paths: Patterns like those of ``mmgate.Gated``; by default ``'backbone'``, ``'**.encoder.layers.*'``,
+            ``'decoder'`` and ``'**.transformer_decoder.layers.*'``, of which at least one has to match.
         mode: Option of torch.compile. ``'reduce-overhead'`` and ``'max-autotune'`` replay CUDA graphs on a GPU, one for
             each size of the images; pad them to few sizes by ``pad_size_divisor`` of the data preprocessor.
         dynamic: Option of torch.compile; None compiles for the first size and, at the second, for any size.
@@ -92,7 +92,7 @@ class CompileHook(_PathsHook):
             graphs if gradients of several iterations add up.
     """
 
-    usual = ('backbone', '**encoder.layers.*', 'decoder', '**transformer_decoder.layers.*')
+    usual = ('backbone', '**.encoder.layers.*', 'decoder', '**.transformer_decoder.layers.*')
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class Float32Hook(_PathsHook):
     :class:`CompileHook`, but :meth:`before_run` raises them.
     """
 
-    usual = ('**reference_points_fc', '**reg_branches.*', '**cls_branches.*', '**sampling_offsets')
+    usual = ('**.reference_points_fc', '**.*reg_branches.*', '**.*cls_branches.*', '**.sampling_offsets')
 
     def before_run(self, runner: Runner) -> None:
         """Exempt the modules from autocast, so that they compute in float32."""

@@ -16,6 +16,9 @@ from mmgate.finetune import TRAINS
 from mmgate.rules import FORM, check_rules, read_rules
 
 from .config_file import merge_options, read_config, type_name
+from .parameter_groups import GateOptimWrapperConstructor, GroupedOptimWrapperConstructor
+
+DEFAULT = 'DefaultOptimWrapperConstructor'
 
 
 def add_gate_options(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +61,8 @@ def configured(args: argparse.Namespace) -> Config:
 def put_gates(cfg: Config, rules: Iterable[str], *, gates: str | None = None, train: str | None = None) -> str:
     """Change a config so that its model gets gates, as a config file that inherits it would.
 
+    The optimizer is then built by :class:`.GateOptimWrapperConstructor`, after the config's own constructor.
+
     Args:
         cfg: Config of any mm package, vanilla or gated. It is changed, and the files that it inherits are not. Dumped
             into a file, it is a config that runs by itself.
@@ -83,6 +88,7 @@ def put_gates(cfg: Config, rules: Iterable[str], *, gates: str | None = None, tr
     note = ''
     if added or gates:
         _make_gated(cfg)
+        group_parameters(cfg, GateOptimWrapperConstructor)
     if added:
         cfg.model.attention = [*_rules_of(cfg), *added]
     if gates:
@@ -107,6 +113,28 @@ def import_mmgate(cfg: Config) -> None:
 def type_path(kind: Any) -> str:
     """Return the name by which a config's type is found; a dump is text, in which a class is its import path."""
     return kind if isinstance(kind, str) else f'{kind.__module__}.{kind.__qualname__}'
+
+
+def group_parameters(cfg: Config, constructor: type[GroupedOptimWrapperConstructor]) -> None:
+    """Let a constructor of mmgate build the optimizer of a config, after the config's own constructor.
+
+    A config that has the constructor already, or that of gates, stays as it is.
+    """
+    wrapper: Any = cfg.get('optim_wrapper') or {}
+    given = type_path(wrapper.get('constructor') or DEFAULT)
+    name = given.rpartition('.')[2]
+    # Several optimizers without a constructor are built one by one.
+    is_built = 'optimizer' in wrapper or 'constructor' in wrapper
+    if not is_built or name in (constructor.__name__, GateOptimWrapperConstructor.__name__):
+        return
+    options = dict(wrapper.get('paramwise_cfg') or {})
+    if name == GroupedOptimWrapperConstructor.__name__:
+        given = options.pop(GroupedOptimWrapperConstructor.named, DEFAULT)
+    if given.rpartition('.')[2] != DEFAULT:
+        options[constructor.named] = given
+    wrapper.constructor = f'mmgate.{constructor.__name__}'
+    if options:
+        wrapper.paramwise_cfg = options
 
 
 def _make_gated(cfg: Config) -> None:

@@ -73,10 +73,10 @@ class GroupedOptimWrapperConstructor:
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class GateOptimWrapperConstructor(GroupedOptimWrapperConstructor):
-    """Optimizer constructor for gated models: another learning rate for gates, no weight decay on their biases.
+    """Optimizer constructor for gated models: no weight decay on some parameters of gates, another learning rate.
 
     It runs after any other constructor, and merges groups as :class:`GroupedOptimWrapperConstructor` does. Gates
-    declare in ``undecayed`` which parameters get no weight decay.
+    declare in ``undecayed`` which of their parameters get no weight decay: scalars, norms, positions and some biases.
 
     mmengine's default constructor exempts only BatchNorm, InstanceNorm, GroupNorm and LayerNorm, constructors with
     layer-wise decay go by a parameter's dimensions, and a longer key of ``custom_keys``, such as ``backbone``, wins

@@ -11,9 +11,9 @@ from mmengine.config import Config
 from mmgate.registry import MODELS
 
 from .config_file import differences, mappings, type_name
-from .gate_options import import_mmgate, type_path
+from .gate_options import group_parameters, import_mmgate, type_path
+from .parameter_groups import GroupedOptimWrapperConstructor
 
-GROUPED = 'GroupedOptimWrapperConstructor'
 HEADS = ('DETRHead', 'Mask2FormerHead')
 HUNGARIAN = 'HungarianAssigner'
 
@@ -34,15 +34,7 @@ def speed_up(cfg: Config) -> str:
 
 def _group(cfg: Config) -> None:
     """Merge parameter groups and fuse the optimizer, after the config's own constructor."""
-    wrapper: Any = cfg.get('optim_wrapper') or {}
-    constructor = type_path(wrapper.get('constructor') or 'DefaultOptimWrapperConstructor')
-    name = constructor.rpartition('.')[2]
-    # A config of several optimizers names none here, and its own constructor makes them.
-    if name in (GROUPED, 'GateOptimWrapperConstructor') or 'optimizer' not in wrapper:
-        return
-    wrapper.constructor = f'mmgate.{GROUPED}'
-    if name != 'DefaultOptimWrapperConstructor':
-        wrapper.paramwise_cfg = dict(wrapper.get('paramwise_cfg') or {}, grouped=constructor)
+    group_parameters(cfg, GroupedOptimWrapperConstructor)
 
 
 def _match(cfg: Config) -> None:

@@ -12,8 +12,8 @@ from mmengine.config import Config, ConfigDict
 from mmgate.errors import ConfigError
 
 from .config_file import mappings, type_name
-from .gate_options import import_mmgate
-from .parameter_groups import GATES
+from .gate_options import group_parameters, import_mmgate
+from .parameter_groups import GATES, GateOptimWrapperConstructor
 
 # By the class of a metric: the figures that its test logs, by what is measured.
 FIRST_FIGURES = {
@@ -26,7 +26,6 @@ FIRST_FIGURES = {
 _COUNTS = ('begin', 'end', 'milestones', 'T_max', 'step_size', 'total_steps', 'periods')
 _WARM_UPS = ('LinearLR', 'ConstantLR')
 SHORTEST_WARM_UP = 20  # a warm-up takes at least one part of so many
-_CONSTRUCTOR = 'GateOptimWrapperConstructor'
 
 
 def make_trial(
@@ -160,16 +159,11 @@ def _set_loop(cfg: Config, length: int, by_epoch: bool, validations: int) -> Non
 
 def _set_gate_rate(cfg: Config, rate: float | Mapping[str, float]) -> None:
     """Change a config's optimizer so that gates get ``rate`` times the learning rate of the model."""
-    wrapper = cfg.optim_wrapper
-    options = wrapper.setdefault('paramwise_cfg', ConfigDict()) or ConfigDict()
-    wrapper.paramwise_cfg = options
-    given = wrapper.get('constructor')
-    if given is None or not str(getattr(given, '__name__', given)).endswith(_CONSTRUCTOR):
-        if given is not None:
-            options['constructor'] = given
-        wrapper.constructor = f'mmgate.{_CONSTRUCTOR}'
+    group_parameters(cfg, GateOptimWrapperConstructor)
     by_key = {f'{GATES}.{kind}': own for kind, own in rate.items()} if isinstance(rate, Mapping) else {GATES: rate}
     keys = {key: dict(lr_mult=own) for key, own in by_key.items() if own != 1}
     if keys:
+        options = dict(cfg.optim_wrapper.get('paramwise_cfg') or {})
         # Set as a key: merged as an option, a name with dots would become a path.
         options['custom_keys'] = {**(options.get('custom_keys') or {}), **keys}
+        cfg.optim_wrapper.paramwise_cfg = options

@@ -25,6 +25,28 @@ def test_windows_of_small_maps_shift_as_mmpretrains(size: tuple[int, int]) -> No
     torch.testing.assert_close(ours(x, size), host(x, size))
 
 
+def test_calls_for_maps_of_other_sizes_do_not_meet() -> None:
+    """As those of two threads: one begins while the other is inside the windows; one that fails changes nothing."""
+    attention = UnshiftedWhole(embed_dims=8, num_heads=2, window_size=7, shift_size=3)
+    maps = {size: torch.randn(1, size * size, 8) for size in (7, 14)}
+    expected = {size: attention(x, (size, size)) for size, x in maps.items()}
+    for outer, inner in ((7, 14), (14, 7)):
+        between: list[torch.Tensor] = []
+
+        def call(module: Any, args: Any, inner: int = inner, between: list[torch.Tensor] = between) -> None:
+            if not between:
+                between.append(torch.empty(0))
+                between.append(attention(maps[inner], (inner, inner)))
+
+        handle = attention.w_msa.register_forward_pre_hook(call)
+        torch.testing.assert_close(attention(maps[outer], (outer, outer)), expected[outer])
+        torch.testing.assert_close(between[1], expected[inner])
+        handle.remove()
+    with pytest.raises(RuntimeError):
+        attention(maps[7][..., :4], (7, 7))
+    torch.testing.assert_close(attention(maps[14], (14, 14)), expected[14])
+
+
 @torch.no_grad()
 def test_windows_of_small_maps_shift_as_mmdets_unless_they_are_told_not_to() -> None:
     """The map of the third stage, 7 x 10, is as high as a window."""

@@ -40,7 +40,7 @@ def test_a_part_that_is_gated_anew_belongs_to_its_new_rule() -> None:
     """The rule of the model around it has gated it before."""
     model = nn.ModuleDict(dict(part=nn.TransformerEncoderLayer(16, 2), other=nn.TransformerEncoderLayer(16, 2)))
     names = list(model.state_dict())
-    rule = dict(type='PLuGMultiheadAttention', path='**self_attn')
+    rule = dict(type='PLuGMultiheadAttention', path='**.self_attn')
     mmgate.swap_attention(model, rule)
     assert mmgate.restore_attention(model['part']) == ['self_attn']
     mmgate.swap_attention(model['part'], rule)
@@ -52,6 +52,6 @@ def test_a_part_of_a_gated_model_takes_its_gates_off() -> None:
     """And computes by torch's nested tensors again, which the gates had switched off."""
     part = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 1)
     nested = part.use_nested_tensor
-    mmgate.swap_attention(nn.ModuleDict(dict(part=part)), dict(type='PLuGMultiheadAttention', path='**self_attn'))
+    mmgate.swap_attention(nn.ModuleDict(dict(part=part)), dict(type='PLuGMultiheadAttention', path='**.self_attn'))
     assert nested and not part.use_nested_tensor
     assert mmgate.restore_attention(part) == ['layers.0.self_attn'] and part.use_nested_tensor

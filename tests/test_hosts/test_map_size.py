@@ -32,6 +32,15 @@ PYRAMID = [(56, 56), (28, 28), (14, 14), (7, 7)]
 LARGE = [(96, 96), (48, 48), (24, 24), (12, 12)]
 
 
+def test_no_weight_is_copied_to_find_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass runs in a copy without values, for which a large model need not fit into memory twice."""
+    model = MODELS.build(dict(PVT))
+    monkeypatch.setattr(nn.Parameter, '__deepcopy__', lambda *_: pytest.fail('a weight is copied'))
+    names = swap_attention(model, dict(type='AgentAttention', path='layers.*.1.*.attn'))
+    assert [model.get_submodule(name).gate.map_size for name in names] == PYRAMID
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())
+
+
 @pytest.mark.parametrize('gate', ['AgentAttention', 'FocusedLinearAttention'])
 @pytest.mark.parametrize(
     'host, path, sizes, class_tokens',

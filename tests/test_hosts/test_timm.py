@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT
 from helpers.gated import anatomy, assert_same_anatomy
 from helpers.replicas import replicated
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from mmgate._environment import available
 
@@ -22,6 +22,7 @@ if not available('timm'):  # an import may fail in other ways than by absence
 import timm
 from helpers.timm_models import HEADS, MODELS, PATHS, PLUG, SDPA, C, build
 from timm.layers.attention import Attention
+from timm.layers.patch_embed import PatchEmbed
 from timm.models.eva import EvaAttention
 from timm.models.gcvit import WindowAttentionGlobal
 
@@ -281,3 +282,31 @@ def test_models_are_drawn_anew_as_timm_does(mode: str) -> None:
         one.init_weights(mode)
     state = model.state_dict()
     assert all(torch.equal(tensor, state[key]) for key, tensor in vanilla.state_dict().items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('name', ['vit', 'dinov3', 'swin'])
+def test_torch_fx_keeps_gated_attention_whole(name: str) -> None:
+    """As torch's own attention, it is one node of the graph, in whatever tracer."""
+    model, images = build(name)
+    gated = swap_attention(model, dict(SDPA, path=PATHS[name]))
+    traced = fx.symbolic_trace(model)
+    assert [node.target for node in traced.graph.nodes if node.target in gated] == gated
+    torch.testing.assert_close(traced(images), model(images))
+
+
+@torch.no_grad()
+def test_torch_fx_traces_a_gate_over_a_map_beside_a_whole_patch_embedding() -> None:
+    """The call of the embedding tells the map, which would be taken for a square otherwise."""
+
+    class Tracer(fx.Tracer):
+        def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+            return isinstance(module, PatchEmbed) or super().is_leaf_module(module, name)
+
+    model, _ = build('vit', img_size=(32, 128))
+    swap_attention(model, dict(path='blocks.*.attn', type='AgentAttention', agent_num=4))
+    images = torch.randn(1, 3, 32, 128)
+    with pytest.raises(ConfigError, match=r'cannot look into PatchEmbed, .* leaf_modules=\[PatchEmbed\]'):
+        fx.symbolic_trace(model)
+    traced = fx.GraphModule(model, Tracer().trace(model))
+    torch.testing.assert_close(traced(images), model(images))

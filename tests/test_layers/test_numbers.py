@@ -101,7 +101,10 @@ def test_an_image_does_not_depend_on_its_company(name: str) -> None:
     x[2] *= 100  # loud company
     together = run(x)
     for i in range(3):
-        torch.testing.assert_close(together[i : i + 1], run(x[i : i + 1]), rtol=1e-5, atol=1e-5)
+        alone = run(x[i : i + 1])
+        # Sums come in another order, and their error is a part of the largest summand, not of a sum near 0.
+        size = max(1.0, float(alone.abs().max()))
+        torch.testing.assert_close(together[i : i + 1], alone, rtol=1e-5, atol=1e-5 * size)
 
 
 @torch.no_grad()

@@ -226,7 +226,7 @@ def test_mmcvs_roi_align_runs_in_bfloat16_if_it_is_kept_in_float32() -> None:
     keep_float32(layer)
     with torch.autocast('cpu', torch.bfloat16):
         assert layer(features, boxes).dtype is torch.float32
-    assert path_regex('**roi_layers.*').fullmatch('roi_head.bbox_roi_extractor.roi_layers.0')
+    assert path_regex('**.roi_layers.*').fullmatch('roi_head.bbox_roi_extractor.roi_layers.0')
 
 
 def test_float32_changes_nothing_without_autocast() -> None:

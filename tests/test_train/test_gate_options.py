@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT, needs_mmpretrain
@@ -16,6 +17,7 @@ from mmgate.errors import ConfigError
 from mmgate.layers.base.gated import gated_modules
 from mmgate.train.config_file import config_parser, read_config
 from mmgate.train.gate_options import add_gate_options, configured, put_gates
+from mmgate.train.speedups import speed_up
 
 DETR = 'mmdet::detr/detr_r50_8xb2-150e_coco.py'
 PVT = 'mmdet::pvt/retinanet_pvt-t_fpn_1x_coco.py'
@@ -124,6 +126,47 @@ def test_imports_of_the_config_stay(imports: str | list[str], now: list[str]) ->
     put_gates(cfg, ['a=PLuGMultiheadAttention'])
     found = cfg.custom_imports['imports']
     assert ([found] if isinstance(found, str) else found) == now and cfg.custom_imports['allow_failed_imports']
+
+
+GATES_CONSTRUCTOR, MERGED = 'mmgate.GateOptimWrapperConstructor', 'mmgate.GroupedOptimWrapperConstructor'
+
+
+@pytest.mark.parametrize(
+    ('wrapper', 'paramwise'),
+    [
+        (dict(optimizer=dict(type='SGD')), None),
+        (dict(optimizer=dict(type='SGD'), paramwise_cfg=dict(norm_decay_mult=0.0)), dict(norm_decay_mult=0.0)),
+        (
+            dict(optimizer=dict(type='SGD'), constructor='LayerDecay', paramwise_cfg=dict(num_layers=12)),
+            dict(num_layers=12, constructor='LayerDecay'),
+        ),
+        (dict(optimizer=dict(type='SGD'), constructor=MERGED), None),
+        (
+            dict(optimizer=dict(type='SGD'), constructor=MERGED, paramwise_cfg=dict(grouped='LayerDecay')),
+            dict(constructor='LayerDecay'),
+        ),
+        (dict(optimizer=dict(type='SGD'), constructor=GATES_CONSTRUCTOR), None),
+        (dict(first=dict(optimizer=dict(type='SGD')), constructor='Several'), dict(constructor='Several')),
+    ],
+    ids=['none', 'settings', 'own', 'merged', 'own, merged', 'gates', 'several optimizers'],
+)
+@pytest.mark.parametrize('speedups', [False, True])
+def test_gates_get_their_parameter_groups_after_any_constructor(
+    wrapper: dict[str, Any], paramwise: dict[str, Any] | None, speedups: bool
+) -> None:
+    """As in a config that names the constructor, with ``--speedups`` and without."""
+    cfg = Config(dict(model=dict(type='M'), optim_wrapper=deepcopy(wrapper)))
+    put_gates(cfg, ['a=PLuGMultiheadAttention'])
+    if speedups:
+        speed_up(cfg)
+    assert cfg.optim_wrapper.constructor == GATES_CONSTRUCTOR
+    assert cfg.optim_wrapper.get('paramwise_cfg') == paramwise
+
+
+def test_a_config_that_trains_nothing_gets_no_optimizer() -> None:
+    cfg = Config(dict(model=dict(type='M')))
+    put_gates(cfg, ['a=PLuGMultiheadAttention'])
+    assert 'optim_wrapper' not in cfg
 
 
 def test_without_the_options_nothing_changes() -> None:

@@ -25,6 +25,7 @@ from mmgate.registry import MODELS
 from mmgate.train.parameter_groups import TORCH, GateOptimWrapperConstructor, _can_fuse
 
 DECAY = 0.05
+VECTORS = ['lambda_q1', 'lambda_k1', 'lambda_q2', 'lambda_k2', 'head_norm.weight']
 
 
 class _ByDimension(DefaultOptimWrapperConstructor):
@@ -51,8 +52,13 @@ def model() -> nn.Module:
         return MODELS.build(dict(type=f'mmgate.{kind}', embed_dims=16, num_heads=2, **options))
 
     maps = [gate(kind, map_size=(4, 4)) for kind in ('AgentAttention', 'SAGAAttention')]
-    kinds = dict(plug='PLuG', dgsa='DifferentialGated', sdpa='SDPAGated')
-    dense = {name: gate(f'{kind}MultiheadAttention') for name, kind in kinds.items()}
+    dense = dict(
+        plug=gate('PLuGMultiheadAttention'),
+        dgsa=gate('DifferentialGatedMultiheadAttention', learnable=True),
+        sdpa=gate('SDPAGatedMultiheadAttention'),
+        diff=gate('DifferentialMultiheadAttention'),
+        v2=gate('DifferentialV2MultiheadAttention'),
+    )
     return nn.ModuleDict(dict(backbone=nn.ModuleList(maps), **dense))
 
 
@@ -83,8 +89,9 @@ def test_what_gates_add_is_not_decayed(paramwise: dict[str, Any] | None) -> None
     spared = dict(undecayed_parameters(net))
     assert {name.rpartition('.')[2] for name in spared} >= {'an_bias', 'wa_bias', 'position_encoding'}
     assert {name for name in spared if 'gml' in name} == {n for n, _ in net.named_parameters() if '.gml.' in n}
-    assert [name for name in spared if 'dgsa' in name] == ['dgsa.attn.gate.head_norm.weight']
-    assert not any(name.startswith('sdpa') for name in spared)
+    for kind, names in dict(dgsa=['head_norm.weight', 'lambda_init'], diff=VECTORS, v2=['lambda_proj.bias']).items():
+        assert {name for name in spared if kind in name} == {f'{kind}.attn.gate.{name}' for name in names}
+    assert [name for name in spared if name.startswith('sdpa')] == ['sdpa.attn.gate.gate_bias']
     for name, parameter in net.named_parameters():
         flat = (paramwise or {}).get('constructor') and parameter.ndim == 1
         assert decay[id(parameter)] == (0.0 if name in spared or flat else DECAY), name

@@ -157,7 +157,7 @@ CLASSES = [(module, prefix) for module, prefix in PREFIXES.items() if module not
 
 @pytest.mark.parametrize('columns', [2, 4])
 @pytest.mark.parametrize('module, prefix', CLASSES)
-def test_deformable_classes(module: str, prefix: str, columns: int) -> None:
+def test_deformable_classes(module: str, prefix: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask, a position and one reference for all levels included; a gate that moves changes the output."""
     path = f'transformers.models.{module}.modeling_{module}'
     kind = getattr(pytest.importorskip(path, reason=f'this transformers has no {prefix}'), f'{prefix}{SUFFIX}')
@@ -180,7 +180,12 @@ def test_deformable_classes(module: str, prefix: str, columns: int) -> None:
     with torch.no_grad():
         expected, weights = model['attn'](**given)
         mmgate.swap_attention(model, dict(PLUG, path='attn'))
-        found, gated = model['attn'](**given)
+        modulated: list[Any] = []
+        with monkeypatch.context() as patched:
+            gate = model['attn'].gate
+            patched.setattr(gate, 'modulate', lambda query: modulated.append(query) or type(gate).modulate(gate, query))
+            found, gated = model['attn'](**given)
+        assert len(modulated) == 1
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(gated, weights, rtol=1e-4, atol=1e-6)
         moved(model)

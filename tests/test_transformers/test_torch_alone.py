@@ -136,7 +136,7 @@ def test_every_layer_runs_and_what_needs_a_package_is_refused(tmp_path: Path) ->
     from mmgate import layers
 
     tried = [f'try:\n    {code}\nexcept (ValueError, ImportError) as error:\n    print(error)\n' for code in REFUSED]
-    said = run(f'{LAYERS}import mmgate\n{"".join(tried)}', tmp_path)
+    said = run(f'{LAYERS}import mmgate\nfrom mmgate import *\n{"".join(tried)}', tmp_path)
     assert said.startswith(f'{len(layers.__all__)} layers\n')
     assert all(words in said for words in REFUSED.values()), said
 

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -55,7 +56,11 @@ def main(argv: list[str]) -> None:
         parser.error('--amp is for CUDA, mmengine has it nowhere else here')
     MMLogger.get_current_instance().setLevel('ERROR')
     ours = read_config(args.ours or (args.peer if args.gate else str(OURS)))
+    optimizer = deepcopy(ours.get('optim_wrapper'))
     put_gates(ours, args.gate)
+    if optimizer is not None:
+        # The constructor of gates also merges parameter groups and fuses the optimizer, which --speedups measures.
+        ours.optim_wrapper = optimizer
     options = dict(op=args.op, backends=args.backends, speedups=args.speedups, size=tuple(args.size), batch=args.batch)
     options |= dict(amp=args.amp, device=args.device, processor_time=args.processor_time, train=args.train)
     options |= dict(tf32=args.tf32)

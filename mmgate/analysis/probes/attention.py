@@ -103,7 +103,7 @@ def bind(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 def _of_gated(module: Any, given: Given) -> Sampled:
-    query, _, shapes, _, offsets, logits, points = arguments_of(module, 'sample', module, given)
+    query, _, shapes, _, offsets, logits, points, *_ = arguments_of(module, 'sample', module, given)
     points = points.expand(-1, -1, len(shapes), -1)
     return Sampled(query, offsets, logits, points, shapes, module.gate.num_points)
 

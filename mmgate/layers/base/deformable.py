@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -78,6 +78,7 @@ class DeformableHost(GatedModule):
         offsets: Tensor,
         logits: Tensor,
         reference_points: Tensor,
+        gating: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """Sample the values at each query's points, weighted by the softmax of the gated logits: ``(B, Q, H d)``.
 
@@ -90,6 +91,7 @@ class DeformableHost(GatedModule):
                 numbers of points, N in all.
             logits: Logits of the sampling points ``(B, Q, H, L, P)``, or ``(B, Q, H, N)``.
             reference_points: Reference points or boxes ``(B, Q, L|1, 2 or 4)``, 0 to 1.
+            gating: Result of :meth:`DeformableGate.modulate`, where the host has it already.
         """
         num_points = self.gate.num_points
         return ms_deform_attn(
@@ -101,7 +103,7 @@ class DeformableHost(GatedModule):
             reference_points=reference_points,
             num_points=None if isinstance(num_points, int) else num_points,
             backend=self.gate.backend,
-            **self.gate.modulate(query),
+            **(self.gate.modulate(query) if gating is None else gating),
         )
 
 

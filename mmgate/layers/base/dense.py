@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import Gate, Sizes
-from mmgate.layers.base.gated import GatedModule, gated_class
+from mmgate.layers.base.gated import GatedModule, gated_class, record_of
 from mmgate.layers.base.mmcv_or_torch import MultiheadAttention
 from mmgate.ops.layout import broadcasts_to, check_layout
 from mmgate.ops.masks import merge_masks
@@ -80,7 +80,10 @@ class DenseGate(Gate):
         raise TypeError(f'{type(self).__name__} computes no attention; use a subclass.')
 
     def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the attention weights ``(B, H, N, M)`` for figures; the arguments are those of :meth:`attend`."""
+        """Return the attention weights ``(B, H, N, M)`` for figures; the arguments are those of :meth:`attend`.
+
+        Where a gate does not have them, torch's module returns None for its weights.
+        """
         raise TypeError(f'{type(self).__name__} computes no attention; use a subclass.')
 
     def weighed_values(self, value: Tensor, inputs: Inputs) -> Tensor:
@@ -188,11 +191,25 @@ class DenseHost(GatedModule):
         Returns:
             ``(B, N, C)``. The heads are 0 in a row whose keys are all masked.
         """
-        gate = self.gate if gate is None else gate
-        query, key, value = projected
+        query = projected[0]
         masks, dead = merge_masks(attn_mask, key_padding_mask, query.shape[0], query.shape[1], query.dtype)
         if masks is not None:
             bias = masks if bias is None else bias + masks
+        return self.attend_merged(projected, inputs, out_proj, bias, dead, gate, logit_factor)
+
+    def attend_merged(
+        self,
+        projected: tuple[Tensor, Tensor, Tensor],
+        inputs: Inputs,
+        out_proj: Callable[[Tensor], Tensor],
+        bias: Tensor | None,
+        dead: Tensor | None,
+        gate: DenseGate | None = None,
+        logit_factor: float = 1.0,
+    ) -> Tensor:
+        """Attend as :meth:`attend_gated` does, given the bias and the dead rows of :func:`.merge_masks`."""
+        gate = self.gate if gate is None else gate
+        query, key, value = projected
         scaled = query if logit_factor == 1 else query * logit_factor
         heads = gate.attend(scaled, key, value, inputs, bias)
         if dead is not None:
@@ -209,8 +226,8 @@ def check_scale(host: WithScale) -> None:
 class GatedTorchAttention(DenseHost):
     """Adapter that lets dense gates into ``torch.nn.MultiheadAttention``.
 
-    Attention weights are not returned unless ``need_weights`` is set, because they are the N x M maps that the gates'
-    operators keep out of memory.
+    As in torch, attention weights are returned unless ``need_weights=False``. They are N x M maps, which the gates'
+    operators otherwise keep out of memory; mmcv's attention and its kin around torch's drop them, and get none.
     """
 
     vits = (*DenseHost.vits, 'vision_transformer', 'swin_transformer')  # torchvision's
@@ -238,6 +255,12 @@ class GatedTorchAttention(DenseHost):
             )
 
     @property
+    def _is_wrapped(self) -> bool:
+        """True inside the attention of mmcv and its kin, which take the output alone and say so by no argument."""
+        record = record_of(self)
+        return record is None or record.child.rpartition('.')[2] == 'attn'
+
+    @property
     def _qkv_same_embed_dim(self) -> bool:
         # In eval mode torch's encoder layers take a fused path, which skips the forward of a module that has this.
         return False
@@ -261,17 +284,19 @@ class GatedTorchAttention(DenseHost):
         key: Tensor,
         value: Tensor,
         key_padding_mask: Tensor | None = None,
-        need_weights: bool = False,
+        need_weights: bool | None = None,
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend with the gate; arguments and results are those of ``torch.nn.MultiheadAttention``.
+        """Attend with the gate; arguments and results are those of ``torch.nn.MultiheadAttention``, or unbatched.
 
-        The heads are 0 in a row whose keys are all masked, and give it no gradient.
+        The heads are 0 in a row whose keys are all masked, and give it no gradient. ``need_weights`` is True by
+        default, but False inside mmcv's attention and its kin.
 
         Returns:
-            The output, and the weights ``(B, N, M)`` or ``(B, H, N, M)`` if ``need_weights``, else None.
+            The output, and the weights ``(B, N, M)`` or ``(B, H, N, M)``, without dropout; or None for the weights if
+            ``need_weights=False`` or if the gate has no :meth:`.DenseGate.attention_map`.
 
         Raises:
             TypeError: An input is no tensor.
@@ -279,6 +304,20 @@ class GatedTorchAttention(DenseHost):
         """
         if is_causal and attn_mask is None:
             raise ValueError('is_causal needs attn_mask, as in torch.nn.MultiheadAttention.')
+        if isinstance(query, Tensor) and query.dim() == 2:
+            check_layout(
+                ('query', query, f'N {self.embed_dim}'),
+                ('key', key, f'M {self.kdim}'),
+                ('value', value, f'M {self.vdim}'),
+            )
+            axis = 0 if self.batch_first else 1
+            padding = None if key_padding_mask is None else key_padding_mask[None]
+            query, key, value = (x.unsqueeze(axis) for x in (query, key, value))
+            # Not by self.forward, which others may have wrapped.
+            output, weights = GatedTorchAttention.forward(
+                self, query, key, value, padding, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+            return output.squeeze(axis), None if weights is None else weights[0]
         of_query, of_key = ('B N', 'B M') if self.batch_first else ('N B', 'M B')
         check_layout(
             ('query', query, f'{of_query} {self.embed_dim}'),
@@ -289,13 +328,17 @@ class GatedTorchAttention(DenseHost):
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         inputs = (query, key, value)
         q, k, v = self.project(inputs)
-        self._check_masks(attn_mask, key_padding_mask, q, k)
-        output = self.attend_gated(
-            (q, k, v), inputs, self.out_proj, attn_mask=attn_mask, key_padding_mask=key_padding_mask
-        )
+        bias, dead = merge_masks(attn_mask, key_padding_mask, q.shape[0], self.num_heads, q.dtype)
+        full = (*q.shape[:3], k.shape[2])
+        if bias is not None and not is_exporting() and not broadcasts_to(bias.shape, full):
+            masks = (mask for mask in (attn_mask, key_padding_mask) if mask is not None)
+            shapes = ' and '.join(str(tuple(mask.shape)) for mask in masks)
+            raise ValueError(f'attn_mask and key_padding_mask must fit (B, H, N, M) = {tuple(full)}, got {shapes}.')
+        output = self.attend_merged((q, k, v), inputs, self.out_proj, bias, dead)
         weights = None
-        if need_weights:
-            bias, dead = merge_masks(attn_mask, key_padding_mask, query.shape[0], self.num_heads, q.dtype)
+        if need_weights is None:
+            need_weights = not self._is_wrapped
+        if need_weights and type(self.gate).attention_map is not DenseGate.attention_map:
             weights = self.gate.attention_map(q, k, inputs, bias)
             weights = weights if dead is None else weights.masked_fill(dead, 0.0)
             weights = weights.mean(1) if average_attn_weights else weights
@@ -314,16 +357,6 @@ class GatedTorchAttention(DenseHost):
         projected = (F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
         query, key, value = (self.gate.split_heads(x) for x in projected)
         return query, key, value
-
-    def _check_masks(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
-        masks = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
-        if not masks or is_exporting():
-            return
-        bias, _ = merge_masks(attn_mask, key_padding_mask, q.shape[0], self.num_heads, q.dtype)
-        full = (*q.shape[:3], k.shape[2])
-        if bias is not None and not broadcasts_to(bias.shape, full):
-            shapes = ' and '.join(str(tuple(mask.shape)) for mask in masks)
-            raise ValueError(f'attn_mask and key_padding_mask must fit (B, H, N, M) = {tuple(full)}, got {shapes}.')
 
 
 class GatedMultiheadAttention(MultiheadAttention):

@@ -88,8 +88,9 @@ class Gate(nn.Module):
         ConfigError: The channels are no multiple of the heads.
 
     Attributes:
-        undecayed: Names of the parameters, or of the children with parameters, without weight decay: scalars, biases,
-            positions and norms, which it would only pull to zero.
+        undecayed: Names of the parameters, or of the children with parameters, without weight decay, which would only
+            pull them to zero: scalars, norms, positions, and biases of logits or that hold the gate's start. Linear
+            layers and convolutions decay, weight and bias, as the host's do.
         gate_readings: Readings that figures and statistics show of the gate. The key is the reading's name, which
             :meth:`read_gate` takes; any name will do that no other reading of attention has. The value says what each
             number belongs to, and with it the shape of the reading: ``'pairs'`` of queries and keys, ``(B, H|1, N,
@@ -223,13 +224,13 @@ def is_gate_key(key: str) -> bool:
 def undecayed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield name and parameter for each parameter of a model's gates that gets no weight decay.
 
-    Projections decay.
+    They are those that gates list in ``undecayed``.
     """
     for prefix, module in model.named_modules():
         if not isinstance(module, Gate) or not module.undecayed:
             continue
         for name, parameter in module.named_parameters():
-            if name.partition('.')[0] in module.undecayed:
+            if name in module.undecayed or name.partition('.')[0] in module.undecayed:
                 yield f'{prefix}.{name}'.lstrip('.'), parameter
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from mmgate.layers.base.gate import CHILD, Gate, Sizes, StateDict
 
@@ -233,6 +234,11 @@ def gated_class(adapter: type[GatedModule], host: type[nn.Module]) -> type[Any]:
     @wraps(adapter.forward if own and not adapter.host_signature else host.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, adapter):
+            # torch.fx cannot look into a gate, whose code depends on sizes. As torch's attention, it is one node.
+            for given in (*args, *kwargs.values()):
+                if isinstance(given, Proxy):
+                    tracer: Any = given.tracer
+                    return tracer.create_proxy('call_module', tracer.path_of_module(self), args, kwargs)
             return (adapter if own else host).forward(self, *args, **kwargs)
         # A function that was put around this method calls it while the gate is off or removed, too.
         return type(self).forward(self, *args, **kwargs)

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from mmgate._environment import log
 from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import Gate, Sizes, StateDict
 from mmgate.layers.base.gated import GatedModule
 from mmgate.layers.base.mmcv_or_torch import build_dropout
+from mmgate.layers.parts.options import integer, number
 from mmgate.ops.layout import check_layout
 from mmgate.ops.tracing import is_compiling
 
@@ -38,7 +40,7 @@ class MapGate(Gate):
             class token and the registers of DINOv2.
 
     Raises:
-        ConfigError: The channels are no multiple of the heads.
+        ConfigError: The channels are no multiple of the heads, or ``class_token`` is no number of tokens.
 
     Attributes:
         class_tokens: Number of tokens before the map's, as ``class_token`` says.
@@ -50,7 +52,8 @@ class MapGate(Gate):
 
     def __init__(self, sizes: Sizes, *, class_token: bool | int = False) -> None:
         super().__init__(sizes)
-        self.class_tokens = int(class_token)
+        tokens = int(class_token) if isinstance(class_token, bool) else class_token
+        self.class_tokens = integer('class_token', tokens, least=0)
         self.scale = sizes.scale or self.head_dim**-0.5
         self.shifted = sizes.shifted
         self.map_size = sizes.map_size
@@ -204,7 +207,18 @@ class UntoldMapHost(MapHost):
 
 
 def note_map(gated: Any, embedding: nn.Module, args: Any, output: Any) -> None:
-    """Tell a gated attention, whose gate may be off, the size of the map that its patch embedding returns; a hook."""
+    """Tell a gated attention, whose gate may be off, the size of the map that its patch embedding returns; a hook.
+
+    Raises:
+        ConfigError: torch.fx traces the patch embedding, in whose graph there is no hook.
+    """
+    if any(isinstance(one, Proxy) for one in (*args, output)):
+        name = type(embedding).__name__
+        raise ConfigError(
+            f'torch.fx cannot look into {name}, whose call tells a gate the size of its map. Make it a leaf module of '
+            f"the tracer (is_leaf_module; leaf_modules=[{name}] of torchvision's create_feature_extractor; "
+            f"timm's register_notrace_module({name})), or take features by forward hooks."
+        )
     noted = gated.gating.adapter.embedded_map(embedding, args, output)
     if noted is not None:
         gated.noted_map = noted
@@ -235,7 +249,7 @@ class MapAttention(nn.Module):
         dropout_layer: Config of the dropout or drop path before the identity is added.
 
     Raises:
-        ConfigError: ``embed_dims`` is no multiple of ``num_heads``.
+        ConfigError: ``embed_dims`` is no multiple of ``num_heads``, or ``attn_drop`` no probability below 1.
     """
 
     def __init__(
@@ -254,7 +268,7 @@ class MapAttention(nn.Module):
             raise ConfigError(f'embed_dims={embed_dims} is not a multiple of num_heads={num_heads}.')
         self.embed_dims = embed_dims
         self.num_heads = num_heads
-        self.attn_drop = attn_drop
+        self.attn_drop = number('attn_drop', attn_drop, least=0, below=1)
         self.head_dim = embed_dims // num_heads
         self.scale = qk_scale or self.head_dim**-0.5
         self.qkv = nn.Linear(embed_dims, 3 * embed_dims, bias=qkv_bias)

@@ -13,6 +13,7 @@ from mmgate.layers.base.gate import Sizes, StateDict, start_linear
 from mmgate.layers.base.map import MapGate, Size
 from mmgate.ops.linear_attention import key_value_map, rotate
 
+from ..parts.options import height_and_width, integer
 from ..parts.resizing import resize_grid
 
 
@@ -30,7 +31,8 @@ class LinearGate(MapGate):
             position and is not convolved.
 
     Raises:
-        ConfigError: Sizes do not divide, or ``attn_drop`` is not 0: there are no attention weights to drop.
+        ConfigError: Sizes do not divide, an option is no size, or ``attn_drop`` is not 0: there are no attention
+            weights to drop.
 
     The convolution starts as torch's, the position encoding at 0 and the gates as PVT's linear layers.
 
@@ -63,13 +65,14 @@ class LinearGate(MapGate):
         if self.head_dim % self.head_multiple:
             raise ConfigError(f'The head width {self.head_dim} must be a multiple of {self.head_multiple}.')
         dwc = self.default_dwc if dwc is None else dwc
-        if dwc < 0 or (dwc and dwc % 2 == 0):
-            raise ConfigError(f'dwc={dwc} must be the odd side of a kernel, or 0 for no convolution.')
+        meaning = ': the odd side of a kernel, or 0 for no convolution'
+        if integer('dwc', dwc, least=0, meaning=meaning) and dwc % 2 == 0:
+            raise ConfigError(f'dwc={dwc} must be odd{meaning}.')
         channels = self.head_dim if dwc_shared else self.embed_dims
         self.dwc: Any = nn.Conv2d(channels, channels, dwc, padding=dwc // 2, groups=channels) if dwc else None
         self.position_encoding: Any = None
         if map_size is not None:
-            self.map_size = (int(map_size[0]), int(map_size[1]))
+            self.map_size = height_and_width('map_size', map_size)
             self.position_encoding = nn.Parameter(torch.zeros(1, self.map_size[0] * self.map_size[1], self.embed_dims))
         for name in self.gate_layers:
             self.add_module(name, nn.Linear(self.embed_dims, self.embed_dims, bias=sizes.bias))

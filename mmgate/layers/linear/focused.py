@@ -13,6 +13,7 @@ from mmgate.layers.base.map import GatedMapAttention, Size
 from mmgate.ops.linear_attention import EPS, focused_features, kernel_attention
 from mmgate.registry import MODELS
 
+from ..parts.options import number
 from .base import LinearGate
 
 
@@ -27,7 +28,7 @@ class FocusedLinearGate(LinearGate):
     Args:
         sizes: Sizes of the host's attention.
         map_size: Height and width of the map in pre-training; None for no position encoding.
-        power: Focusing factor p.
+        power: Focusing factor p, above 0.
         **kwargs: Arguments of :class:`~mmgate.layers.linear.base.LinearGate`.
 
     Source: FLatten transformer: vision transformer using focused linear attention (Han et al., 2023), Eq. 5 to 8.
@@ -45,7 +46,7 @@ class FocusedLinearGate(LinearGate):
         **kwargs: Any,
     ) -> None:
         super().__init__(sizes, map_size=map_size, dwc_shared=True, **kwargs)
-        self.power = power
+        self.power = number('power', power, above=0)
         self.focus_scale = nn.Parameter(torch.zeros(1, 1, self.embed_dims))
 
     def reset_gate(self) -> None:

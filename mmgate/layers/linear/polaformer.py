@@ -13,6 +13,7 @@ from mmgate.layers.base.map import GatedMapAttention, Size
 from mmgate.ops.linear_attention import key_value_map, polarity_attention, polarity_features
 from mmgate.registry import MODELS
 
+from ..parts.options import number
 from .base import LinearGate
 
 
@@ -29,7 +30,7 @@ class PolaFormerGate(LinearGate):
     Args:
         sizes: Sizes of the host's attention.
         map_size: Height and width of the map in pre-training; None for no position encoding.
-        alpha: Most by which the power exceeds 1.
+        alpha: Most by which the power exceeds 1, 0 or more.
         **kwargs: Arguments of :class:`~mmgate.layers.linear.base.LinearGate`.
 
     Source: PolaFormer: polarity-aware linear attention for vision transformers (Meng et al., 2025).
@@ -51,7 +52,7 @@ class PolaFormerGate(LinearGate):
         **kwargs: Any,
     ) -> None:
         super().__init__(sizes, map_size=map_size, dwc_shared=True, **kwargs)
-        self.alpha = alpha
+        self.alpha = number('alpha', alpha, least=0)
         self.focus_scale = nn.Parameter(torch.zeros(1, 1, self.embed_dims))
         self.power = nn.Parameter(torch.zeros(1, self.num_heads, 1, self.head_dim))
 

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mmgate.errors import ConfigError
+
 OFF = -9.0  # a location that lies off every map
 
 
@@ -26,16 +28,16 @@ def check_points(num_points: Sequence[int], levels: int) -> tuple[int, ...]:
         levels: Number of levels L.
 
     Raises:
-        ValueError: There is another number of them, or one is no positive integer.
+        ConfigError: There is another number of them, or one is no positive integer.
     """
     if not isinstance(num_points, Sequence):
-        raise ValueError(f'num_points={num_points!r} must be a list of {levels} positive integers, one for each level.')
+        raise ConfigError(f'num_points={num_points!r} must be a list of {levels} positive integers, one a level.')
     counts = tuple(num_points)
     if len(counts) != levels:
-        raise ValueError(f'num_points={[*counts]} has {len(counts)} numbers for {levels} levels; give one for each.')
+        raise ConfigError(f'num_points={[*counts]} has {len(counts)} numbers for {levels} levels; give one for each.')
     # True is an int, and would be one point.
     if not all(isinstance(count, int) and not isinstance(count, bool) and count > 0 for count in counts):
-        raise ValueError(f'num_points={[*counts]} must have a positive integer for each level.')
+        raise ConfigError(f'num_points={[*counts]} must have a positive integer for each level.')
     return counts
 
 
@@ -43,11 +45,11 @@ def points_of_levels(num_points: int | Sequence[int], levels: int) -> int | tupl
     """Return one number of sampling points if all levels have the same, else one number for each level.
 
     Raises:
-        ValueError: The one number is not positive; or see :func:`check_points`.
+        ConfigError: The one number is not positive; or see :func:`check_points`.
     """
     if isinstance(num_points, int):
         if num_points < 1 or isinstance(num_points, bool):
-            raise ValueError(f'num_points={num_points} must be a positive integer.')
+            raise ConfigError(f'num_points={num_points} must be a positive integer.')
         return num_points
     counts = check_points(num_points, levels)
     return counts[0] if len(set(counts)) == 1 else counts

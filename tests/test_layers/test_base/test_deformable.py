@@ -13,6 +13,7 @@ from mmengine.registry import MODELS as ROOT
 from torch import Tensor, nn
 
 from mmgate import layers, swap_attention
+from mmgate.errors import ConfigError
 from mmgate.layers import PLuGMultiScaleDeformableAttention
 from mmgate.layers.base.deformable import DeformableGate
 from mmgate.registry import MODELS
@@ -101,7 +102,8 @@ def test_equal_numbers_in_a_list_are_one_number() -> None:
     ids=str,
 )
 def test_numbers_of_points_that_do_not_fit_are_named(counts: list[Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    """As an error of the input, which command lines print without a traceback."""
+    with pytest.raises(ConfigError, match=message):
         layers.MultiScaleDeformableAttention(**SIZES | dict(num_points=counts))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 from itertools import cycle, product
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from conftest import filled, one_graph
 from helpers.families import DENSE
 from helpers.gated import gated_attention
 from mmcv.cnn.bricks.transformer import MultiheadAttention
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from mmgate import gates_disabled, restore_attention, swap_attention
 from mmgate.layers import (
@@ -24,7 +26,10 @@ from mmgate.layers import (
     SDPAGate,
     SDPAGatedMultiheadAttention,
 )
+from mmgate.layers.base import dense
+from mmgate.layers.base.dense import DenseGate
 from mmgate.layers.base.gate import Sizes
+from mmgate.ops.masks import merge_masks
 
 C, H, N, M, B = 16, 4, 5, 7, 2
 PLUG = {
@@ -126,6 +131,86 @@ def test_identity_start_is_torchs_attention(name: str, mask: str, average: bool)
     actual[0].square().sum().backward()
     made_of = [p for n, p in gated.named_parameters() if n.startswith(('gate.gml', 'gate.gate_w', 'gate.lambda'))]
     assert any(parameter.grad.abs().max() > 0 for parameter in made_of)
+
+
+def of_torch(**options: Any) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention]:
+    """Return torch's module and the same with a gate that starts as the identity, by a rule."""
+    vanilla = filled(nn.MultiheadAttention(C, H, **options).double(), 0.4)
+    model = nn.Sequential(deepcopy(vanilla))
+    swap_attention(model, dict(path='0', type='PLuGMultiheadAttention'))
+    return vanilla, model[0]
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    'default': {},
+    'heads': dict(average_attn_weights=False),
+    'none': dict(need_weights=False),
+    'masks': dict(attn_mask=MASKS['causal']['attn_mask'], key_padding_mask=PADDING[1]),
+    'mask of heads': dict(attn_mask=MASKS['per_head']['attn_mask'][:H], average_attn_weights=False),
+}
+
+
+@pytest.mark.parametrize('batched', [True, False])
+@pytest.mark.parametrize('call', CALLS)
+@pytest.mark.parametrize('sizes', [dict(batch_first=True), dict(kdim=C // 2, vdim=C // 4)], ids=['first', 'second'])
+def test_torchs_module_called_as_in_torch(call: str, batched: bool, sizes: dict[str, Any]) -> None:
+    """With weights unless they are declined, with one sequence without a batch, and with its masks."""
+    vanilla, gated = of_torch(**sizes)
+    given = dict(CALLS[call])
+    key = torch.randn(M, vanilla.kdim).double()
+    x = [torch.randn(N, C).double(), key, key[:, : vanilla.vdim]]
+    if batched:
+        x = [one.unsqueeze(0 if vanilla.batch_first else 1) for one in x]
+        given.update({'key_padding_mask': given['key_padding_mask'][None]} if 'key_padding_mask' in given else {})
+    torch.testing.assert_close(gated(*x, **given), vanilla(*x, **given))
+
+
+@pytest.mark.parametrize('need_weights', [True, False])
+def test_masks_are_merged_once_a_call(need_weights: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask of all pairs is large: neither its check nor the weights make it again."""
+    merged: list[Tensor] = []
+
+    def count(mask: Tensor, *rest: Any) -> Any:
+        merged.append(mask)
+        return merge_masks(mask, *rest)
+
+    monkeypatch.setattr(dense, 'merge_masks', count)
+    build('plug_default')(*inputs(), **MASKS['both'], need_weights=need_weights)
+    assert len(merged) == 1
+
+
+def test_one_sequence_of_wrong_sizes() -> None:
+    _, gated = of_torch()
+    x = torch.randn(N, C).double()
+    for wrong, said in (((x, x[None], x), 'key must be'), ((x, x, x[:-1]), 'M'), ((x[:, 1:], x, x), 'query must be')):
+        with pytest.raises(ValueError, match=said):
+            gated(*wrong)
+    with pytest.raises(ValueError, match='key_padding_mask must be'):
+        gated(x, x, x, key_padding_mask=torch.zeros(1, N, dtype=torch.bool))
+
+
+def test_mmcvs_attention_asks_for_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be a second map of all pairs, whose output it drops."""
+    monkeypatch.setattr(PLuGGate, 'attention_map', lambda *_: pytest.fail('weights are computed'))
+    model = nn.ModuleDict(dict(host=MultiheadAttention(C, H)))
+    swap_attention(model, dict(path='host', type='PLuGMultiheadAttention'))
+    for attention in (model['host'], PLuGMultiheadAttention(C, H)):
+        assert attention(torch.randn(N, B, C)).shape == (N, B, C)
+
+
+def test_a_gate_without_a_map_has_no_weights() -> None:
+    class Plain(DenseGate):
+        def reset_gate(self) -> None:
+            pass
+
+        def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Any, bias: Tensor | None) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(query, key, value, bias)
+
+    model = nn.Sequential(nn.MultiheadAttention(C, H))
+    swap_attention(model, dict(path='0', type=Plain))
+    x = torch.randn(N, B, C)
+    output, weights = model[0](x, x, x, need_weights=True)
+    assert output.shape == x.shape and weights is None
 
 
 @pytest.mark.parametrize('name, mask', zip(ALL, cycle(MASKS), strict=False))
@@ -236,6 +321,24 @@ def test_torch_encoder_packs_padded_sequences_again_without_gates(enabled: bool)
     assert encoder.use_nested_tensor == enabled and vars(encoder).keys() == names
 
 
+def test_torch_fx_keeps_the_gated_module_whole() -> None:
+    """By any argument; the vanilla one is a leaf, too."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = nn.MultiheadAttention(C, H)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.attn(query=x, key=x, value=x, need_weights=False)[0]
+
+    block, x = Block(), torch.randn(N, B, C)
+    swap_attention(block, dict(path='attn', type='SDPAGatedMultiheadAttention'))
+    traced = fx.symbolic_trace(block)
+    assert [node.target for node in traced.graph.nodes if node.op == 'call_module'] == ['attn']
+    torch.testing.assert_close(traced(x), block(x))
+
+
 @pytest.mark.parametrize('sizes', [{}, dict(kdim=C // 2, vdim=C // 2)], ids=['one projection', 'three'])
 def test_torchs_start_can_be_drawn_anew(sizes: dict[str, int]) -> None:
     module = gated_attention(PLuGGate, C, H, **sizes)
@@ -267,7 +370,7 @@ def test_compiles_without_graph_break(name: str) -> None:
         (SDPAGate, dict(init='identity', act='silu', scale=2.0), 'scale=1'),
         (SDPAGate, dict(init='identity', act='ns_sigmoid'), 'scale=1.333333'),
         (SDPAGate, dict(act='relu'), 'sigmoid, silu, ns_sigmoid'),
-        (SDPAGate, dict(scale=0.0), 'scale=0 switches the attention off'),
+        (SDPAGate, dict(scale=0.0), 'scale=0.0 must be a finite number above 0'),
         (SDPAGate, dict(position='G5', granularity='headwise'), 'there are no heads'),
         (SDPAGate, dict(position='G5', head_shared='average'), 'there are no heads'),
         (SDPAGate, dict(head_shared='mean'), 'False, average, projection'),
@@ -284,10 +387,10 @@ def test_compiles_without_graph_break(name: str) -> None:
         (DGSAGate, dict(gate_depth=0), 'gate_depth=0'),
         (DifferentialGate, dict(depth=0), 'depth=0'),
         (DifferentialV2Gate, dict(init='zero'), 'paper, identity'),
-        (DifferentialV2Gate, dict(lambda_init=0.0), 'lambda_init=0.0 must be a number above 0 and below 1'),
-        (DifferentialV2Gate, dict(lambda_init=1.0), 'lambda_init=1.0 must be a number above 0 and below 1'),
-        (DifferentialV2Gate, dict(lambda_init=None), 'lambda_init=None must be a number above 0 and below 1'),
-        (DifferentialV2Gate, dict(lambda_init='0.5'), "lambda_init='0.5' must be a number above 0 and below 1"),
+        (DifferentialV2Gate, dict(lambda_init=0.0), 'lambda_init=0.0 must be a finite number above 0 and below 1'),
+        (DifferentialV2Gate, dict(lambda_init=1.0), 'lambda_init=1.0 must be a finite number above 0 and below 1'),
+        (DifferentialV2Gate, dict(lambda_init=None), 'lambda_init=None must be a finite number above 0 and below 1'),
+        (DifferentialV2Gate, dict(lambda_init='0.5'), "lambda_init='0.5' must be a finite number above 0 and below 1"),
     ],
 )
 def test_bad_options(cls: type, options: dict, message: str) -> None:

@@ -185,8 +185,8 @@ def test_registered_autocast_and_starts(name: str) -> None:
     'name, options, message',
     [
         ('hydra', dict(attn_drop=0.1), 'HydraGate has no attention weights to drop.*attn_drop_rate'),
-        ('hydra', dict(dwc=4), 'dwc=4 must be the odd side'),
-        ('hydra', dict(dwc=-1), 'dwc=-1 must be the odd side'),
+        ('hydra', dict(dwc=4), 'dwc=4 must be odd: the odd side'),
+        ('hydra', dict(dwc=-1), 'dwc=-1 must be an integer, 0 or more: the odd side'),
         ('polaformer', dict(num_heads=16), 'width 1 must be a multiple of 2'),
         ('mlla', dict(embed_dims=14, num_heads=7), 'embed_dims=14 must be a multiple of 4'),
         ('rala', dict(num_heads=8), 'width 2 must be a multiple of 4'),
