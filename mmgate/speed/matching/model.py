@@ -203,11 +203,12 @@ def _has(module: nn.Module, base: Any, *names: str) -> bool:
     return isinstance(module, base) and all(getattr(type(module), name) is getattr(base, name) for name in names)
 
 
+DENOISING = ('__call__', 'generate_dn_label_query', 'collate_dn_queries', 'generate_dn_mask')
 # The mixin of each part, and a check of the modules that it is for.
 MIXINS: dict[Any, Callable[[nn.Module], bool]] = {
     KnownSizesDetector: lambda module: _has(module, DeformableDETR, 'pre_transformer', 'gen_encoder_output_proposals'),
     KnownSizesEncoder: lambda module: _has(module, DeformableDetrTransformerEncoder, 'get_encoder_reference_points'),
     KnownSizesPixelDecoder: lambda module: _has(module, MSDeformAttnPixelDecoder, 'forward'),
-    DenoisingWithoutWaits: lambda module: type(module) is CdnQueryGenerator,
+    DenoisingWithoutWaits: lambda module: _has(module, CdnQueryGenerator, *DENOISING),
     SummedLosses: lambda module: getattr(type(module), 'parse_losses', None) is BaseModel.parse_losses,
 }

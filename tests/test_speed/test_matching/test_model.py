@@ -152,6 +152,13 @@ def test_denoising_queries_are_mmdets(counts: tuple[int, ...]) -> None:
     assert results[1][3] == results[0][3]
 
 
+def test_a_subclass_of_the_generator_waits_for_nothing_unless_it_overrides_that() -> None:
+    fits = models.MIXINS[models.DenoisingWithoutWaits]
+    for overridden, changed in (({}, True), (dict(get_num_groups=None), True), (dict(generate_dn_mask=None), False)):
+        kind: Any = type('Another', (CdnQueryGenerator,), overridden)
+        assert fits(kind.__new__(kind)) is changed
+
+
 def test_labels_of_denoising_queries_are_as_noisy_as_mmdets() -> None:
     kind = derived_class(models.DenoisingWithoutWaits, CdnQueryGenerator, '')
     generator = kind(50, 1, 12, label_noise_scale=0.5)
