@@ -93,11 +93,12 @@ class MatchedOnceMaskHead(Mask2FormerHead):
         total = reduce_mean(scores.new_tensor([float(sum(max(count, 1) for count in pairs_of_image))])).clamp(min=1)
         found = []
         for part in parts:
-            masks = [
+            chosen = [
                 of_layer.flatten(0, 1).index_select(0, own)
                 for of_layer, own in zip(all_masks[part], rows[part], strict=True)
             ]
-            masks = masks[0] if len(masks) == 1 else torch.cat(masks)
+            masks = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+            del chosen
             of_pairs = self._losses_of_pairs(masks[:, None], object_masks, drawn.pop(0), matched[part, 1])
             found.append(of_pairs.reshape(2, -1, max(pairs, 1)).sum(2))
         of_masks, of_dice = torch.cat(found, 1).unbind()

@@ -124,7 +124,7 @@ class _KnownSizes(AsynchronousConstants):
             return True
         return super().__torch_function__(func, types, args, kwargs)
 
-    def _is_of_levels(self, memory: Any, parts: Any = None, *_: Any) -> bool:
+    def _is_of_levels(self, memory: Any = None, parts: Any = None, *_: Any) -> bool:
         """Return True if these are arguments that split a tensor's last axis by the lengths of levels, as tensors."""
         numbers = isinstance(parts, list) and all(isinstance(part, Tensor) for part in parts)
         return numbers and len(parts) == len(self.lengths) and memory.shape[-1] == sum(self.lengths)
