@@ -240,5 +240,5 @@ class ViTAE(BaseModule):
         for i, stage in enumerate(self.stages):
             x = stage(x)
             if i in self.out_indices:
-                maps.append(x)
+                maps.append(x.contiguous())  # mmcv's compiled operators would read tokens as NCHW
         return tuple(maps)

@@ -20,6 +20,16 @@ def derived_class(mixin: Any, host: Any, prefix: str, /) -> type[Any]:
     return type(f'{prefix}{host.__name__}', (mixin, host), members)
 
 
+def host_method(mixin: Any, module: Any, name: str) -> Any:
+    """Return the function that a module of a derived class, or of a subclass, would have as a method without a mixin.
+
+    None if there is no such method.
+    """
+    # An override above the mixin calls it; one that the mixin does not have counts wherever it is.
+    owner = super(mixin, module) if name in vars(mixin) else module
+    return getattr(getattr(owner, name, None), '__func__', None)
+
+
 def _reduce(module: Any, protocol: SupportsIndex) -> tuple[Any, ...]:
     """Return what pickles name instead of a derived class: the host's class and all mixins, the outermost last."""
     kind = type(module)

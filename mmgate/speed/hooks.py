@@ -160,31 +160,51 @@ class MatchOnceHook(Hook):
 
 @HOOKS.register_module()
 class ChannelsLastHook(_PathsHook):
-    """Hook that gives the backbone its images in the channels-last memory layout, which is faster on CPUs.
+    """Hook that lets the backbone compute in the channels-last memory layout, which is faster on CPUs.
 
     Convolutions, norms and activations keep the layout of their input. Weights do not change, in memory and in
-    checkpoints. ``paths`` (``'backbone'`` by default) and errors are as in :class:`CompileHook`, but
-    :meth:`before_run` raises them.
+    checkpoints. The backbone's maps come out in torch's default layout, because mmcv's compiled operators (RoIAlign,
+    deformable convolution, CARAFE and others) read memory as NCHW whatever the strides are. A module with such
+    operators inside of it stays as it is, which the log says. ``paths`` (``'backbone'`` by default) and errors are as
+    in :class:`CompileHook`, but :meth:`before_run` raises them.
     """
 
     usual = ('backbone',)
 
     def before_run(self, runner: Runner) -> None:
-        """Register a forward pre-hook on the backbone (or ``paths``) that converts its inputs to channels last."""
-        for module in dict.fromkeys(self.modules(runner).values()):
-            if _channels_last not in module._forward_pre_hooks.values():
+        """Register hooks on the backbone (or ``paths``) that convert its inputs to channels last, its outputs back."""
+        for name, module in self.modules(runner).items():
+            operators = sorted({type(inner).__name__ for inner in module.modules() if _is_of_mmcv_ops(inner)})
+            if operators:
+                runner.logger.info(
+                    f'ChannelsLastHook: {name} stays as it is, because its {", ".join(operators)} would read '
+                    'channels-last memory as NCHW.'
+                )
+            elif _channels_last not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(_channels_last)
+                module.register_forward_hook(_channels_first)
+
+
+def _is_of_mmcv_ops(module: nn.Module) -> bool:
+    """Return True if a module is one of mmcv's operators, by the name of its class, as mmcv may not be installed."""
+    return any(f'{base.__module__}.'.startswith('mmcv.ops.') for base in type(module).__mro__)
 
 
 def _channels_last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Convert every 4-dimensional tensor among a module's arguments to channels last; a forward pre-hook."""
+    return _in_layout(args, torch.channels_last)
 
+
+def _channels_first(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Convert every 4-dimensional tensor of a module's output to torch's default layout; a forward hook."""
+    return _in_layout(output, torch.contiguous_format)
+
+
+def _in_layout(tree: Any, layout: torch.memory_format) -> Any:
     def convert(x: object) -> object:
-        if isinstance(x, Tensor) and x.dim() == 4:
-            return x.contiguous(memory_format=torch.channels_last)
-        return x
+        return x.contiguous(memory_format=layout) if isinstance(x, Tensor) and x.dim() == 4 else x
 
-    return tree_map(convert, args)
+    return tree_map(convert, tree)
 
 
 @HOOKS.register_module()

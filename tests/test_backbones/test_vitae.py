@@ -127,6 +127,7 @@ def test_forward_is_its_formula() -> None:
     assert [tuple(found.shape) for found in expected] == [(2, 16, 12, 20), (2, 16, 6, 10), (2, 32, 3, 5)]
     for found, wanted in zip(model(x), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        assert found.is_contiguous()
 
 
 @torch.no_grad()

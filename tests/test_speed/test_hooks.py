@@ -337,10 +337,13 @@ def test_channels_last_changes_no_result() -> None:
 
 def test_channels_last_leaves_other_inputs() -> None:
     part = nn.Flatten(0)
-    part.forward = lambda *args: args  # type: ignore[method-assign]
+    seen: list[Any] = []
+    part.forward = lambda *args: seen.extend(args) or args  # type: ignore[method-assign]
     HOOKS.build(dict(type='mmgate.ChannelsLastHook', paths=['part'])).before_run(
         SimpleNamespace(model=nn.ModuleDict(dict(part=part)))
     )
     given = torch.zeros(1, 2, 3), 'tokens', (torch.zeros(1, 2, 3, 3),)  # maps as a neck gets them
-    tokens, text, (maps,) = part(*given)
-    assert tokens is given[0] and text is given[1] and maps.is_contiguous(memory_format=torch.channels_last)
+    output = part(*given)
+    (tokens, text, (maps,)), (out_tokens, out_text, (out_maps,)) = seen, output
+    assert tokens is out_tokens is given[0] and text is out_text is given[1]
+    assert maps.is_contiguous(memory_format=torch.channels_last) and out_maps.is_contiguous()

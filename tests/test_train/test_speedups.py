@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT
+from helpers import zoo
+from mmcv.ops import DeformConv2d, ModulatedDeformConv2d
 from mmdet.models.dense_heads import DINOHead
+from mmdet.models.necks import FPN_CARAFE
 from mmengine.config import Config
+from mmengine.registry import HOOKS
+from torch import Tensor, nn
+from torch.nn import functional
 
 import mmgate  # noqa: F401  (mmseg:: resolves from here on)
-from mmgate.train.config_file import differences, read_config
+from mmgate.speed.hooks import ChannelsLastHook
+from mmgate.train.config_file import differences, mappings, read_config
 from mmgate.train.speedups import speed_up
 
 MERGED = 'mmgate.GroupedOptimWrapperConstructor'
@@ -77,3 +88,85 @@ def test_a_model_around_a_detector_has_no_backbone_for_channels_last() -> None:
     before = deepcopy(cfg.custom_hooks)
     speed_up(cfg)
     assert cfg.custom_hooks == before and cfg.optim_wrapper.constructor == MERGED
+
+
+STEPS = {
+    'faster_rcnn': 'faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py',
+    'mask_rcnn': 'mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py',
+    'cascade_mask_rcnn': 'cascade_rcnn/cascade-mask-rcnn_r50_fpn_1x_coco.py',
+    'dcn': 'dcn/faster-rcnn_r50-dconv-c3-c5_fpn_1x_coco.py',
+    'dcnv2': 'dcnv2/faster-rcnn_r50-mdconv-c3-c5_fpn_1x_coco.py',
+    'dyhead': 'dyhead/atss_r50_fpn_dyhead_1x_coco.py',
+    'retinanet': 'retinanet/retinanet_r50_fpn_1x_coco.py',
+    'detr': 'detr/detr_r18_8xb2-500e_coco.py',
+}
+WIDTHS = ('in_channels', 'out_channels', 'feat_channels', 'conv_out_channels', 'fc_out_channels')
+
+
+def thin(cfg: Config) -> None:
+    """Make a detector with a ResNet-50 thin: an eighth of the backbone's channels, 16 in neck and heads."""
+    cfg.model.backbone.base_channels = cfg.model.backbone.stem_channels = 8
+    for _, entry in mappings(cfg.model):
+        for key in WIDTHS:
+            if isinstance(entry.get(key), int):
+                entry[key] = 16
+        if 'num_groups' in entry:
+            entry.num_groups = 4
+    neck = cfg.model.neck[0] if isinstance(cfg.model.neck, list) else cfg.model.neck
+    neck.in_channels = [32, 64, 128, 256]
+
+
+def losses_and_gradients(model: nn.Module, data: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    torch.manual_seed(1)  # of the sampled regions
+    model.zero_grad()
+    total, losses = model.parse_losses(model(**deepcopy(data), mode='loss'))
+    total.backward()
+    losses = {name: loss.detach().reshape(()) for name, loss in losses.items()}
+    return losses, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize('name', STEPS)
+def test_losses_and_gradients_stay(name: str) -> None:
+    """Also where mmcv's operators, which read memory as NCHW, follow the backbone or are inside of it."""
+    cfg = zoo.reduced(f'mmdet::{STEPS[name]}')
+    if name != 'detr':
+        thin(cfg)
+    torch.manual_seed(0)
+    model = zoo.build(deepcopy(cfg)).train()
+    for module in model.modules():
+        if isinstance(module, (DeformConv2d, ModulatedDeformConv2d)) and hasattr(module, 'conv_offset'):
+            nn.init.normal_(module.conv_offset.weight, std=0.1)
+    data = zoo.batch(cfg, (96, 128))
+    losses, gradients = losses_and_gradients(model, data)
+    speed_up(cfg)
+    said: list[str] = []
+    run = SimpleNamespace(model=model, logger=SimpleNamespace(info=said.append))
+    for entry in cfg.custom_hooks:
+        hook = HOOKS.build(entry)
+        hook.before_run(run)
+        hook.before_train(run)
+    actual, actual_gradients = losses_and_gradients(model, data)
+    torch.testing.assert_close(actual, losses, rtol=1e-4, atol=1e-5)
+    largest = max(gradient.norm() for gradient in gradients.values())
+    for parameter, gradient in gradients.items():
+        apart = (actual_gradients[parameter] - gradient).norm()
+        assert apart <= 1e-4 * gradient.norm() + 1e-6 * largest, parameter
+    assert bool(said) == name.startswith('dcn'), said
+
+
+def test_carafe_gets_maps_as_it_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU mmcv has no kernel of CARAFE, so that another enlargement stands for it."""
+    seen: list[bool] = []
+
+    def enlarge(features: Tensor, masks: Tensor, *options: Any) -> Tensor:
+        seen.extend((features.is_contiguous(), masks.is_contiguous()))
+        return functional.interpolate(features, scale_factor=2)
+
+    monkeypatch.setitem(vars(import_module('mmcv.ops.carafe')), 'carafe', enlarge)
+    backbone = nn.ModuleList([nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 2, 1)])
+    backbone.forward = lambda x: (backbone[0](x), backbone[1](backbone[0](x)))  # type: ignore[method-assign]
+    neck = FPN_CARAFE([8, 8], 8, 2)
+    run = SimpleNamespace(model=nn.ModuleDict(dict(backbone=backbone, neck=neck)))
+    ChannelsLastHook().before_run(run)
+    neck(backbone(torch.randn(2, 3, 32, 32)))
+    assert seen and all(seen)

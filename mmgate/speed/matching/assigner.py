@@ -107,13 +107,13 @@ class AsynchronousConstants(TorchFunctionMode):
         if func is not Tensor.new_tensor or not set(kwargs) <= {'dtype', 'device'}:
             return func(*args, **kwargs)
         like, numbers = args
+        dtype = kwargs.get('dtype') or like.dtype
+        device = kwargs.get('device') or like.device
         # Sizes of images on their device, where torch.vmap computes all images together.
-        if isinstance(numbers, list) and numbers and all(isinstance(number, Tensor) for number in numbers):
-            return torch.stack(numbers).to(kwargs.get('dtype') or like.dtype)
+        if isinstance(numbers, list) and numbers and all(isinstance(one, Tensor) and not one.dim() for one in numbers):
+            return to_device(torch.stack(numbers).detach().to(dtype), device)
         # Numbers on a device may not have been computed yet.
         if isinstance(numbers, Tensor) and numbers.device.type != 'cpu':
             return func(*args, **kwargs)
-        dtype = kwargs.get('dtype') or like.dtype
-        device = kwargs.get('device') or like.device
         copy = numbers.detach().clone() if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=dtype)
         return to_device(copy.to(dtype), device)

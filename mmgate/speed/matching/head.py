@@ -34,7 +34,7 @@ from mmengine.structures import InstanceData
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmgate.speed.derived import derived_class
+from mmgate.speed.derived import derived_class, host_method
 
 from .assigner import AsynchronousConstants, HungarianAssigner, as_result, cost_of, image_name, named_costs
 from .masks import MatchedOnceMaskHead
@@ -85,6 +85,8 @@ class MatchedOnceHead(DETRHead):
 
     def loss_by_feat(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Compute the head's losses, with all decoder layers matched at once; the arguments are those of mmdet."""
+        if type(self).loss_by_feat_single is not MatchedOnceHead.loss_by_feat_single:
+            return super().loss_by_feat(*args, **kwargs)  # a subclass may compute with what are placeholders here
         layers: list[Layer] = []
         self._layers = layers
         try:
@@ -450,8 +452,7 @@ SUMS = (
 
 def _is_plain(head: Any, base: type[DETRHead] = DETRHead, own: Sequence[str] = TARGETS) -> bool:
     """Return True if a head computes its targets and losses as mmdet's DETRHead (or another, ``base``) does."""
-    host = type(head).__mro__[2]
     losses = (head.loss_cls, head.loss_bbox, head.loss_iou)
     return all(type(loss) in SUMS and loss.reduction == 'mean' for loss in losses) and all(
-        getattr(host, name, None) is getattr(base, name) for name in own
+        host_method(MatchedOnceHead, head, name) is getattr(base, name) for name in own
     )

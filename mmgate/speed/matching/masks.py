@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from mmdet.models.dense_heads import Mask2FormerHead, MaskFormerHead
+from mmdet.models.dense_heads import Mask2FormerHead
 from mmdet.models.losses import CrossEntropyLoss, DiceLoss
 from mmdet.models.task_modules.assigners import (
     ClassificationCost,
@@ -23,12 +23,14 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from mmgate.speed.derived import host_method
+
 from .assigner import AsynchronousConstants, cost_of
 from .pairs import Problem, match_all, to_device
 
 COSTS = (ClassificationCost, CrossEntropyLossCost, DiceCost, FocalLossCost)
-# Numbers in a tensor of all layers' points, 128 MiB. More are computed in several parts.
-NUMBERS = 2**25
+# Numbers in a tensor of several layers' points, 16 MiB. More are computed in parts, so that memory is about mmdet's.
+NUMBERS = 2**22
 
 
 class MatchedOnceMaskHead(Mask2FormerHead):
@@ -68,10 +70,11 @@ class MatchedOnceMaskHead(Mask2FormerHead):
         counts = [len(objects) for objects in batch_objects]
         firsts = np.cumsum([0, *counts])
         labels = torch.cat([objects.labels for objects in batch_objects])  # (G,)
-        object_masks = torch.cat([objects.masks for objects in batch_objects]).float()[:, None]  # (G, 1, H, W)
+        object_masks = torch.cat([objects.masks.float() for objects in batch_objects])[:, None]  # (G, 1, H, W)
         pairs_of_image = [min(count, queries) for count in counts]
         pairs = sum(pairs_of_image)
-        points, sampled, random = self._draw(layers, images, pairs, device)
+        parts = _slices(layers, pairs * int(self.num_points * self.oversample_ratio) * 2)
+        points, drawn = self._draw(parts, images, pairs, device)
 
         matched = np.zeros((layers, 2, 0), np.int64)
         if pairs:
@@ -86,37 +89,60 @@ class MatchedOnceMaskHead(Mask2FormerHead):
         weights = scores.new_tensor(self.class_weight)[classes].sum(1)
         losses_cls = of_scores.reshape(layers, -1).sum(1) / (weights + torch.finfo(torch.float32).eps)
 
-        chosen = [
-            masks.flatten(0, 1).index_select(0, of_layer) for masks, of_layer in zip(all_masks, rows, strict=True)
-        ]
-        masks = torch.cat(chosen)[:, None]  # (L * N, 1, h, w)
         # Processes without an object take part, too: the others wait for them.
         total = reduce_mean(scores.new_tensor([float(sum(max(count, 1) for count in pairs_of_image))])).clamp(min=1)
-        if not pairs:
-            nothing = masks.sum().expand(layers)
-            return losses_cls, nothing, nothing
-        at = self._uncertain(masks.detach(), sampled, random)  # (L * N, P, 2)
-        targets = _of_objects(object_masks, at, matched[:, 1])
-        predicted = _sample(masks, at[:, None])[:, 0, 0]  # (L * N, P)
-        of_dice = self.loss_dice(predicted, targets, reduction_override='none')
-        of_masks = self.loss_mask(predicted, targets, reduction_override='none')
-        losses_dice = of_dice.reshape(layers, -1).sum(1) / total
-        losses_mask = of_masks.reshape(layers, -1).sum(1) / (total * self.num_points)
-        return losses_cls, losses_mask, losses_dice
+        found = []
+        for part in parts:
+            chosen = [
+                of_layer.flatten(0, 1).index_select(0, own)
+                for of_layer, own in zip(all_masks[part], rows[part], strict=True)
+            ]
+            masks = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+            del chosen
+            of_pairs = self._losses_of_pairs(masks[:, None], object_masks, drawn.pop(0), matched[part, 1])
+            found.append(of_pairs.reshape(2, -1, max(pairs, 1)).sum(2))
+        of_masks, of_dice = torch.cat(found, 1).unbind()
+        return losses_cls, of_masks / (total * self.num_points), of_dice / total
 
-    def _draw(self, layers: int, images: int, pairs: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw all random points in one call: on a CPU, those that mmdet draws one after the other.
+    def _losses_of_pairs(
+        self, masks: Tensor, object_masks: Tensor, drawn: tuple[Tensor, Tensor], objects: np.ndarray
+    ) -> Tensor:
+        """Compute the losses of masks, summed over points, and of Dice, ``(2, L * N)``, of the pairs of L layers.
+
+        Args:
+            masks: Logits of the matched predictions ``(L * N, 1, h, w)``.
+            object_masks: Masks of all objects ``(G, 1, H, W)``.
+            drawn: Random points, as :meth:`_draw` returns them for these layers.
+            objects: The object of each pair ``(L, N)``.
+        """
+        if not objects.size:
+            return masks.sum().expand(2, len(objects))
+        at = self._uncertain(masks.detach(), *drawn)  # (L * N, P, 2)
+        targets = _of_objects(object_masks, at, objects)
+        predicted = _sample(masks, at[:, None])[:, 0, 0]  # (L * N, P)
+        of_masks = self.loss_mask(predicted, targets, reduction_override='none')
+        of_dice = self.loss_dice(predicted, targets, reduction_override='none')
+        return torch.stack((of_masks.reshape(len(predicted), -1).sum(1), of_dice))
+
+    def _draw(
+        self, parts: Sequence[slice], images: int, pairs: int, device: torch.device
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Draw all random points, in one call for each part: on a CPU, those that mmdet draws one after the other.
 
         Returns:
-            Points to match ``(L, B, P, 2)``, points of which the most uncertain are taken ``(L, N, S, 2)``, others
-            that are taken as they are ``(L, N, R, 2)``.
+            Points to match ``(L, B, P, 2)``. For each part of the layers, points of which the most uncertain are taken
+            ``(L, N, S, 2)``, and others that are taken as they are ``(L, N, R, 2)``.
         """
         others = self.num_points - int(self.importance_sample_ratio * self.num_points)
         shapes = [(images, self.num_points), (pairs, int(self.num_points * self.oversample_ratio)), (pairs, others)]
-        numbers = torch.rand(layers, sum(count * points * 2 for count, points in shapes), device=device)
-        parts = numbers.split([count * points * 2 for count, points in shapes], 1)
-        first, second, third = (part.unflatten(1, (*shape, 2)) for part, shape in zip(parts, shapes, strict=True))
-        return first, second, third
+        sizes = [count * points * 2 for count, points in shapes]
+        to_match, drawn = [], []
+        for part in parts:
+            numbers = torch.rand(part.stop - part.start, sum(sizes), device=device).split(sizes, 1)
+            first, second, third = (x.unflatten(1, (*shape, 2)) for x, shape in zip(numbers, shapes, strict=True))
+            to_match.append(first)
+            drawn.append((second, third))
+        return torch.cat(to_match), drawn
 
     @torch.no_grad()
     def _costs(
@@ -135,8 +161,6 @@ class MatchedOnceMaskHead(Mask2FormerHead):
         places = np.minimum(firsts[:-1, None] + np.arange(counts.max()), firsts[-1] - 1)
         places = to_device(torch.from_numpy(places), scores.device)  # (B, G)
         image_of_object = to_device(torch.from_numpy(np.repeat(np.arange(images), counts)), scores.device)
-        at_objects = points.transpose(0, 1).index_select(0, image_of_object)  # (G of all images, L, P, 2)
-        values = _sample(object_masks, at_objects)[:, 0][places]  # (B, G, L, P)
 
         def of_image(scores: Tensor, masks: Tensor, labels: Tensor, objects: Tensor) -> Tensor:
             predictions = InstanceData(scores=scores, masks=masks)
@@ -144,40 +168,32 @@ class MatchedOnceMaskHead(Mask2FormerHead):
 
         of_images = torch.vmap(of_image)
         of_layers = torch.vmap(of_images, in_dims=(0, 0, None, 2))
-        at_once = max(1, NUMBERS // (images * queries * self.num_points))
         found = []
-        for start in range(0, layers, at_once):
-            part = slice(start, start + at_once)
+        for part in _slices(layers, (images * queries + 2 * int(firsts[-1])) * self.num_points):
+            at_images = _grid(points[part]).transpose(0, 1)  # (B, L, P, 2)
+            of_objects = functional.grid_sample(  # (G of all images, 1, L, P)
+                object_masks, at_images.index_select(0, image_of_object), align_corners=False
+            )
+            values = of_objects[:, 0][places]  # (B, G, L, P)
+            del of_objects
             masks = [
                 _sample(mask, at[:, None])[:, :, 0] for mask, at in zip(all_masks[part], points[part], strict=True)
             ]
-            found.append(of_layers(scores[part], torch.stack(masks), labels[places], values[:, :, part]))
+            found.append(of_layers(scores[part], torch.stack(masks), labels[places], values))
         return torch.cat(found) if len(found) > 1 else found[0]
 
     @torch.no_grad()
     def _uncertain(self, masks: Tensor, sampled: Tensor, random: Tensor) -> Tensor:
         """Choose the points of losses ``(L * N, P, 2)`` by mmdet's rule, from points that are drawn already."""
-        layers, pairs = sampled.shape[:2]
-        at_once = max(1, NUMBERS // sampled[0].numel())
-        found = []
-        for start in range(0, layers, at_once):
-            part = slice(start, start + at_once)
-            drawn = [numbers[part].flatten(0, 1).contiguous() for numbers in (sampled, random)]
-            with _Drawn(drawn):
-                found.append(
-                    get_uncertain_point_coords_with_randomness(
-                        masks[start * pairs : (start + at_once) * pairs],
-                        None,
-                        self.num_points,
-                        self.oversample_ratio,
-                        self.importance_sample_ratio,
-                    )
-                )
-        return torch.cat(found) if len(found) > 1 else found[0]
+        with _Drawn([numbers.flatten(0, 1).contiguous() for numbers in (sampled, random)]):
+            return get_uncertain_point_coords_with_randomness(
+                masks, None, self.num_points, self.oversample_ratio, self.importance_sample_ratio
+            )
 
     def _seg_data_to_instance_data(self, batch_data_samples: Sequence[Any]) -> Any:
         """Turn maps of classes into masks of the classes that they have (mmseg), with one wait for all images."""
-        if not _has(self, '_seg_data_to_instance_data', 'mmseg.models.decode_heads.mask2former_head'):
+        host = host_method(MatchedOnceMaskHead, self, '_seg_data_to_instance_data')
+        if getattr(host, '__module__', None) != 'mmseg.models.decode_heads.mask2former_head':
             return super()._seg_data_to_instance_data(batch_data_samples)
         maps = torch.cat([sample.gt_sem_seg.data for sample in batch_data_samples])  # (B, H, W)
         places = torch.where(maps == self.ignore_index, self.num_classes, maps).flatten(1).long()
@@ -195,9 +211,20 @@ class MatchedOnceMaskHead(Mask2FormerHead):
         return objects, [sample.metainfo for sample in batch_data_samples]
 
 
+def _slices(layers: int, numbers: int) -> list[slice]:
+    """Return slices of the layers that have at most :data:`NUMBERS` numbers, if a layer has so many, or one layer."""
+    at_once = min(layers, max(1, NUMBERS // max(numbers, 1)))
+    return [slice(start, min(start + at_once, layers)) for start in range(0, layers, at_once)]
+
+
 def _sample(maps: Tensor, points: Tensor) -> Tensor:
     """Interpolate maps ``(N, C, H, W)`` at points ``(N, R, P, 2)`` between 0 and 1, to ``(N, C, R, P)``."""
-    return functional.grid_sample(maps, points * 2.0 - 1.0, align_corners=False)
+    return functional.grid_sample(maps, _grid(points), align_corners=False)
+
+
+def _grid(points: Tensor) -> Tensor:
+    """Return points between 0 and 1 as grid_sample takes them, between -1 and 1."""
+    return points * 2.0 - 1.0
 
 
 @torch.no_grad()
@@ -219,7 +246,7 @@ def _of_objects(object_masks: Tensor, points: Tensor, objects: np.ndarray) -> Te
     pair_of[objects, layer_of] = np.arange(layers * pairs).reshape(layers, pairs)
     pair_of_object = to_device(torch.from_numpy(pair_of), points.device)
     place_of_pair = to_device(torch.from_numpy((objects * layers + layer_of).ravel()), points.device)
-    values = _sample(object_masks, points[pair_of_object])  # (G, 1, L, P)
+    values = functional.grid_sample(object_masks, _grid(points)[pair_of_object], align_corners=False)  # (G, 1, L, P)
     return values.flatten(0, 2).index_select(0, place_of_pair)
 
 
@@ -253,20 +280,12 @@ class _Drawn(TorchFunctionMode):
         return next(self.numbers) if func is torch.rand else func(*args, **(kwargs or {}))
 
 
-def _has(head: Mask2FormerHead, name: str, module: str) -> bool:
-    """Return True if a head's class has a method as a Python module defines it, not one that overrides it."""
-    return getattr(getattr(type(head).__mro__[2], name, None), '__module__', None) == module
-
-
 def _is_plain(head: Mask2FormerHead) -> bool:
     """Return True if a head computes its targets and losses as mmdet's Mask2FormerHead does."""
-    host: Any = type(head).__mro__[2]
+    own = ('loss_by_feat', 'get_targets', '_loss_by_feat_single', '_get_targets_single')
     losses = (head.loss_cls, head.loss_mask, head.loss_dice)
     return (
-        host.loss_by_feat is MaskFormerHead.loss_by_feat
-        and host.get_targets is MaskFormerHead.get_targets
-        and host._loss_by_feat_single is Mask2FormerHead._loss_by_feat_single
-        and host._get_targets_single is Mask2FormerHead._get_targets_single
+        all(host_method(MatchedOnceMaskHead, head, name) is getattr(Mask2FormerHead, name) for name in own)
         and [type(loss) for loss in losses] == [CrossEntropyLoss, CrossEntropyLoss, DiceLoss]
         and all(loss.reduction == 'mean' for loss in losses)
         and (not head.loss_cls.use_sigmoid and head.loss_mask.use_sigmoid)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models.dense_heads import DETRHead, Mask2FormerHead
 from mmdet.models.detectors import DeformableDETR
 from mmdet.models.layers import CdnQueryGenerator, DeformableDetrTransformerEncoder, MSDeformAttnPixelDecoder
 from mmengine.model import BaseModel
 from torch import Tensor, nn
 
+from mmgate.ops.tracing import is_compiling
 from mmgate.speed.derived import derived_class
 
 from .assigner import AsynchronousConstants
@@ -89,29 +93,41 @@ class KnownSizesPixelDecoder(MSDeformAttnPixelDecoder):
             return super().forward(feats)
 
 
+# mmcv compares the number of values with the sizes here, as the only comparison of tensors.
+_ATTENTION = inspect.unwrap(MultiScaleDeformableAttention.forward).__code__
+
+
 class _KnownSizes(AsynchronousConstants):
     """Torch function mode for a pixel decoder's forward pass, in which sizes come from the host.
 
     mmdet splits and reshapes its memory by numbers on the device, and mmcv's attention compares their product with the
-    number of values.
+    number of values. Calls of other code are left alone, because gates and layers of others run in here, too.
     """
 
     def __init__(self, sizes: Sequence[tuple[int, ...]]) -> None:
         super().__init__()
         self.sizes = sizes
-        self.values = sum(height * width for height, width in sizes)
-        self._next: Iterator[tuple[int, ...]] = iter(sizes)
+        self.lengths = [height * width for height, width in sizes]
+        self._levels: Sequence[Tensor] = ()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.split and isinstance(args[1], list) and isinstance(args[1][0], Tensor):
-            args = (args[0], [height * width for height, width in self.sizes])
-        elif func is Tensor.reshape and isinstance(args[-1], Tensor) and args[2] == -1:
-            args = (*args[:-2], *next(self._next))
-        elif func is Tensor.__eq__ and args[1] == self.values and args[0].dtype == torch.long and not args[0].dim():
+        if func is torch.split and self._is_of_levels(*args):
+            self._levels = func(args[0], self.lengths, **(kwargs or {}))
+            return self._levels
+        if func is Tensor.reshape:
+            for level, size in zip(self._levels, self.sizes, strict=False):
+                if args[0] is level:
+                    return func(*args[:-2], *size)
+        if func is Tensor.__eq__ and not is_compiling() and sys._getframe(1).f_code is _ATTENTION:
             return True
         return super().__torch_function__(func, types, args, kwargs)
+
+    def _is_of_levels(self, memory: Any = None, parts: Any = None, *_: Any) -> bool:
+        """Return True if these are arguments that split a tensor's last axis by the lengths of levels, as tensors."""
+        numbers = isinstance(parts, list) and all(isinstance(part, Tensor) for part in parts)
+        return numbers and len(parts) == len(self.lengths) and memory.shape[-1] == sum(self.lengths)
 
 
 class DenoisingWithoutWaits(CdnQueryGenerator):
@@ -187,11 +203,12 @@ def _has(module: nn.Module, base: Any, *names: str) -> bool:
     return isinstance(module, base) and all(getattr(type(module), name) is getattr(base, name) for name in names)
 
 
+DENOISING = ('__call__', 'generate_dn_label_query', 'collate_dn_queries', 'generate_dn_mask')
 # The mixin of each part, and a check of the modules that it is for.
 MIXINS: dict[Any, Callable[[nn.Module], bool]] = {
     KnownSizesDetector: lambda module: _has(module, DeformableDETR, 'pre_transformer', 'gen_encoder_output_proposals'),
     KnownSizesEncoder: lambda module: _has(module, DeformableDetrTransformerEncoder, 'get_encoder_reference_points'),
     KnownSizesPixelDecoder: lambda module: _has(module, MSDeformAttnPixelDecoder, 'forward'),
-    DenoisingWithoutWaits: lambda module: type(module) is CdnQueryGenerator,
+    DenoisingWithoutWaits: lambda module: _has(module, CdnQueryGenerator, *DENOISING),
     SummedLosses: lambda module: getattr(type(module), 'parse_losses', None) is BaseModel.parse_losses,
 }

@@ -82,6 +82,18 @@ def test_constants_made_without_a_wait() -> None:
     assert torch.equal(whole, torch.tensor([1, 2])) and away.is_meta and away.dtype == torch.float32
 
 
+def test_constants_are_those_of_torch() -> None:
+    """In code of others, which runs in the same mode."""
+    like = torch.zeros(2, dtype=torch.float64)
+    one = torch.tensor(1.5, requires_grad=True)
+    given = ([one, one * 2], [torch.tensor([1.0]), torch.tensor([2.0])], [[one, 2]], [3, 4], 5, [], torch.tensor([7]))
+    for numbers in given:
+        expected = like.new_tensor(numbers)
+        with AsynchronousConstants():
+            actual = like.new_tensor(numbers)
+        assert not actual.requires_grad and actual.dtype == expected.dtype and torch.equal(actual, expected)
+
+
 @pytest.fixture(autouse=True)
 def _scope() -> None:
     init_default_scope('mmdet')

@@ -175,6 +175,38 @@ def test_a_step_waits_once(name: str) -> None:
     assert waits.counts == {'cpu': 1}
 
 
+@pytest.mark.parametrize('name', ['DETR', 'DINO'])
+def test_a_subclass_of_a_changed_head_waits_once_too(name: str) -> None:
+    head = build(name, type='mmgate.MatchedOnce', host='')
+    head.__class__ = type('Another', (type(head),), {})
+    leaves, rest = loss_inputs(name, (3, 0, 5))
+    with Waits() as waits:
+        head.loss_by_feat(*leaves, *rest)
+    assert waits.counts == {'cpu': 1}
+
+
+def doubled(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return tuple(2 * loss for loss in super(type(self), self).loss_by_feat_single(*args, **kwargs))
+
+
+def unweighted(self: Any, *args: Any) -> Any:
+    labels, weights, *rest = super(type(self), self)._get_targets_single(*args)
+    return labels, 0.5 * weights, *rest
+
+
+@pytest.mark.parametrize(
+    'overridden', [dict(loss_by_feat_single=doubled), dict(_get_targets_single=unweighted)], ids=['losses', 'targets']
+)
+def test_what_a_subclass_of_a_changed_head_overrides_is_called(overridden: dict[str, Any]) -> None:
+    results = []
+    for more in ({}, dict(type='mmgate.MatchedOnce', host='')):
+        head = build('DETR', **more)
+        head.__class__ = type('Another', (type(head),), overridden)
+        leaves, rest = loss_inputs('DETR', (3, 0, 5))
+        results.append(head.loss_by_feat(*leaves, *rest))
+    torch.testing.assert_close(results[1], results[0])
+
+
 @pytest.mark.parametrize('name', ['DINO_quality', 'DETR'])
 def test_pairs_go_to_the_device_in_one_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all layers and images, also where the host makes the losses."""

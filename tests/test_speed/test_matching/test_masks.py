@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.counting import Memory
 from helpers.matching import Waits
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.structures import InstanceData, PixelData
@@ -71,6 +72,25 @@ def test_losses_are_mmdets(case: str, parts: str, monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(our_grads, grads, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize('count', [10, 60, 300])
+def test_memory_is_at_most_mmdets(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a tensor of points as small, beside this head's, as the limit is beside that of COCO's configs."""
+    points, queries, layers = 512, 20, 6
+    monkeypatch.setattr(masks, 'NUMBERS', 2 * queries * points)
+    scores, predicted, objects, metas = inputs((count, count))
+    scores = [torch.randn(2, queries, CLASSES + 1, requires_grad=True) for _ in range(layers)]
+    predicted = [torch.randn(2, queries, 16, 16, requires_grad=True) for _ in range(layers)]
+    peaks = []
+    for matched in (False, True):
+        head = build(matched, num_queries=queries)
+        head.num_points = points
+        with Memory() as memory:
+            losses = head.loss_by_feat(scores, predicted, objects, metas)
+            sum(loss.sum() for loss in losses.values()).backward()
+        peaks.append(memory.peak)
+    assert peaks[1] <= peaks[0], peaks
+
+
 def test_processes_reduce_as_often_whatever_their_images_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """One without an object would otherwise leave the others waiting."""
     reductions = []
@@ -83,8 +103,11 @@ def test_processes_reduce_as_often_whatever_their_images_hold(monkeypatch: pytes
     assert counts[0] == counts[1] > 0
 
 
-def test_losses_wait_once() -> None:
+@pytest.mark.parametrize('subclass', [False, True])
+def test_losses_wait_once(subclass: bool) -> None:
     head = build(True)
+    if subclass:
+        head.__class__ = type('Another', (type(head),), {})
     with Waits() as waits:
         head.loss_by_feat(*inputs((3, 0, 5)))
     assert waits.counts == {'cpu': 1}

@@ -15,7 +15,7 @@ from helpers.matching import objects
 from mmcv.ops import multi_scale_deform_attn
 from mmdet.models.dense_heads import DETRHead
 from mmdet.models.detectors import DeformableDETR
-from mmdet.models.layers import CdnQueryGenerator, DeformableDetrTransformerEncoder
+from mmdet.models.layers import CdnQueryGenerator, DeformableDetrTransformerEncoder, MSDeformAttnPixelDecoder
 from mmdet.models.task_modules.assigners import HungarianAssigner
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
@@ -152,6 +152,13 @@ def test_denoising_queries_are_mmdets(counts: tuple[int, ...]) -> None:
     assert results[1][3] == results[0][3]
 
 
+def test_a_subclass_of_the_generator_waits_for_nothing_unless_it_overrides_that() -> None:
+    fits = models.MIXINS[models.DenoisingWithoutWaits]
+    for overridden, changed in (({}, True), (dict(get_num_groups=None), True), (dict(generate_dn_mask=None), False)):
+        kind: Any = type('Another', (CdnQueryGenerator,), overridden)
+        assert fits(kind.__new__(kind)) is changed
+
+
 def test_labels_of_denoising_queries_are_as_noisy_as_mmdets() -> None:
     kind = derived_class(models.DenoisingWithoutWaits, CdnQueryGenerator, '')
     generator = kind(50, 1, 12, label_noise_scale=0.5)
@@ -192,6 +199,42 @@ def test_a_step_has_mmdets_losses(name: str) -> None:
     assert list(our_log) == list(log)
     torch.testing.assert_close(our_total, total, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(dict(our_log), {k: v.reshape(()) for k, v in log.items()}, rtol=1e-4, atol=1e-4)
+
+
+class Comparing(torch.nn.Module):
+    """A layer of somebody's in the pixel decoder, which compares, reshapes and splits as it likes."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        number = torch.tensor(self.tokens - 1)
+        assert not bool(number == self.tokens) and bool(number == self.tokens - 1)
+        first, second = torch.split(x, [torch.tensor(1), number], 1)
+        assert first.shape[1] == 1 and torch.split(x, 1, 1)[0].shape[1] == 1
+        x = torch.cat((first, second), 1).reshape(x.shape[0], -1, torch.tensor(self.tokens), torch.tensor(4))
+        x = x.permute(0, 2, 1, 3).flatten(2).reshape(torch.tensor(-1)).reshape(-1, self.tokens, x.shape[1] * 4)
+        return x * (x == x.amax(-1, keepdim=True))
+
+
+def test_layers_of_others_compute_in_a_pixel_decoder_what_they_do_elsewhere() -> None:
+    sizes = [(8, 12), (4, 6), (2, 3), (1, 2)]
+    tokens = sum(height * width for height, width in sizes[1:])
+    encoder = dict(num_layers=1, layer_cfg=dict(self_attn_cfg=dict(embed_dims=8, num_heads=2, num_levels=3)))
+    encoder['layer_cfg']['ffn_cfg'] = dict(embed_dims=8, feedforward_channels=8)
+    positions = dict(num_feats=4, normalize=True)
+    torch.manual_seed(0)
+    decoder = MSDeformAttnPixelDecoder(
+        [8] * 4, feat_channels=8, out_channels=8, encoder=Config(encoder), positional_encoding=Config(positions),
+        norm_cfg=dict(type='GN', num_groups=2),
+    )
+    decoder.init_weights()
+    decoder.eval().encoder.layers[0].ffn = Comparing(tokens)
+    features = [torch.randn(2, 8, *size) for size in sizes]
+    expected = decoder(features)
+    decoder.__class__ = derived_class(models.KnownSizesPixelDecoder, MSDeformAttnPixelDecoder, '')
+    torch.testing.assert_close(decoder(features), expected, rtol=0, atol=0)
 
 
 class Model(BaseModel):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from helpers.matching import COSTS, META, objects, predictions
@@ -87,3 +91,20 @@ def test_the_remedy_depends_on_mixed_precision(
     for value in (torch.nan, -torch.inf, torch.inf):
         with pytest.raises(ConfigError, match=f'of layer 2 cannot be .*: the cost is NaN or infinite in 6.*{said}'):
             pairs.match_pairs(torch.full((3, 2), value), 'layer 2')
+
+
+@pytest.mark.skipif(not hasattr(os, 'fork'), reason='this system does not fork')
+def test_a_forked_process_matches_after_its_parent_has() -> None:
+    """As the processes that a notebook launches."""
+    problems = [pairs.Problem(torch.rand(2, pairs.IN_THREADS // 4)) for _ in range(2)]
+    expected = pairs.match_all(problems)
+    child = os.fork()
+    if not child:
+        os._exit(not all(np.array_equal(*two) for two in zip(pairs.match_all(problems), expected, strict=True)))
+    end = time.monotonic() + 20
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < end:
+        time.sleep(0.01)
+    if not ended[0]:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
