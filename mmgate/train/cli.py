@@ -122,7 +122,8 @@ def test(argv: list[str]) -> None:
     parser.add_argument(
         '--allow-mismatch',
         action='store_true',
-        help="test although the checkpoint has less than half of the model's keys",
+        help="test although the checkpoint has less than half of the model's keys, tensors of other sizes, or gates "
+        'that were trained with other options',
     )
     args = _parse(parser, argv)
     cfg = load_config(args)

@@ -32,8 +32,8 @@ class GatesCheckpointHook(Hook):
         **others: Other options of mmengine's CheckpointHook, which a config may inherit; they are refused.
 
     Raises:
-        ConfigError: There are such options, or safetensors is not installed; a rule of the gates fits into no file, or everything trains and there are
-            no whole checkpoints (from :meth:`before_train`).
+        ConfigError: There are such options, or safetensors is not installed; a rule of the gates fits into no file, or
+            everything trains and there are no whole checkpoints (from :meth:`before_train`).
     """
 
     priority = 'VERY_LOW'  # after hooks that update the weights
