@@ -25,7 +25,7 @@ class OptionError(ConfigError, TypeError):
 
 
 class UntrustedCheckpoint(ConfigError):
-    """Error: a checkpoint would run code, or unpack into far more memory than the file has."""
+    """Error: a checkpoint may run code of whoever made it."""
 
 
 class UnsupportedCall(ConfigError):

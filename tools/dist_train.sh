@@ -7,6 +7,6 @@ if [ $# -lt 2 ]; then
 fi
 config=$1 gpus=$2
 shift 2
-torchrun --nnodes="${NNODES:-1}" --node_rank="${NODE_RANK:-0}" --nproc_per_node="$gpus" \
+exec torchrun --nnodes="${NNODES:-1}" --node_rank="${NODE_RANK:-0}" --nproc_per_node="$gpus" \
   --master_addr="${MASTER_ADDR:-127.0.0.1}" --master_port="${PORT:-29500}" \
   "$(dirname "$0")/train.py" "$config" --launcher pytorch "$@"

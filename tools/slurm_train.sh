@@ -9,6 +9,6 @@ gpus=${GPUS:-8} per_node=${GPUS_PER_NODE:-8}
 ((per_node < gpus)) || per_node=$gpus
 # SRUN_ARGS is a list of arguments, hence unquoted
 # shellcheck disable=SC2086
-srun --partition="$1" --job-name="$2" --gres="gpu:$per_node" --ntasks="$gpus" --ntasks-per-node="$per_node" \
+exec srun --partition="$1" --job-name="$2" --gres="gpu:$per_node" --ntasks="$gpus" --ntasks-per-node="$per_node" \
   --cpus-per-task="${CPUS_PER_TASK:-5}" --kill-on-bad-exit=1 ${SRUN_ARGS:-} \
   python -u "$(dirname "$0")/train.py" "$3" --work-dir="$4" --launcher slurm "${@:5}"

@@ -1,38 +1,29 @@
-"""The classes and functions that a checkpoint of mmengine may name beside tensors; some are replaced by safe ones.
+"""The classes and functions that a checkpoint may name beside those of tensors; some are replaced by safe ones.
 
-torch's safe loader refuses all but tensors. The other objects that mmengine saves (optimizer states, the message hub's
-histories with numpy arrays) are on the list below, and nothing else is called.
+They are what mmengine saves beside tensors (histories with numpy arrays, states of schedulers), and the plain
+containers of other training scripts.
 """
 
 from __future__ import annotations
 
 import re
+from _codecs import encode
+from argparse import Namespace
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from importlib import import_module
+from datetime import date, datetime, timedelta, timezone
+from pathlib import PosixPath, PurePosixPath
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
+from mmengine.config import ConfigDict
 from mmengine.logging import HistoryBuffer
 from mmengine.optim.scheduler.param_scheduler import OneCycleParamScheduler
 
-ALLOWED = {
-    'collections': {'Counter', 'defaultdict', 'deque'},
-    # str is missing, because it makes a text of any length from nested lists.
-    'builtins': {'complex', 'dict', 'float', 'frozenset', 'int', 'list', 'set', 'slice', 'tuple', 'bool'},
-    'datetime': {'date', 'datetime', 'timedelta', 'timezone'},
-    'pathlib': {'Path', 'PosixPath', 'PurePosixPath'},
-    'argparse': {'Namespace'},
-    'types': {'SimpleNamespace'},
-    'torch._utils': {'_rebuild_parameter_with_state', '_rebuild_sparse_tensor'},
-    'torch.nn.parameter': {'Parameter'},
-    'torch.serialization': {'_get_layout'},
-    'mmengine.config.config': {'ConfigDict'},
-}
-OLD_NAMES = {'__builtin__': 'builtins', 'copy_reg': 'copyreg', 'mmcv.utils.config': 'mmengine.config.config'}
-
 
 class ForbiddenContent(ValueError):
-    """Error: a checkpoint holds something that may run code or fill the memory; the message names it."""
+    """Error: a checkpoint holds something that may run code; the message names it."""
 
 
 def refuse(content: str) -> NoReturn:
@@ -40,64 +31,29 @@ def refuse(content: str) -> NoReturn:
     raise ForbiddenContent(content)
 
 
-def find_allowed(module: str, name: str) -> Any:
-    """Return the class or function that a name in a checkpoint may mean; raise an error for a name not on the list."""
-    module = OLD_NAMES.get(module, module)
-    if name in REPLACED.get(module, {}):
-        return REPLACED[module][name]
-    # Protocol 4 of pickle writes attributes as names with dots, older ones as calls of getattr.
-    if module == HistoryBuffer.__module__ and name.startswith('HistoryBuffer.'):
-        return _attribute(_History, name.partition('.')[2])
-    # No name on the list has a dot.
-    if name in ALLOWED.get(module, ()):
-        return getattr(import_module(module), name)
-    refuse(f'asks for {module}.{name}')
-
-
-class _History(HistoryBuffer):
-    """Safe replacement for mmengine's HistoryBuffer while a checkpoint is read; it can only be made empty.
-
-    Made from nested lists, a real one could become a huge array.
-    """
-
-    def __new__(cls, *content: object) -> _History:
-        """Make an empty history; raise an error if pickle passes content to it. Its state is set later."""
-        if content:
-            refuse('calls HistoryBuffer')
-        return object.__new__(cls)
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        """Become a real HistoryBuffer with the saved state, except for its statistics, which could replace methods."""
-        self.__class__ = HistoryBuffer
-        self.__dict__.update({key: value for key, value in state.items() if 'statistics' not in key})
-
-
 class _Array:
-    """Safe replacement for numpy's ndarray while a checkpoint is read; the real one would allocate any size."""
-
-
-class _OneCycle:
-    """Safe replacement for mmengine's OneCycleParamScheduler, whose annealing functions checkpoints refer to."""
+    """Safe replacement for the class of numpy's arrays, whose call allocates memory or looks into another array's."""
 
 
 def _attribute(owner: object, name: str) -> Callable[..., Any]:
     """Return one of the few attributes that a checkpoint may ask for; a safe replacement for ``getattr``.
 
-    A HistoryBuffer names its statistics by it, and OneCycleLR its annealing.
+    A HistoryBuffer of mmengine names its statistics by it, and OneCycleLR its annealing.
     """
-    if owner is _History and name in ('min', 'max', 'current', 'mean'):
+    if owner is HistoryBuffer and name in ('min', 'max', 'current', 'mean'):
         return getattr(HistoryBuffer, name)
-    if owner is _OneCycle and name in ('_annealing_cos', '_annealing_linear'):
+    if owner is OneCycleParamScheduler and name in ('_annealing_cos', '_annealing_linear'):
         return getattr(OneCycleParamScheduler, name)
     refuse(f'asks for the attribute {name} of {owner!r}')
 
 
 def _dtype(name: str, *_: object) -> np.dtype:
-    """Return a numpy dtype of numbers or strings; a safe replacement for ``numpy.dtype``, without objects.
+    """Return one of numpy's own dtypes of numbers; a safe replacement for ``numpy.dtype``.
 
-    Structures are refused, too, and the alignment is ignored.
+    Of these numpy ignores the state that a pickle sets next. Set on a dtype of text or objects, flags and sizes that do
+    not fit let numpy read and write foreign memory.
     """
-    if not isinstance(name, str) or not re.fullmatch(r'[<|=]?(?:[biufcSU]\d+|\?|b1)', name):
+    if not isinstance(name, str) or not re.fullmatch(r'[<|=]?(?:[biufc]\d+|\?)', name):
         refuse(f'asks numpy for the type {name!r}')
     return np.dtype(name)
 
@@ -116,27 +72,32 @@ def _scalar(dtype: object, content: object = None) -> np.generic:
     return np.frombuffer(content, dtype)[0]
 
 
-def _bytes(text: str, encoding: str) -> bytes:
-    """Return text encoded as latin-1; a safe replacement for ``_codecs.encode``, by which old pickles write bytes."""
-    if not isinstance(text, str) or encoding != 'latin1':
-        refuse(f'asks for the encoding {encoding}')
-    return text.encode(encoding)
-
-
-def _no_bytes(*content: object) -> bytes:
+def _bytes(*content: object) -> bytes:
     """Return empty bytes; a safe replacement for ``bytes``, which old pickles call for an empty array."""
     if content:
         refuse('asks for builtins.bytes')
     return b''
 
 
-_NUMPY: dict[str, Callable[..., Any]] = {'_reconstruct': _empty_array, 'scalar': _scalar}
-REPLACED: dict[str, dict[str, Callable[..., Any]]] = {
-    'builtins': {'getattr': _attribute, 'bytes': _no_bytes},
-    '_codecs': {'encode': _bytes},
-    'numpy': {'dtype': _dtype, 'ndarray': _Array},
-    'mmengine.logging.history_buffer': {'HistoryBuffer': _History},
-    'mmengine.optim.scheduler.param_scheduler': {'OneCycleParamScheduler': _OneCycle},
-    'numpy.core.multiarray': _NUMPY,
-    'numpy._core.multiarray': _NUMPY,
+_CONTAINERS = (bool, complex, dict, float, frozenset, int, list, set, slice, tuple, Counter, defaultdict, deque)
+_PLAIN = (*_CONTAINERS, date, datetime, timedelta, timezone, Namespace, SimpleNamespace)
+_STATISTICS = ('min', 'max', 'current', 'mean')
+ALLOWED: dict[str, Any] = {
+    **{f'{kind.__module__}.{kind.__qualname__}': kind for kind in (*_PLAIN, HistoryBuffer, ConfigDict)},
+    # Newer Pythons have the paths in other modules.
+    **{f'pathlib.{kind.__name__}': kind for kind in (PosixPath, PurePosixPath)},
+    'mmcv.utils.config.ConfigDict': ConfigDict,
+    'builtins.getattr': _attribute,
+    # Protocol 4 of pickle writes attributes as names with dots.
+    **{f'{HistoryBuffer.__module__}.HistoryBuffer.{name}': getattr(HistoryBuffer, name) for name in _STATISTICS},
+    f'{OneCycleParamScheduler.__module__}.OneCycleParamScheduler': OneCycleParamScheduler,
+    'builtins.bytes': _bytes,
+    '_codecs.encode': encode,  # older protocols write bytes by it
+    'numpy.dtype': _dtype,
+    'numpy.ndarray': _Array,
+    **{f'numpy.{core}.multiarray._reconstruct': _empty_array for core in ('core', '_core')},
+    **{f'numpy.{core}.multiarray.scalar': _scalar for core in ('core', '_core')},
+    # No pickle finds these; they are here because a state may be set on their objects.
+    'an array': np.ndarray,
+    **{f'a dtype {code}': type(np.dtype(code)) for code in '?bBhHiIlLqQefdgFDG'},
 }

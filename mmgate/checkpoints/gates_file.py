@@ -20,7 +20,7 @@ from torch import Tensor
 from mmgate._environment import log
 from mmgate.errors import ConfigError, listed
 
-from .safetensors_file import read_safetensors
+from .safetensors_file import check_safetensors, read_safetensors
 
 KEY = 'mmgate.gates'
 VERSION = 1
@@ -101,8 +101,9 @@ def write_gates(path: str | os.PathLike[str], content: GatesFile) -> None:
     """Write a gates file; an older file of that name is replaced only when the new one is complete.
 
     Raises:
-        ConfigError: The file cannot be written.
+        ConfigError: The file cannot be written, or safetensors is not installed.
     """
+    check_safetensors()
     from safetensors.torch import save
 
     described = {key: value for key, value in vars(content).items() if key != 'tensors'}
@@ -122,10 +123,12 @@ def read_gates(path: str | os.PathLike[str]) -> GatesFile:
     """Read a gates file and return its content, with tensors on the CPU.
 
     Raises:
-        ConfigError: There is no such file, or it is damaged, of another version, or no gates file.
+        ConfigError: There is no such file, or it is damaged, of another version, or no gates file; or safetensors is
+            not installed.
     """
     if not os.path.isfile(path):
         raise ConfigError(f'{path}: there is no such file of gates.')
+    check_safetensors()
     try:
         tensors, metadata = read_safetensors(path)
     except ValueError as error:

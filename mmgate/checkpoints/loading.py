@@ -5,6 +5,7 @@ A pickle may call any function by its name, and mmengine's loaders use torch's u
 
 from __future__ import annotations
 
+import logging
 import os
 import os.path as osp
 from collections.abc import Iterator
@@ -13,12 +14,13 @@ from typing import Any
 
 from mmengine.runner.checkpoint import CheckpointLoader
 
+from mmgate._environment import log
 from mmgate.errors import ConfigError, UntrustedCheckpoint
 
-from .allowed import ForbiddenContent, refuse
+from .allowed import ForbiddenContent
 from .download import download
-from .guarded_pickle import load_file
-from .plain_config import running_part
+from .plain_config import what_runs
+from .unpickler import load_file
 
 TRUST = 'MMGATE_TRUST_CHECKPOINT'
 HOW_TO_TRUST = f'If you trust whoever made it, pass --trust-checkpoint, or set {TRUST}=1'
@@ -38,8 +40,7 @@ def load_checkpoint_file(filename: str, map_location: Any = None, *, tensors_alo
 
     Raises:
         FileNotFoundError: There is no such file.
-        UntrustedCheckpoint: It uses a function that is on no list, holds a config that calls functions, or is a zip
-            bomb or a TorchScript archive (unless trusted).
+        UntrustedCheckpoint: It uses a function that is on no list, or is a TorchScript archive (unless trusted).
         ConfigError: It cannot be read, most often because it is cut short.
     """
     path = osp.expanduser(filename)
@@ -48,21 +49,21 @@ def load_checkpoint_file(filename: str, map_location: Any = None, *, tensors_alo
     trusted = is_trusted() and not tensors_alone
     try:
         checkpoint = load_file(path, map_location, trusted=trusted, tensors_alone=tensors_alone)
-        if not trusted and not tensors_alone:
-            _refuse_configs_that_run(checkpoint)
     except ForbiddenContent as error:
         remedy = f'{HOW_TO_TRUST}; it is then loaded as pickle does, code and all.'
         if tensors_alone:
             remedy = 'Tensors alone are read here, of a file that is trusted, too.'
         raise UntrustedCheckpoint(
             f'checkpoint {filename} {error}, which no checkpoint of mmengine does and which may run code of whoever '
-            f'made the file, or fill the memory; it was not loaded. {remedy}'
+            f'made the file; it was not loaded. {remedy}'
         ) from error
     except ValueError as error:
         raise ConfigError(
             f'checkpoint {filename} cannot be read ({error}); it may be cut short, or a web page that was saved in its '
             'place. Copy it again, delete it if it was downloaded (it then is once more), or take an earlier one.'
         ) from error
+    if not trusted and not tensors_alone:
+        _leave_out_configs_that_run(filename, checkpoint)
     return checkpoint
 
 
@@ -100,18 +101,23 @@ def guarded_loaders() -> Iterator[None]:
             CheckpointLoader.register_scheme(scheme, loader, force=True)
 
 
-def _refuse_configs_that_run(checkpoint: object) -> None:
-    """Raise an error if a config in the checkpoint's metadata would run code.
+def _leave_out_configs_that_run(filename: str, checkpoint: object) -> None:
+    """Remove configs that would run code from the checkpoint's metadata, with a warning.
 
     mmengine executes the text of such a config when it resumes, and in its inferencers.
     """
 
-    def inner(owner: object, key: str) -> object:
+    def inner(owner: object, key: str) -> Any:
         return owner.get(key) if isinstance(owner, dict) else None
 
     for place in (inner(checkpoint, 'meta'), inner(inner(checkpoint, 'message_hub'), 'runtime_info')):
         for key in ('config', 'cfg'):
             text = inner(place, key)
-            found = running_part(text) if isinstance(text, str) else None
+            found = what_runs(text) if isinstance(text, str) else None
             if found:
-                refuse(f'holds a config, {key}, with {found}')
+                del place[key]
+                log(
+                    f'checkpoint {filename}: its config was left out, because mmengine would run it: {found}. '
+                    f'{HOW_TO_TRUST}.',
+                    logging.WARNING,
+                )

@@ -1,78 +1,111 @@
-"""Check that the text of a config, as checkpoints hold it, has plain values only and runs no code.
+"""Read the text of a config, as checkpoints hold it, without running it.
 
 mmengine executes this text when a run is resumed, and in its inferencers. First it substitutes double braces, for
-example by environment variables; it also runs the files that ``_base_`` names, and calls the classes that ``type``
-names.
+example by environment variables; it also runs the files that ``_base_`` names, imports the modules of
+``custom_imports``, and calls the classes that ``type`` names.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from mmengine.registry import DATASETS, HOOKS, MODELS, TRANSFORMS
 
-CALLS = {'dict', 'float', 'list', 'set', 'tuple'}
-# Packages whose classes a config may name with dots, beside those that have registries in this process.
+# Packages that a config may import from, beside those that have registries in this process.
 SCOPES = {'mmaction', 'mmcls', 'mmcv', 'mmdet', 'mmdet3d', 'mmengine', 'mmgate', 'mmocr', 'mmpose', 'mmpretrain'}
 SCOPES |= {'mmrotate', 'mmseg', 'mmtrack', 'mmyolo', 'timm', 'torch', 'torchvision'}
-_NAMED = {'type', 'host', '_scope_', 'runner_type', 'constructor'}
+_NAMED = ('type', 'host', '_scope_', 'runner_type', 'constructor')
 # Modules of the standard library whose names mmengine uses, too.
 _PACKAGES = {'logging'}
-_PLAIN = (
-    *(ast.Module, ast.Assign, ast.Expr, ast.Constant, ast.List, ast.Set, ast.Tuple),
-    *(ast.UnaryOp, ast.unaryop, ast.expr_context),
-)
 
 
-def running_part(text: str) -> str | None:
-    """Return the first part of a config's text that would run code, with its line number, or None."""
+def plain_values(text: str) -> dict[str, Any]:
+    """Return the values that a config's text assigns; empty for a text that is no Python.
+
+    Raises:
+        ValueError: It holds more than values; the message has the line.
+    """
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return {}
+    except (RecursionError, MemoryError) as error:
+        raise ValueError('values too deep to read') from error
+    values = {}
+    for statement in tree.body:
+        target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+        if not isinstance(target, ast.Name):
+            raise ValueError(f'line {statement.lineno}, {ast.unparse(statement)[:40]}')
+        try:
+            values[target.id] = ast.literal_eval(_Literals().visit(statement.value))  # type: ignore[attr-defined]
+        except (ValueError, TypeError, RecursionError, MemoryError) as error:
+            raise ValueError(f'line {statement.lineno}, {ast.unparse(statement)[:40]}') from error
+    return values
+
+
+def what_runs(text: str) -> str | None:
+    """Return the first part of a config's text that would run code, or None."""
     if '{{' in text:
         return 'a place to be filled in, {{'
     try:
-        tree = ast.parse(text)
-    # A text that is no Python cannot run.
-    except (SyntaxError, ValueError):
-        return None
-    except (RecursionError, MemoryError):
-        return 'values too deep to read'
-    for node in ast.walk(tree):
-        if not _is_value(node):
-            running: Any = node
-            return f'line {running.lineno}, {ast.unparse(running)[:40]}'
-    return None
+        values = plain_values(text)
+    except ValueError as error:
+        return str(error)
+    if '_base_' in values:
+        return f'_base_ = {values["_base_"]!r}'
+    given = values.get('custom_imports')
+    imports = given.get('imports') if isinstance(given, dict) else None
+    for module in [imports] if isinstance(imports, str) else imports or ():
+        # A module that is there already, as the running config's are, does not run again.
+        if module not in sys.modules and not _is_known(str(module).partition('.')[0]):
+            return f'it imports {module}'
+    return next((f'{key}={value!r}' for key, value in _named(values) if _calls(value)), None)
 
 
-def _is_value(node: ast.AST) -> bool:
-    """Return True if a node of a config's syntax tree runs no code by itself; its children are checked separately."""
-    if isinstance(node, ast.Name):
-        bound_anew = isinstance(node.ctx, ast.Store) and node.id in {*CALLS, '_base_'}
-        return not bound_anew and not node.id.startswith('__')
-    if isinstance(node, ast.Call):
-        called = node.func.id if isinstance(node.func, ast.Name) else None
-        keys_stand_there = called != 'dict' or all(isinstance(given, ast.Dict) for given in node.args)
-        return called in CALLS and keys_stand_there
-    if isinstance(node, ast.keyword):
-        return node.arg is not None and not (node.arg in _NAMED and _calls(node.value))
-    if isinstance(node, ast.Dict):
-        return not any(
-            key is None or isinstance(key, ast.Name) or (getattr(key, 'value', None) in _NAMED and _calls(value))
-            for key, value in zip(node.keys, node.values, strict=True)
-        )
-    return isinstance(node, _PLAIN)
+class _Literals(ast.NodeTransformer):
+    """Rewrite ``dict(a=1)``, the form of dicts in such texts, and infinite numbers as literals."""
+
+    def visit_Call(self, call: ast.Call) -> ast.AST:
+        self.generic_visit(call)
+        name = call.func.id if isinstance(call.func, ast.Name) else None
+        if name == 'float' and len(call.args) == 1 and isinstance(call.args[0], ast.Constant) and not call.keywords:
+            return ast.Constant(float(call.args[0].value))  # type: ignore[arg-type]
+        # Keys that are no names stand in a dict: dict({'backbone.a': 1}).
+        if name != 'dict' or not all(isinstance(given, ast.Dict) for given in call.args):
+            return call
+        keys: list[Any] = [key for given in call.args for key in given.keys]  # type: ignore[attr-defined]
+        values = [value for given in call.args for value in given.values]  # type: ignore[attr-defined]
+        # ``**values`` has no name, and is refused as a key.
+        keys += [ast.Constant(keyword.arg) if keyword.arg else None for keyword in call.keywords]
+        return ast.Dict(keys, values + [keyword.value for keyword in call.keywords])
+
+    def visit_Name(self, name: ast.Name) -> ast.AST:
+        return ast.Constant(float(name.id)) if name.id in ('inf', 'nan') else name
 
 
-def _calls(value: ast.expr) -> bool:
-    """Return True if the value of a ``type`` key might name something else than a class of torch or an mm package."""
-    # A name may be set anywhere in the text.
-    if isinstance(value, ast.Name):
-        return True
-    if not isinstance(value, ast.Constant) or not isinstance(value.value, str) or '.' not in value.value:
+def _named(node: object) -> Iterator[tuple[str, str]]:
+    """Yield the names of classes in a config, with their keys."""
+    if isinstance(node, dict):
+        yield from ((key, node[key]) for key in _NAMED if isinstance(node.get(key), str))
+        node = tuple(node.values())
+    if isinstance(node, (list, tuple, set)):
+        for value in node:
+            yield from _named(value)
+
+
+def _calls(name: str) -> bool:
+    """Return True if a name might mean something else than a class of torch or an mm package."""
+    if '.' not in name:
         return False
-    first, *rest = value.value.split('.')
-    scopes = SCOPES.union(*(registry.children for registry in (DATASETS, HOOKS, MODELS, TRANSFORMS)))
-    if first not in scopes or (set(rest) & set(sys.stdlib_module_names)) - _PACKAGES:
+    first, *rest = name.split('.')
+    if not _is_known(first) or (set(rest) & set(sys.stdlib_module_names)) - _PACKAGES:
         return True
     # A function may do anything, a class of these packages may not.
     return not (rest[-1][:1].isupper() or rest[-1].endswith('collate'))
+
+
+def _is_known(package: str) -> bool:
+    return package in SCOPES or any(package in registry.children for registry in (DATASETS, HOOKS, MODELS, TRANSFORMS))

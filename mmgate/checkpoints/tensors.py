@@ -30,7 +30,7 @@ def read_checkpoint(source: str) -> Any:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ConfigError: It cannot be downloaded, is no checkpoint, is cut short, or may run code or fill the memory.
+        ConfigError: It cannot be downloaded, is no checkpoint, is cut short, or may run code.
     """
     scheme = urlparse(source).scheme if '://' in source else ''
     if scheme not in ('', 'http', 'https'):

@@ -88,8 +88,8 @@ class CompileHook(_PathsHook):
         backend: Option of torch.compile.
 
     Raises:
-        ConfigError: ``paths`` is malformed. :meth:`before_train` raises it if a pattern matches nothing, and for CUDA
-            graphs if gradients of several iterations add up.
+        ConfigError: ``paths`` is malformed, or CUDA graphs are asked for below torch 2.2. :meth:`before_train` raises
+            it if a pattern matches nothing, and for CUDA graphs if gradients of several iterations add up.
     """
 
     usual = ('backbone', '**.encoder.layers.*', 'decoder', '**.transformer_decoder.layers.*')
@@ -105,6 +105,11 @@ class CompileHook(_PathsHook):
         super().__init__(paths)
         self.options: dict[str, Any] = dict(mode=mode, dynamic=dynamic, backend=backend)
         self.replays = mode in ('reduce-overhead', 'max-autotune')
+        if self.replays and not hasattr(torch.compiler, 'cudagraph_mark_step_begin'):
+            raise ConfigError(
+                f'CompileHook: mode={mode!r} replays CUDA graphs by what is new in torch 2.2, this is torch '
+                f'{torch.__version__}: leave out the mode.'
+            )
 
     def before_train(self, runner: Runner) -> None:
         """Let torch.compile compile each of the modules in place, at its first call."""

@@ -23,6 +23,7 @@ from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import Gate
 from mmgate.ops.backend import candidates
 
+from .class_names import ClassNamesHook
 from .config_file import (
     add_trust_option,
     check_checkpoint,
@@ -100,6 +101,7 @@ def train(argv: list[str]) -> None:
     runner = build_runner(cfg)
     if cfg.get('load_from') or cfg.get('resume'):
         runner.register_hook(LoadReportHook(cfg.get('load_from') or f'the last checkpoint in {cfg.work_dir}'))
+    runner.register_hook(ClassNamesHook())
     add_gate_statistics(runner)
     if replaced:
         runner.logger.warning(replaced)
@@ -122,7 +124,8 @@ def test(argv: list[str]) -> None:
     parser.add_argument(
         '--allow-mismatch',
         action='store_true',
-        help="test although the checkpoint has less than half of the model's keys",
+        help="test although the checkpoint has less than half of the model's keys, tensors of other sizes, or gates "
+        'that were trained with other options',
     )
     args = _parse(parser, argv)
     cfg = load_config(args)
@@ -144,6 +147,7 @@ def test(argv: list[str]) -> None:
     if note:
         runner.logger.warning(note)
     runner.register_hook(LoadReportHook(args.checkpoint, allow_mismatch=args.allow_mismatch, gates=args.gates))
+    runner.register_hook(ClassNamesHook())
     if pickled:
         if host == 'mmpretrain':
             from mmengine.evaluator import DumpResults as Dump

@@ -74,12 +74,14 @@ def put_gates(cfg: Config, rules: Iterable[str], *, gates: str | None = None, tr
         A warning that names the gates of the config that the file replaces; empty if there are none.
 
     Raises:
-        ConfigError: A rule cannot be read or names no gate, the file holds no gates, both are given, or ``train``
-            asks for gates and there are none.
+        ConfigError: A rule cannot be read or names no gate, the file holds no gates, both are given, ``train`` asks for
+            gates and there are none, or the config has rules for a model that is not of the type ``mmgate.Gated``.
     """
     added = [rule for text in rules for rule in read_rules(text)]
     if added and gates:
         raise ConfigError(f'--gates {gates} brings its rules; leave --gate away, or the file.')
+    if not (added or gates):
+        _refuse_rules_of_no_gated_model(cfg)
     if not (added or gates or train):
         return ''
     if not cfg.get('model'):
@@ -142,6 +144,21 @@ def _make_gated(cfg: Config) -> None:
     import_mmgate(cfg)
     if type_name(cfg.model) != 'Gated':
         cfg.model = dict(cfg.model, type='mmgate.Gated', host=type_path(cfg.model.type))
+
+
+def _refuse_rules_of_no_gated_model(cfg: Config) -> None:
+    """Raise ConfigError for rules that would reach a host as an unexpected keyword argument."""
+    model = cfg.get('model') or {}
+    rules = model.get('attention') if isinstance(model, Mapping) else None
+    listed = [rules] if isinstance(rules, Mapping) else rules
+    if type_name(model) == 'Gated' or not isinstance(listed, (list, tuple)):
+        return
+    if any(isinstance(rule, Mapping) and {'path', 'type'} <= set(rule) for rule in listed):
+        kind = type_path(model.get('type'))
+        raise ConfigError(
+            f"model.attention has rules for gates, and model.type={kind!r} takes none: write type='mmgate.Gated', "
+            f'host={kind!r}.'
+        )
 
 
 def _rules_of(cfg: Config) -> list[Any]:

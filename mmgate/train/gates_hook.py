@@ -10,6 +10,7 @@ from mmengine.hooks.hook import DATA_BATCH
 from mmengine.runner import IterBasedTrainLoop, Runner
 from torch import Tensor
 
+from mmgate.checkpoints.safetensors_file import check_safetensors
 from mmgate.errors import ConfigError
 from mmgate.finetune import gates_content, save_gates
 from mmgate.registry import HOOKS
@@ -31,8 +32,8 @@ class GatesCheckpointHook(Hook):
         **others: Other options of mmengine's CheckpointHook, which a config may inherit; they are refused.
 
     Raises:
-        ConfigError: There are such options; a rule of the gates fits into no file, or everything trains and there are
-            no whole checkpoints (from :meth:`before_train`).
+        ConfigError: There are such options, or safetensors is not installed; a rule of the gates fits into no file, or
+            everything trains and there are no whole checkpoints (from :meth:`before_train`).
     """
 
     priority = 'VERY_LOW'  # after hooks that update the weights
@@ -49,6 +50,7 @@ class GatesCheckpointHook(Hook):
                 f'mmgate.GatesCheckpointHook has no {", ".join(others)}. Where default_hooks.checkpoint inherits that, '
                 "write checkpoint=dict(_delete_=True, type='mmgate.GatesCheckpointHook', ...)."
             )
+        check_safetensors()
         self.interval = interval
         self.by_epoch = by_epoch
         self.max_keep_ckpts = max_keep_ckpts

@@ -20,6 +20,8 @@ from mmgate.errors import ConfigError, listed
 from mmgate.layers.base.gate import is_gate_key, named_gate_parameters
 from mmgate.wrappers import unwrap_model
 
+from .other_options import other_options
+
 COUNTERS = 'num_batches_tracked'  # of batch norms; often left out of checkpoints
 OF_TRAINING = ('auxiliary_head', 'dn_query_generator')
 
@@ -30,18 +32,21 @@ class LoadReportHook(Hook):
     A key counts as filled when loading wrote into its tensor, even if it was renamed or resized on loading. Testing
     refuses a checkpoint that fills less than half of the keys. Training may start from one with a warning, for example
     if its head is another, but not from one that fills none. Gates that a vanilla checkpoint leaves as they are do not
-    count; the hook warns of gates in a checkpoint for which the model has no place. Sharded models (FSDP, DeepSpeed)
-    are not counted, because their state dicts hold other tensors than the model.
+    count; the hook warns of gates in a checkpoint for which the model has no place. Testing also refuses tensors of
+    other sizes, such as a head of another number of classes, and gates that were trained with other options, see
+    :func:`.other_options.other_options`. Sharded models (FSDP, DeepSpeed) are not counted, because their state dicts
+    hold other tensors than the model.
 
     Args:
         checkpoint: Name of the checkpoint in messages.
-        allow_mismatch: True allows to test with less than half of the keys.
+        allow_mismatch: True allows to test with less than half of the keys, and in spite of tensors of other sizes and
+            gates of other options.
         gates: Gates file that is to be tested; the hook warns if the checkpoint has gates, too.
 
     Raises:
-        ConfigError: Too few keys were filled (from :meth:`before_test` and :meth:`before_train`), or the checkpoint of
-            a run that is to be resumed has other gates or holds nothing but weights (from
-            :meth:`after_load_checkpoint`).
+        ConfigError: Too few keys were filled, or others than the model's (from :meth:`before_test` and
+            :meth:`before_train`); or the checkpoint of a run that is to be resumed has other gates, gates of other
+            options, or nothing but weights (from :meth:`after_load_checkpoint`).
     """
 
     def __init__(self, checkpoint: str, *, allow_mismatch: bool = False, gates: str | None = None) -> None:
@@ -50,6 +55,8 @@ class LoadReportHook(Hook):
         self.gates = gates
         self._before: dict[str, tuple[int, int]] = {}
         self._given: list[str] = []
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._other = ''
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the state of each tensor, to see later which ones loading has changed; called before the copy."""
@@ -64,7 +71,20 @@ class LoadReportHook(Hook):
         if resumes and 'optimizer' in checkpoint:
             self._refuse_other_gates(runner, checkpoint)
         self._before = _versions(runner.model)
-        self._given = [key for key in checkpoint.get('state_dict', checkpoint) if not key.endswith(COUNTERS)]
+        cfg = getattr(runner, 'cfg', None)
+        if self._before:
+            self._other = other_options(runner.model, checkpoint, cfg.get('model') if cfg else None)
+        if resumes and self._other:
+            raise ConfigError(
+                f'{self.checkpoint} cannot be resumed, its gates were trained with other options: {self._other}. Give '
+                'the options that the run began with, or start a new run from its weights: --cfg-options '
+                f'load_from={self.checkpoint}, without --resume.'
+            )
+        given = checkpoint.get('state_dict', checkpoint)
+        self._given = [key for key in given if not key.endswith(COUNTERS)]
+        self._shapes = {
+            key.removeprefix('module.'): tuple(value.shape) for key, value in given.items() if isinstance(value, Tensor)
+        }
 
     def _refuse_other_gates(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Raise ConfigError if a checkpoint to resume from has other gates, or gates of other sizes.
@@ -93,6 +113,8 @@ class LoadReportHook(Hook):
         found, share = self.report(runner)
         if not share:
             raise ConfigError(f'{found}. It is of another model; leave load_from away, or give one of this model.')
+        if self._other:
+            log(f'{self.checkpoint} has gates that were trained with other options: {self._other}.')
         self.log_report(runner, found, share >= 0.5)
 
     def before_test(self, runner: Runner) -> None:
@@ -103,6 +125,14 @@ class LoadReportHook(Hook):
                 f'{found}. The checkpoint is of another model (it starts with {listed(self._given)}); test it with its '
                 'own config, or give --allow-mismatch.'
             )
+        resized = self.resized(runner)
+        if resized and not self.allow_mismatch:
+            raise ConfigError(
+                f'{found}. Of other sizes in the checkpoint: {listed(resized)}. These stay as they are drawn at '
+                'random. Give the checkpoint or the num_classes that belong together, or --allow-mismatch.'
+            )
+        if self._other and not self.allow_mismatch:
+            raise ConfigError(f'{self._trained_otherwise()}, or --allow-mismatch.')
         self.log_report(runner, found, share == 1)
         own = unwrap_model(runner.model)
         if self.gates and not set(self._given).isdisjoint(dict(named_gate_parameters(own))):
@@ -111,6 +141,12 @@ class LoadReportHook(Hook):
                 "checkpoint's. Give the vanilla checkpoint to test the file's.",
                 logging.WARNING,
             )
+
+    def _trained_otherwise(self) -> str:
+        return (
+            f'{self.checkpoint} has gates that were trained with other options: {self._other}. Give the config, or the '
+            '--gate, that they were trained with'
+        )
 
     def report(self, runner: Any) -> tuple[str, float]:
         """Return a message on how many tensors were loaded, and their share; empty for a sharded model.
@@ -136,6 +172,15 @@ class LoadReportHook(Hook):
     def missing(self, runner: Any) -> list[str]:
         """Return the names of the model's tensors that the checkpoint did not fill."""
         return [key for key, version in _versions(runner.model).items() if self._before.get(key) == version]
+
+    def resized(self, runner: Any) -> list[str]:
+        """Return the tensors that the checkpoint has in other sizes and did not fill, unless only training has them."""
+        own = unwrap_model(runner.model).state_dict()
+        return [
+            f'{key} is {self._shapes[key]} instead of {tuple(own[key].shape)}'
+            for key in self.missing(runner)
+            if self._shapes.get(key, own[key].shape) != own[key].shape and key.partition('.')[0] not in OF_TRAINING
+        ]
 
     def log_report(self, runner: Any, found: str, fits: bool) -> None:
         """Log the message of :meth:`report`, and warn if the checkpoint has gates that the model does not have."""
@@ -163,7 +208,8 @@ def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> N
         whole: True requires every parameter to be filled, except in heads that only training has.
 
     Raises:
-        ConfigError: It fills less than half of the model's keys, or leaves a parameter as it is.
+        ConfigError: It fills less than half of the model's keys; or, with ``whole``, it leaves a parameter as it is, or
+            its gates were trained with other options than the model's.
         UntrustedCheckpoint: It may run code, see :func:`~mmgate.checkpoints.loading.load_checkpoint_file`.
     """
     hook = LoadReportHook(checkpoint)
@@ -181,6 +227,10 @@ def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> N
             print_log(record.getMessage(), logger='current', level=record.levelno)
     if share < 0.5:
         raise ConfigError(f'{found}. It is of another model; give the config that it belongs to, or one of this model.')
+    if whole and hook._other:
+        raise ConfigError(f'{hook._trained_otherwise()}, or --allow-mismatch.')
+    if hook._other:
+        log(f'{hook._trained_otherwise()}.', logging.WARNING)
     parameters = {name for name, _ in model.named_parameters() if name.partition('.')[0] not in OF_TRAINING}
     if whole and parameters.intersection(hook.missing(runner)):
         raise ConfigError(

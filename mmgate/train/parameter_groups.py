@@ -21,6 +21,8 @@ from mmgate.layers.base.gate import Gate, gate_classes, undecayed_parameters
 from mmgate.registry import OPTIM_WRAPPER_CONSTRUCTORS
 
 GATES = 'mmgate.gates'  # in custom_keys
+# What a parameter group lists one by one; torch has names since 2.6.
+MEMBERS = ('params', 'param_names')
 TORCH = tuple(int(part) for part in torch.__version__.split('.')[:2])
 
 
@@ -172,21 +174,25 @@ def _set(optimizer: Optimizer, parameters: Iterable[nn.Parameter], **settings: f
 
 def _part(group: dict[str, Any], own: list[bool], taken: bool) -> dict[str, list[Any]]:
     """Return the part of a parameter group for which ``own`` equals ``taken``, with names if the group has any."""
-    lists = [key for key in ('params', 'param_names') if len(group.get(key, ())) == len(own)]
+    lists = [key for key in MEMBERS if len(group.get(key, ())) == len(own)]
     return {key: [value for value, is_own in zip(group[key], own, strict=True) if is_own is taken] for key in lists}
 
 
 def _merge(optimizer: Optimizer) -> None:
     """Merge an optimizer's parameter groups of equal settings, in the order of their first members."""
     settings: list[dict[str, Any]] = []
-    members: list[list[nn.Parameter]] = []
+    merged: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        own = {key: value for key, value in group.items() if key != 'params'}
+        own = {key: value for key, value in group.items() if key not in MEMBERS}
+        # Optimizers that were given names have them in every group.
+        members = {key: list(group[key]) for key in MEMBERS if key in group}
         if own not in settings:
             settings.append(own)
-            members.append([])
-        members[settings.index(own)] += group['params']
-    optimizer.param_groups[:] = [{'params': params, **own} for params, own in zip(members, settings, strict=True)]
+            merged.append({**members, **own})
+            continue
+        for key, values in members.items():
+            merged[settings.index(own)][key] += values
+    optimizer.param_groups[:] = merged
 
 
 def _can_fuse(optimizer: dict[str, Any], model: nn.Module) -> bool:

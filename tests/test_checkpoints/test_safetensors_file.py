@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 from mmengine.runner.checkpoint import CheckpointLoader
 
 import mmgate  # noqa: F401
+from mmgate.checkpoints.gates_file import read_gates
 from mmgate.checkpoints.loading import guarded_loaders
 from mmgate.checkpoints.safetensors_file import read_safetensors
 from mmgate.errors import ConfigError
+from mmgate.train.gates_hook import GatesCheckpointHook
 
 save_file = pytest.importorskip('safetensors.torch', reason='no safetensors').save_file
 
@@ -43,3 +46,16 @@ def test_mmengine_loads_them_by_our_loader(tmp_path: Path) -> None:
         (tmp_path / 'a.safetensors').write_bytes(b'nonsense')
         with pytest.raises(ConfigError, match='cannot be read'):
             CheckpointLoader.load_checkpoint(str(tmp_path / 'a.safetensors'))
+
+
+def test_who_lacks_safetensors_hears_of_it_before_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / 'g.safetensors').touch()
+    monkeypatch.setattr('mmgate.checkpoints.safetensors_file.why_not', lambda package: f'no module named {package!r}')
+    for use in (GatesCheckpointHook, lambda: read_gates(tmp_path / 'g.safetensors')):
+        with pytest.raises(ConfigError, match=r"^no module named 'safetensors'\. .* pip install safetensors"):
+            use()
+
+
+def test_safetensors_is_installed_with_mmgate() -> None:
+    requirements = (ROOT / 'pyproject.toml').read_text().split('\ndependencies = ')[1].split('\n')[0]
+    assert 'safetensors' in requirements

@@ -151,7 +151,14 @@ def test_graphs_do_not_add_up_gradients(several: bool) -> None:
         CompileHook(mode='reduce-overhead').before_train(run)
 
 
+@pytest.mark.skipif(TORCH >= (2, 2), reason='torch has what the graphs need')
+def test_graphs_are_refused_by_an_older_torch() -> None:
+    with pytest.raises(ConfigError, match=r'new in torch 2.2, this is torch 2.1.*leave out the mode'):
+        CompileHook(mode='reduce-overhead')
+
+
 @pytest.mark.gpu
+@pytest.mark.skipif(TORCH < (2, 2), reason='refused')
 def test_a_run_of_graphs_is_the_same_run(tmp_path: Path) -> None:
     expected = train(tmp_path / 'plain', [], 4).model.state_dict()
     hook = dict(type='mmgate.CompileHook', mode='reduce-overhead')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -188,3 +189,17 @@ def test_refuses(argv: list[str], said: str) -> None:
         configured(args(*argv))
     with pytest.raises(ConfigError, match='has no model to gate'):
         put_gates(Config(dict(a=1)), ['a=PLuGMultiheadAttention'])
+
+
+@pytest.mark.parametrize('rules', [dict, lambda **rule: [rule]], ids=['rule', 'rules'])
+def test_rules_of_a_model_that_takes_none(rules: Callable[..., Any]) -> None:
+    """mmdet has an unexpected keyword argument. ``--gate`` makes the model gated, and its rules count."""
+    cfg = read_config(DETR)
+    cfg.model.attention = rules(path='encoder.layers.*.self_attn', type='PLuGMultiheadAttention')
+    for train in (None, 'gates'):
+        with pytest.raises(ConfigError, match=r"'DETR' takes none: write type='mmgate\.Gated', host='DETR'"):
+            put_gates(cfg, [], train=train)
+    put_gates(cfg, ['decoder.layers.*.cross_attn=PLuGMultiheadAttention'])
+    assert len(cfg.model.attention) == 2 and cfg.model.type == 'mmgate.Gated'
+    cfg = Config(dict(model=dict(type='Mine', attention=dict(type='Softmax'))))
+    assert put_gates(cfg, []) == ''

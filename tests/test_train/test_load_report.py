@@ -57,14 +57,23 @@ NORM = {f'1.{name}': torch.ones(4) for name in ('weight', 'bias', 'running_mean'
         (LINEAR | NORM | {'2.weight': torch.zeros(1)}, 'INFO', '6 of 6 .*, which has 7.'),
         (NORM, 'WARNING', '4 of 6 .*, which has 4; not loaded: 0.weight, 0.bias.'),
         ({'0.w': torch.zeros(2, 3), '0.bias': torch.zeros(4)} | NORM, 'INFO', '6 of 6'),
-        (LINEAR | NORM | {'0.weight': torch.zeros(4, 9)}, 'WARNING', '5 of 6 keys of Sequential were loaded'),
     ],
-    ids=['all', 'and more', 'most', 'renamed and resized', 'of another size'],
+    ids=['all', 'and more', 'most', 'renamed and resized'],
 )
 def test_keys_are_counted(given: dict[str, torch.Tensor], level: str, line: str, lines: list) -> None:
     load(given)
     ((said, text),) = lines
     assert said == level and re.search(line, text)
+
+
+def test_a_test_refuses_tensors_of_other_sizes(lines: list) -> None:
+    other = LINEAR | NORM | {'0.weight': torch.zeros(7, 3)}
+    said = r'^5 of 6 keys .*0\.weight is \(7, 3\) instead of \(4, 3\)\. .*num_classes.*--allow-mismatch'
+    with pytest.raises(ConfigError, match=said):
+        load(other)
+    load(other, allow_mismatch=True)
+    ((said, text),) = lines
+    assert said == 'WARNING' and '5 of 6 keys' in text
 
 
 def gated(*paths: str) -> nn.Module:

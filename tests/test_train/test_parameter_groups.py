@@ -22,7 +22,7 @@ from mmgate.errors import ConfigError
 from mmgate.layers import PLuGMultiheadAttention
 from mmgate.layers.base.gate import undecayed_parameters
 from mmgate.registry import MODELS
-from mmgate.train.parameter_groups import TORCH, GateOptimWrapperConstructor, _can_fuse
+from mmgate.train.parameter_groups import TORCH, GateOptimWrapperConstructor, _can_fuse, _merge, _set
 
 DECAY = 0.05
 VECTORS = ['lambda_q1', 'lambda_k1', 'lambda_q2', 'lambda_k2', 'head_norm.weight']
@@ -257,3 +257,23 @@ def test_frozen_parameters_are_counted_in_one_line(
     build_optim_wrapper(built, wrapper)
     lines = [record.getMessage() for record in caplog.records if 'frozen' in record.msg or 'skipped' in record.msg]
     assert lines == [f'mmgate: the optimizer leaves out {frozen} frozen parameter tensors']
+
+
+@pytest.mark.skipif(TORCH < (2, 6), reason='optimizers take names since torch 2.6')
+def test_groups_with_names_are_merged_and_split_with_them() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    decays = {True: 0.0, False: 0.1}
+    groups = [dict(params=[pair], weight_decay=decays['bias' in pair[0]]) for pair in model.named_parameters()]
+    optimizer = torch.optim.AdamW(groups)
+    _merge(optimizer)
+    named = [group['param_names'] for group in optimizer.param_groups]
+    assert named == [['0.weight', '1.weight'], ['0.bias', '1.bias']]
+    _set(optimizer, [model[1].weight], lr=0.5)
+    _merge(optimizer)
+    names = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        assert [id(names[name]) for name in group['param_names']] == [id(one) for one in group['params']]
+    assert [(group['lr'], len(group['params'])) for group in optimizer.param_groups] == [(1e-3, 1), (1e-3, 2), (0.5, 1)]
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from children import alone
 from compare_runs import as_table, summary
 from mmengine.config import Config
 from mmengine.dataset import pseudo_collate
@@ -354,8 +355,9 @@ def main(argv: list[str]) -> None:
             f'{args.comparison} has no parts {", ".join(strangers)}; it has {", ".join(comparison.parts)}.'
         )
     out = Path(args.out or f'work_dirs/{Path(args.comparison).stem}/results.csv')
-    adaptation = Adaptation(comparison, out, args.parts)
-    adaptation.run()
+    with alone(out.with_suffix('.lock')):
+        adaptation = Adaptation(comparison, out, args.parts)
+        adaptation.run()
     print(report(comparison, adaptation.rows))
 
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from children import ending
+
 from mmgate.errors import ConfigError
 
 TOOLS = Path(__file__).resolve().parent
@@ -72,7 +74,8 @@ def run(command: list[str], *, verbose: bool) -> None:
     tool, *arguments = command
     piped = None if verbose else subprocess.PIPE
     call = [sys.executable, '-W', 'ignore', str(TOOLS / f'{tool}.py'), *arguments]
-    done = subprocess.run(call, check=False, stdout=piped, stderr=piped and subprocess.STDOUT, text=True)
+    with ending():
+        done = subprocess.run(call, check=False, stdout=piped, stderr=piped and subprocess.STDOUT, text=True)
     if done.returncode:
         last = '\n'.join((done.stdout or '').splitlines()[-LINES:])
         raise ConfigError(f'{tool} ended with {done.returncode}:\n{last}')

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from children import alone, ending
 from compare_runs import (
     NAN,
     UNKNOWN,
@@ -39,6 +40,7 @@ SETTINGS = 'settings.json'
 MOST = 4  # changed settings in one message
 KEYS = {'runs', 'seeds', 'metric', 'options', 'budgets', 'baselines', 'interactions', 'processes'}
 OF_RUN = {'config', 'gate', 'gates', 'train'}  # of a run that is more than a config
+LOCK = 'lock'
 OUTPUT = 'output.log'
 LINES = 15  # of the output of a command that failed
 Execute = Callable[[list[str]], None]
@@ -396,7 +398,7 @@ def _test(folder: Path, settings: dict[str, Any], checkpoint: str, metric: str, 
 def run_tool(processes: int, command: list[str], *, quiet: bool = False) -> None:
     """Run a command of ``mmgate.tools``, in several processes if asked for; a quiet one writes into its work dir.
 
-    After Ctrl-C, which the command gets as well, this waits until it has ended.
+    After Ctrl-C, which the command gets as well, this waits until it has ended. SIGTERM ends the command first.
 
     Raises:
         ConfigError: The command failed.
@@ -407,7 +409,7 @@ def run_tool(processes: int, command: list[str], *, quiet: bool = False) -> None
     call += ['--launcher', 'pytorch'] if processes > 1 else []
     log = Path(command[command.index('--work-dir') + 1]) / OUTPUT
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open('ab') if quiet else nullcontext() as file:
+    with log.open('ab') if quiet else nullcontext() as file, ending():
         child = subprocess.Popen(call, stdout=file, stderr=None if file is None else subprocess.STDOUT)
         try:
             while child.poll() is None:
@@ -417,6 +419,10 @@ def run_tool(processes: int, command: list[str], *, quiet: bool = False) -> None
         except KeyboardInterrupt:
             told = '\nStopped; the same command goes on from the last checkpoint of this run.'
             print(told, file=sys.stderr, flush=True)
+            child.wait()
+            raise
+        except SystemExit:
+            child.terminate()
             child.wait()
             raise
     if quiet and sys.stdout.isatty():
@@ -459,7 +465,10 @@ def main(argv: list[str]) -> None:
     if args.launcher == 'pytorch':
         study = replace(study, processes=args.processes or max(2, study.processes))
     out = Path(args.out or f'work_dirs/{Path(args.study).stem}{f"-{args.budget}" if args.budget else ""}')
-    left = 0 if args.report_only else run_study(study, out, budget=args.budget, most=args.max_runs)
+    left = 0
+    if not args.report_only:
+        with alone(out / LOCK):
+            left = run_study(study, out, budget=args.budget, most=args.max_runs)
     try:
         print(report_study(study, out, budget=args.budget))
     except ConfigError as error:

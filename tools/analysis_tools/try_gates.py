@@ -16,11 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from children import alone
 from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.logging import MMLogger
 from page import Section, draw, write_page
-from study import Study, add_processes, report_study, run_study, run_tool, write_study
+from study import LOCK, Study, add_processes, report_study, run_study, run_tool, write_study
 
 import mmgate  # noqa: F401
 from mmgate.analysis.loading import check_folder, positive, write_csv
@@ -76,6 +77,11 @@ def main(argv: list[str]) -> None:
     check_rules([rule for text in args.gate for rule in read_rules(text)])
     out = Path(args.out or f'work_dirs/try_{Path(original.filename).stem}')
     check_folder(out)
+    with alone(out / LOCK):
+        _try(args, names, original, out)
+
+
+def _try(args: argparse.Namespace, names: list[str], original: Config, out: Path) -> None:
     if args.checkpoint:
         check_checkpoint(args.checkpoint)
         original.load_from = args.checkpoint

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,8 @@ def demo(config: str) -> str:
 
 def main() -> None:
     """Parse arguments and run one demo after the other."""
+    # An exception ends the tool that runs.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('configs', nargs='+')
     lines = [demo(config) for config in parser.parse_args().configs]

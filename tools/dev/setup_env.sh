@@ -53,7 +53,7 @@ case $SET in
     VENV=${VENV:-.venv-torch-$TORCH}
     BUILD=("setuptools>=80,<81")
     # numpy: the interpreter of Triton 3.6, which comes with torch 2.11, fails beside a newer one
-    PACKAGES=('.' safetensors "numpy<2.3" "pytest>=8" "pytest-xdist>=3.6" "hypothesis>=6.100" psutil)
+    PACKAGES=('.' "numpy<2.3" "pytest>=8" "pytest-xdist>=3.6" "hypothesis>=6.100" psutil)
     ;;
   *) echo "usage: $0 [demo|forks|originals|transformers|torch]" >&2; exit 2 ;;
 esac

@@ -22,6 +22,7 @@ from mmgate.errors import ConfigError
 from mmgate.train import cli
 from mmgate.train.config_file import add_trust_option
 from mmgate.train.gate_options import add_gate_options, configured
+from mmgate.train.other_options import other_options
 
 
 def main(argv: list[str]) -> None:
@@ -52,8 +53,15 @@ def main(argv: list[str]) -> None:
     cfg = configured(args)
     init_default_scope(cfg.get('default_scope') or 'mmengine')
     model = MODELS.build(cfg.model)
-    given = _load(args.checkpoint, model)
+    whole = _load(args.checkpoint, model)
+    given = whole.get('state_dict', whole)
     shapes = {name.removeprefix('module.'): getattr(tensor, 'shape', None) for name, tensor in given.items()}
+    other = other_options(model, whole, cfg.model)
+    if other:
+        raise ConfigError(
+            f'{args.checkpoint} has gates that were trained with other options than {args.config} gives: {other}. Give '
+            'the config, or the --gate, that they were trained with.'
+        )
     missing = [name for name, gate in gate_parameters(model).items() if shapes.get(name) != gate.shape]
     if missing:
         raise ConfigError(
@@ -66,14 +74,13 @@ def main(argv: list[str]) -> None:
 
 
 def _load(checkpoint: str, model: Any = None) -> Any:
-    """Return the content of a file, or only its state dict if a model is given, which is then filled."""
+    """Return the content of a file; a model that is given is filled."""
     try:
         if model is None:
             return CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu')
-        whole = load_checkpoint(model, checkpoint, map_location='cpu')
+        return load_checkpoint(model, checkpoint, map_location='cpu')
     except (ImportError, OSError, ValueError) as error:
         raise ConfigError(f'{checkpoint}: {error}') from error
-    return whole.get('state_dict', whole)
 
 
 def _merge(checkpoint: str, gates: str, out: str) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import TORCH
 from helpers.counting import Counts
 from helpers.matching import objects
 from mmcv.ops import multi_scale_deform_attn
@@ -21,6 +22,7 @@ from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from mmengine.model import BaseModel
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mmgate.benchmarks import training
 from mmgate.layers import plug_dense
@@ -42,6 +44,8 @@ OURS = {
 SIZE = (64, 96)
 WAITS = ('_local_scalar_dense', 'nonzero', '_unique2', 'masked_select', 'equal')
 # Functions that wait on a CPU only (one-hot labels of focal loss, among others), or read what is on the host anyway.
+# The class of mmcv 2.1's deformable attention checks its sizes in each layer: its own wait, where no rule replaces it.
+FILES = ('focal_loss.py', 'multi_scale_deform_attn.py')
 ON_HOST = ('stack_batch', '_get_value', 'multi_scale_deformable_attn_pytorch')
 
 
@@ -66,7 +70,7 @@ class Waits(Counts):
         if func._schema.name.removeprefix('aten::') in WAITS:
             frames = [frame for frame in traceback.extract_stack() if 'torch' not in frame.filename]
             callers = [frame.name for frame in frames]
-            if not set(ON_HOST) & set(callers) and not any('focal_loss.py' in frame.filename for frame in frames):
+            if not set(ON_HOST) & set(callers) and not any(frame.filename.endswith(FILES) for frame in frames):
                 self.waits[' > '.join(callers[-4:-1])] += 1
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -81,12 +85,26 @@ class Copies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def operators(cfg: Config) -> tuple[int, Counter[str]]:
-    """Return the number of operators of a training step, and its waits by where they are."""
-    step = training._step(cfg, SIZE, 2, 'cpu', None)
-    step(torch.zeros(()))
-    with Waits() as counted, Copies() as copies:
+def operators(cfg: Config, *, fused: bool = False) -> tuple[int, Counter[str]]:
+    """Return the number of operators of a training step, and its waits by where they are.
+
+    Args:
+        cfg: The config.
+        fused: True counts no operator of an optimizer that torch fuses on GPUs alone, as below 2.4.
+    """
+    whole = torch.optim.AdamW.step
+
+    def one_kernel(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return whole(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if fused and TORCH < (2, 4):
+            patch.setattr(torch.optim.AdamW, 'step', one_kernel)
+        step = training._step(cfg, SIZE, 2, 'cpu', None)
         step(torch.zeros(()))
+        with Waits() as counted, Copies() as copies:
+            step(torch.zeros(()))
     return counted.count, counted.waits + Counter(copies=copies.count)
 
 
@@ -108,7 +126,7 @@ def _one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize('name', PEERS)
 def test_a_step_has_few_operators_and_waits(name: str) -> None:
     peer, _ = operators(config(PEERS[name]))
-    ours, waits = operators(config(OURS[name]))
+    ours, waits = operators(config(OURS[name]), fused=True)
     assert ours <= MOST[name] * peer, f'{ours} of {peer}'
     assert waits.total() <= 3, waits
 
@@ -119,7 +137,7 @@ def test_a_compiled_step_has_few_operators_outside_of_what_is_compiled(monkeypat
             module.forward = Counts.without(module.forward)
 
     monkeypatch.setattr(CompileHook, 'before_train', before_train)
-    count, waits = operators(config(OURS['deformable_detr'].replace('-refine_', '-refine-fast_')))
+    count, waits = operators(config(OURS['deformable_detr'].replace('-refine_', '-refine-fast_')), fused=True)
     assert count <= 1000
     assert waits.total() <= 3, waits
 
