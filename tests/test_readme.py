@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, run_python
+from conftest import ROOT, TORCH, run_python
 from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
@@ -49,10 +49,13 @@ def test_deformable_attention_without_mmcv_runs_with_torch_alone(tmp_path: Path)
     """All of the page's blocks one after the other, in a process that has no mm package."""
     page = {name: block for name, block in PYTHON.items() if name.startswith('docs/without_mmcv.md')}
     assert len(page) == 4
+    if TORCH < (2, 5):  # as the page says
+        page = {name: block for name, block in page.items() if 'torch.export' not in block}
     ends = 'import sys\nassert output.shape == (1, 1280, 256)\n'
     ends += "assert not {'mmcv', 'mmengine', 'mmdet', 'mmseg'} & set(sys.modules)\n"
-    ends += 'torch.testing.assert_close(program.module()(tokens, value=tokens, reference_points=points, **maps), '
-    ends += 'attention(tokens, value=tokens, reference_points=points, **maps))\n'
+    if TORCH >= (2, 5):
+        ends += 'torch.testing.assert_close(program.module()(tokens, value=tokens, reference_points=points, **maps), '
+        ends += 'attention(tokens, value=tokens, reference_points=points, **maps))\n'
     program = tmp_path / 'page.py'
     program.write_text('\n'.join([*page.values(), ends]))
     run_python(program, MMGATE_TORCH_ALONE='1', PYTHONPATH=str(ROOT))

@@ -84,8 +84,7 @@ def _check_sizes(name: str, x: Tensor, layout: str, sizes: dict[str, tuple[int, 
     missing = len(axes) - x.dim()
     if missing < 0 or (missing and not broadcasts):
         raise ValueError(f'{name} must be ({", ".join(axes)}), got {tuple(x.shape)}.')
-    for place, axis in enumerate(axes[missing:]):  # older compilers refuse zip with strict
-        size = x.shape[place]
+    for axis, size in zip(axes[missing:], x.shape, strict=True):
         letter, _, may_be_one = axis.partition('|')
         if may_be_one and size == 1:
             continue

@@ -8,7 +8,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from conftest import ROOT
+import pytest
+from conftest import ROOT, TORCH
 
 HIDDEN = """
 import importlib.machinery, sys
