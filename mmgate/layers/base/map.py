@@ -268,7 +268,7 @@ class MapAttention(nn.Module):
             raise ConfigError(f'embed_dims={embed_dims} is not a multiple of num_heads={num_heads}.')
         self.embed_dims = embed_dims
         self.num_heads = num_heads
-        self.attn_drop = number('attn_drop', attn_drop, least=0, below=1)
+        self.attn_drop = number('attn_drop', attn_drop, least=0, most=1)
         self.head_dim = embed_dims // num_heads
         self.scale = qk_scale or self.head_dim**-0.5
         self.qkv = nn.Linear(embed_dims, 3 * embed_dims, bias=qkv_bias)

@@ -37,7 +37,13 @@ def integer(name: str, value: object, *, least: int = 1, most: int | None = None
 
 
 def number(
-    name: str, value: object, *, least: float | None = None, above: float | None = None, below: float | None = None
+    name: str,
+    value: object,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
 ) -> float:
     """Return an option's value as a float.
 
@@ -45,6 +51,7 @@ def number(
         name: Name of the option.
         value: Its value.
         least: The smallest value that is allowed; None for no limit.
+        most: The largest one; None for no limit.
         above: A limit that the value has to exceed; None for none.
         below: A limit that the value must not reach; None for none.
 
@@ -54,9 +61,10 @@ def number(
     if isinstance(value, Real) and not isinstance(value, bool) and isfinite(value):
         found = float(value)
         fits = (least is None or found >= least) and (above is None or found > above)
-        if fits and (below is None or found < below):
+        fits = fits and (most is None or found <= most) and (below is None or found < below)
+        if fits:
             return found
-    words = {'of at least': least, 'above': above, 'below': below}
+    words = {'of at least': least, 'of at most': most, 'above': above, 'below': below}
     bounds = ' and '.join(f'{word} {limit:g}' for word, limit in words.items() if limit is not None)
     raise ConfigError(f'{name}={value!r} must be a finite number {bounds}'.rstrip() + '.')
 
