@@ -249,7 +249,7 @@ class MapAttention(nn.Module):
         dropout_layer: Config of the dropout or drop path before the identity is added.
 
     Raises:
-        ConfigError: ``embed_dims`` is no multiple of ``num_heads``, or ``attn_drop`` no probability below 1.
+        ConfigError: ``embed_dims`` is no multiple of ``num_heads``, or ``attn_drop`` no probability.
     """
 
     def __init__(

@@ -60,9 +60,13 @@ def number(
     """
     if isinstance(value, Real) and not isinstance(value, bool) and isfinite(value):
         found = float(value)
-        fits = (least is None or found >= least) and (above is None or found > above)
-        fits = fits and (most is None or found <= most) and (below is None or found < below)
-        if fits:
+        within = (
+            least is None or found >= least,
+            most is None or found <= most,
+            above is None or found > above,
+            below is None or found < below,
+        )
+        if all(within):
             return found
     words = {'of at least': least, 'of at most': most, 'above': above, 'below': below}
     bounds = ' and '.join(f'{word} {limit:g}' for word, limit in words.items() if limit is not None)
