@@ -381,13 +381,14 @@ def attention(
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         attention_mask = ~attention_mask
     bias, dead = merge_masks(attention_mask, None, query.shape[0], query.shape[1], query.dtype)
+    scaled = query
     if scaling is not None and scaling != query.shape[-1] ** -0.5:
-        query = query * (scaling * query.shape[-1] ** 0.5)
+        scaled = query * (scaling * query.shape[-1] ** 0.5)
     inputs = module.noted_inputs(query, key)
     if module.gate.acts_after_projection:
         output = getattr(module, module.gating.notes['output'])
         output.noted_finish = ([module.gate], query, inputs)  # a list, as a module would become a child
-    heads = module.gate.attend(query, key, value, inputs, bias)
+    heads = module.gate.attend(scaled, key, value, inputs, bias)
     heads = heads if dead is None else heads.masked_fill(dead, 0.0)
     return heads.transpose(1, 2).contiguous(), None
 

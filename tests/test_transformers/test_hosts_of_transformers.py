@@ -241,6 +241,20 @@ def test_rows_that_may_attend_to_nothing_get_zeros() -> None:
         module(torch.randn(2, 5, 32), attention_mask=torch.ones(2, 5))
 
 
+def test_projected_queries_are_added_as_they_are() -> None:
+    """By M-DGSA, in a host with another scale than 1 / sqrt(d), which is the logits' alone."""
+    vanilla, x = build('detr'), torch.randn(2, 5, 32)
+    outs = []
+    for residual in ('query', 'none'):
+        model = copy.deepcopy(vanilla)
+        rule = dict(type='DifferentialGatedMultiheadAttention', residual=residual)
+        (name,) = mmgate.swap_attention(model, dict(path='model.encoder.layers.0.self_attn', **rule))
+        module = model.get_submodule(name)
+        module.scaling = 1.0
+        outs.append(module(x)[0])
+    torch.testing.assert_close(outs[0] - outs[1], module.q_proj(x))
+
+
 @pytest.mark.parametrize('name, options, kind, words', [
     ('rt_detr_v2', dict(decoder_method='discrete'), PLUG['type'], "decoder_method='discrete'"),
     ('d_fine', dict(decoder_n_points=[3, 6, 3], decoder_method='discrete'), PLUG['type'], "decoder_method='discrete'"),
