@@ -102,7 +102,9 @@ def map_options(
             counterpart = named_part(copied, name.removeprefix(f'{prefix}.'))
             counterpart.register_forward_pre_hook(_noting(found, name, owner, cut), with_kwargs=True)
         with torch.no_grad():
-            copied(torch.empty(1, 3, *image, device='meta'))
+            # The first convolution is that of the patches.
+            channels = next((part.in_channels for part in copied.modules() if isinstance(part, nn.Conv2d)), 3)
+            copied(torch.empty(1, channels, *image, device='meta'))
         missing = ', '.join(name for name in names if name not in found)
         reason = f'{missing} did not run' if missing else ''
     except ConfigError as error:

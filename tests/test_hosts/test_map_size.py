@@ -41,6 +41,14 @@ def test_no_weight_is_copied_to_find_it(monkeypatch: pytest.MonkeyPatch) -> None
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
 
 
+@pytest.mark.parametrize('channels', [1, 4])
+@pytest.mark.parametrize('host', [PVT, dict(SWIN, type='mmdet.SwinTransformer')], ids=['pvt', 'swin'])
+def test_images_may_have_any_number_of_channels(host: dict[str, Any], channels: int) -> None:
+    model = MODELS.build(dict(host, in_channels=channels))
+    names = swap_attention(model, dict(type='SAGAAttention', path='**'))
+    assert {model.get_submodule(name).gate.map_size for name in names} == set(PYRAMID)
+
+
 @pytest.mark.parametrize('gate', ['AgentAttention', 'FocusedLinearAttention'])
 @pytest.mark.parametrize(
     'host, path, sizes, class_tokens',
