@@ -236,6 +236,20 @@ def test_the_start_follows_a_model_that_was_made_on_meta() -> None:
     assert len(drawn) == 10 and all(0.01 < p.std() < 0.03 for p in drawn.values())
 
 
+@pytest.mark.parametrize('type_name', ['PLuGMultiheadAttention', 'SDPAGatedMultiheadAttention'])
+def test_gates_made_on_meta_are_drawn_as_they_get_memory(type_name: str) -> None:
+    """A vanilla checkpoint fills the rest; without it gates would hold whatever the memory held."""
+    rule = dict(path='*.self_attn', type=type_name)
+    vanilla = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 8) for _ in range(2)))
+    expected, model = copy.deepcopy(vanilla), copy.deepcopy(vanilla).to('meta')
+    for one in (expected, model):
+        torch.manual_seed(1)
+        swap_attention(one, rule)
+    model.to_empty(device='cpu')
+    model.load_state_dict(vanilla.state_dict(), strict=False)
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize('change', ['replaced', 'wrapped', 'pruned'])
 def test_what_someone_put_in_the_place_of_a_gate_stays(change: str) -> None:
     model = MODELS.build(gated_vit())

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -105,6 +106,7 @@ class Gate(nn.Module):
             None.
         backend: Backend of the operator that is asked for.
         loaded: True once a state dict has filled any parameter of the gate. No initialisation then draws it anew.
+        drawn_as: Name of the random stream that the gate was last drawn from.
     """
 
     undecayed: tuple[str, ...] = ()
@@ -114,6 +116,7 @@ class Gate(nn.Module):
     operator: str | None = None
     backend = 'auto'
     loaded = False
+    drawn_as = ''
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -143,6 +146,14 @@ class Gate(nn.Module):
         """
         if getattr(fn, '__module__', '') != INITIALISERS:
             super().apply(fn)
+        return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Gate:
+        """Draw the gate once ``to_empty`` has given it memory in place of the device ``meta``."""
+        before = any(parameter.is_meta for parameter in self.parameters())
+        super()._apply(*args, **kwargs)
+        if before and not any(parameter.is_meta for parameter in self.parameters()):
+            draw_gate(self.drawn_as, self)
         return self
 
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
@@ -238,6 +249,7 @@ def draw_gate(name: str, gate: Gate) -> None:
     """Initialise a gate from a random stream that depends on its name, unless a state dict has filled it."""
     if gate.loaded:
         return
+    gate.drawn_as = name
     device = next((parameter.device for parameter in gate.parameters()), None)
     with random_stream(name, device):
         gate.reset_gate()
