@@ -37,6 +37,13 @@ def initialise_gates_last(model: nn.Module) -> None:
     vars(model).setdefault('apply', partial(_apply, model))
 
 
+def forget_initialisation(model: nn.Module) -> None:
+    """Give a model the methods of its class again; methods that somebody else put there stay."""
+    for name, ours in (('init_weights', _init_weights), ('apply', _apply)):
+        if getattr(vars(model).get(name), 'func', None) is ours:
+            del vars(model)[name]
+
+
 def own_gated_modules(model: nn.Module) -> list[Any]:
     """Return the modules gated by rules for this model, without those gated by rules for a model inside it."""
     noted = {id(record) for record in vars(model).get(GATED, ())}

@@ -10,13 +10,13 @@ from torch import nn
 from mmgate.frozen import forget_start
 from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.layers.base.gated import gated_modules, remove_gate, switched_off
-from mmgate.starts import GATED, own_gated_modules
+from mmgate.starts import GATED, forget_initialisation, own_gated_modules
 from mmgate.wrappers import named_parts, own_model, without_wrappers
 
 from .training import unfreeze
 
 # Attributes that gating leaves on a model.
-SWAPPED = ('gates_file', 'init_weights', 'apply', GATED)
+SWAPPED = ('gates_file', GATED)
 
 
 def restore_attention(model: nn.Module) -> list[str]:
@@ -74,6 +74,7 @@ def restore(modules: Mapping[str, nn.Module]) -> list[str]:
         switch_nested_tensors(modules[prefix])
         if gated:
             forget_start(modules[prefix])
+            forget_initialisation(modules[prefix])
             for name in SWAPPED:
                 vars(modules[prefix]).pop(name, None)
     return names

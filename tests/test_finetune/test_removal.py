@@ -55,3 +55,11 @@ def test_a_part_of_a_gated_model_takes_its_gates_off() -> None:
     mmgate.swap_attention(nn.ModuleDict(dict(part=part)), dict(type='PLuGMultiheadAttention', path='**.self_attn'))
     assert nested and not part.use_nested_tensor
     assert mmgate.restore_attention(part) == ['layers.0.self_attn'] and part.use_nested_tensor
+
+
+def test_methods_of_ones_own_on_a_model_stay() -> None:
+    model = layers(())
+    model.apply = apply = lambda fn: nn.Module.apply(model, fn)
+    mmgate.swap_attention(model, dict(path='*.attn', type='PLuGMultiheadAttention'))
+    mmgate.restore_attention(model)
+    assert vars(model)['apply'] is apply and 'init_weights' not in vars(model)
