@@ -110,6 +110,13 @@ def test_a_config_that_would_run_is_left_out(
     assert [('its config was left out' in line and '__import__' in line) for line in said] == [True] * runs
 
 
+def test_a_config_that_a_method_of_the_file_hides_is_left_out(tmp_path: Path) -> None:
+    meta: Any = OrderedDict(cfg="__import__('os').system('true')")
+    meta.get = bool
+    torch.save(dict(meta=meta, state_dict={}), tmp_path / 'a.pth')
+    assert not CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))['meta']
+
+
 @pytest.mark.parametrize(
     'kind', ['OneCycleLR', 'CosineAnnealingLR', 'MultiStepLR', 'PolyLR', 'LinearLR', 'ReduceOnPlateauLR']
 )

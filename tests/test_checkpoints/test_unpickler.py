@@ -83,6 +83,7 @@ PICKLES = {
     'items': b'\x80\x02ctorch\nSize\n)R(K\x00K\x01u.',
     'storage at an address': b'\x80\x04ctorch\nUntypedStorage\nK\x08\x85}\x8c\tallocatorJAAAAs\x92.',
     'another at an address': b'\x80\x04ctorch.storage\nUntypedStorage\nK\x08\x85}\x8c\tallocatorJAAAAs\x92.',
+    'tensor of an array': b'\x80\x02ctorch._utils\n_rebuild_device_tensor_from_numpy\n)R.',
     'array at an address': b'\x80\x02cnumpy\nndarray\nK\x08\x85R.',
 }
 
@@ -92,7 +93,7 @@ PICKLES = {
 def test_instructions_that_are_refused(case: str, load: Callable[[str], Any], tmp_path: Path) -> None:
     """Or left empty, where tensors alone are read."""
     zipped(tmp_path / 'a.pth', None, PICKLES[case])
-    left_out = load is read_checkpoint and 'address' in case
+    left_out = load is read_checkpoint and ('address' in case or 'array' in case)
     with nullcontext() if left_out else pytest.raises(ConfigError):
         assert type(load(str(tmp_path / 'a.pth'))).__name__ == '_Unread'
     assert not hasattr(OrderedDict, 'marked') and not hasattr(torch._utils._rebuild_parameter, 'marked')
@@ -108,6 +109,14 @@ def tar(path: Path) -> None:
         file.add(__file__, '\x80tensors')
 
 
+def tar_like_a_zip(path: Path) -> None:
+    """Write torch's oldest format, with a name that begins as a zip file does, before a zip file."""
+    with tarfile.open(path, 'w') as file:
+        file.add(__file__, 'PKtensors')
+    with path.open('ab') as file:
+        torch.save({}, file)
+
+
 def raw(path: Path) -> None:
     path.write_bytes(pickle.dumps(dict(state_dict={})))
 
@@ -118,6 +127,7 @@ def raw(path: Path) -> None:
     [
         (script, 'TorchScript'),
         (tar, 'no checkpoint of torch'),
+        (tar_like_a_zip, 'no checkpoint of torch'),
         (raw, 'cannot be read|does not read'),
     ],
 )
