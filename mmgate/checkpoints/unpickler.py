@@ -57,11 +57,13 @@ class _Unpickler(_PythonUnpickler):
     Attributes:
         tensors_alone: True leaves other objects than tensors empty.
         archive: torch's reader of the file, None for torch's old format, whose sizes torch checks.
+        sizes: Bytes of the storages that were looked at.
     """
 
     dispatch = dict(_PythonUnpickler.dispatch)
     tensors_alone = False
     archive: Any = None
+    sizes: dict[str, int]
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the class or function that a name in the file may mean; no module is imported."""
@@ -102,8 +104,12 @@ class _Unpickler(_PythonUnpickler):
             refuse('refers to something other than the storage of a tensor')
         _, kind, key, _, count = reference[:5]
         declared = int(count) * torch._utils._element_size(kind.dtype)
-        if self.archive is not None and declared > (there := len(self.archive.get_record(f'data/{key}'))):
-            refuse(f'declares {declared:,} bytes where it has {there:,}')
+        if self.archive is not None:
+            # Many tensors may be views of one storage, which is read once for its size.
+            if key not in self.sizes:
+                self.sizes[key] = len(self.archive.get_record(f'data/{key}'))
+            if declared > self.sizes[key]:
+                refuse(f'declares {declared:,} bytes where it has {self.sizes[key]:,}')
         super().load_binpersid()
 
     dispatch[pickle.BUILD[0]] = load_build
@@ -163,7 +169,7 @@ def _may_share_arrays(archive: Any) -> bool:
 
 
 def _load_by_ours(path: str, map_location: Any, tensors_alone: bool, archive: Any) -> Any:
-    ours: Any = type('_Limited', (_Unpickler,), dict(tensors_alone=tensors_alone, archive=archive))
+    ours: Any = type('_Limited', (_Unpickler,), dict(tensors_alone=tensors_alone, archive=archive, sizes={}))
     # torch.load uses these attributes of a pickle module.
     module = SimpleNamespace(
         __name__=__name__, Unpickler=ours, load=lambda file, **options: ours(file, **options).load()
