@@ -34,8 +34,8 @@ class GroupedOptimWrapperConstructor:
     mmengine makes a group of each parameter as soon as one differs, 300 of two settings in a Deformable DETR, and an
     optimizer launches its kernels group by group. Every parameter keeps its settings. Schedulers, logs and checkpoints
     see the merged groups: a run that began without this constructor is resumed without it. The optimizer is fused where
-    torch can and the config does not set ``fused=False``; results are the same up to rounding. A ZeroRedundancyOptimizer
-    stays as the other constructor makes it, which the log says.
+    torch can and the config does not set ``fused=False``; results are the same up to rounding. torch's
+    ZeroRedundancyOptimizer stays as the other constructor makes it, which the log says.
 
     Args:
         optim_wrapper_cfg: mmengine's optimizer wrapper config.
