@@ -69,6 +69,10 @@ ATTACKS: dict[str, Callable[[Path], Any]] = {
     'structures': lambda tmp: np.zeros(1, [('a', 'i4')]),
     'scalar_type': lambda tmp: Calls(np.float32(0).__reduce__()[0], 'f4', bytes(4)),
     'scalar_content': lambda tmp: Calls(np.float32(0).__reduce__()[0], np.dtype('f4'), 'text'),
+    # The file could then set the array's state anew, which frees the tensor's memory.
+    'tensor_of_an_array': lambda tmp: Calls(
+        torch._utils._rebuild_device_tensor_from_numpy, np.zeros(3), torch.float64, 'cpu', False
+    ),
     'huge_array': lambda tmp: Calls(np.zeros(1).__reduce__()[0], np.ndarray, (1 << 40,), b'b'),
 }
 
