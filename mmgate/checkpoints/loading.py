@@ -108,7 +108,8 @@ def _leave_out_configs_that_run(filename: str, checkpoint: object) -> None:
     """
 
     def inner(owner: object, key: str) -> Any:
-        return owner.get(key) if isinstance(owner, dict) else None
+        # Not by the object's own attribute: a file may give an OrderedDict another ``get``.
+        return dict.get(owner, key) if isinstance(owner, dict) else None
 
     for place in (inner(checkpoint, 'meta'), inner(inner(checkpoint, 'message_hub'), 'runtime_info')):
         for key in ('config', 'cfg'):

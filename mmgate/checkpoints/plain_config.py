@@ -36,8 +36,9 @@ def plain_values(text: str) -> dict[str, Any]:
         raise ValueError('values too deep to read') from error
     values = {}
     for statement in tree.body:
+        # Of a = b = 1 there would be two names.
         target = statement.targets[0] if isinstance(statement, ast.Assign) else None
-        if not isinstance(target, ast.Name):
+        if not isinstance(target, ast.Name) or len(statement.targets) > 1:  # type: ignore[attr-defined]
             raise ValueError(f'line {statement.lineno}, {ast.unparse(statement)[:40]}')
         try:
             values[target.id] = ast.literal_eval(_Literals().visit(statement.value))  # type: ignore[attr-defined]

@@ -57,11 +57,13 @@ class _Unpickler(_PythonUnpickler):
     Attributes:
         tensors_alone: True leaves other objects than tensors empty.
         archive: torch's reader of the file, None for torch's old format, whose sizes torch checks.
+        sizes: Bytes of the storages that were looked at.
     """
 
     dispatch = dict(_PythonUnpickler.dispatch)
     tensors_alone = False
     archive: Any = None
+    sizes: dict[str, int]
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the class or function that a name in the file may mean; no module is imported."""
@@ -102,8 +104,12 @@ class _Unpickler(_PythonUnpickler):
             refuse('refers to something other than the storage of a tensor')
         _, kind, key, _, count = reference[:5]
         declared = int(count) * torch._utils._element_size(kind.dtype)
-        if self.archive is not None and declared > (there := len(self.archive.get_record(f'data/{key}'))):
-            refuse(f'declares {declared:,} bytes where it has {there:,}')
+        if self.archive is not None:
+            # Many tensors may be views of one storage, which is read once for its size.
+            if key not in self.sizes:
+                self.sizes[key] = len(self.archive.get_record(f'data/{key}'))
+            if declared > self.sizes[key]:
+                refuse(f'declares {declared:,} bytes where it has {self.sizes[key]:,}')
         super().load_binpersid()
 
     dispatch[pickle.BUILD[0]] = load_build
@@ -131,7 +137,7 @@ def load_file(path: str, map_location: Any, *, trusted: bool, tensors_alone: boo
         if trusted:
             return torch.load(path, map_location=map_location, weights_only=False)
         archive = _archive(path)
-        if tensors_alone or not torchs_own_is_safe():
+        if tensors_alone or not torchs_own_is_safe() or _may_share_arrays(archive):
             return _load_by_ours(path, map_location, tensors_alone, archive)
         with torch.serialization.safe_globals([(kind, name) for name, kind in ALLOWED.items()]):
             return torch.load(path, map_location=map_location, weights_only=True)
@@ -154,8 +160,16 @@ def torchs_own_is_safe() -> bool:
     return tuple(int(part) for part in torch.__version__.split('.')[:2]) >= (2, 10)
 
 
+def _may_share_arrays(archive: Any) -> bool:
+    """Return True if torch's safe loader might make a tensor of an array's memory, as torch saved it from XLA devices.
+
+    The file could then set the array's state again, which frees that memory. Our unpickler makes no such tensors.
+    """
+    return archive is None or b'_rebuild_device_tensor_from_numpy' in archive.get_record('data.pkl')
+
+
 def _load_by_ours(path: str, map_location: Any, tensors_alone: bool, archive: Any) -> Any:
-    ours: Any = type('_Limited', (_Unpickler,), dict(tensors_alone=tensors_alone, archive=archive))
+    ours: Any = type('_Limited', (_Unpickler,), dict(tensors_alone=tensors_alone, archive=archive, sizes={}))
     # torch.load uses these attributes of a pickle module.
     module = SimpleNamespace(
         __name__=__name__, Unpickler=ours, load=lambda file, **options: ours(file, **options).load()
@@ -166,8 +180,9 @@ def _load_by_ours(path: str, map_location: Any, tensors_alone: bool, archive: An
 def _archive(path: str) -> Any:
     """Return torch's reader of a zip file, None for torch's old format; raise an error for other formats."""
     with open(path, 'rb') as file:
-        head = file.read(2)
-    if head == b'PK':
+        head = file.read(4)
+    # torch takes no other zip files as such.
+    if head == b'PK\x03\x04':
         archive = torch._C.PyTorchFileReader(path)
         # torch below 2.6 would run it.
         if torch.serialization._is_torchscript_zip(archive):

@@ -58,6 +58,9 @@ def unknown_names(dataset: Any) -> str:
     content = load(dataset.ann_file, 'json', backend_args=dataset.backend_args)
     names = [one['name'] for one in content['categories']]
     missing = [name for name in classes if name not in names]
+    # A name that is in metainfo twice leaves fewer categories, too.
+    if not missing:
+        return ''
     return (
         f'{dataset.ann_file} has no class {", ".join(missing)}: every class after it in metainfo gets the label of '
         f'another one, and the last ones none. metainfo.classes is {", ".join(classes)}; the file has '

@@ -174,12 +174,16 @@ class LoadReportHook(Hook):
         return [key for key, version in _versions(runner.model).items() if self._before.get(key) == version]
 
     def resized(self, runner: Any) -> list[str]:
-        """Return the tensors that the checkpoint has in other sizes and did not fill, unless only training has them."""
-        own = unwrap_model(runner.model).state_dict()
+        """Return the parameters that the checkpoint has in other sizes and did not fill, unless only training has them.
+
+        Buffers, such as Swin's indices of positions in a window, are those of this model's sizes.
+        """
+        own = dict(unwrap_model(runner.model).named_parameters(remove_duplicate=False))
         return [
             f'{key} is {self._shapes[key]} instead of {tuple(own[key].shape)}'
             for key in self.missing(runner)
-            if self._shapes.get(key, own[key].shape) != own[key].shape and key.partition('.')[0] not in OF_TRAINING
+            if key in own and self._shapes.get(key, own[key].shape) != own[key].shape
+            if key.partition('.')[0] not in OF_TRAINING
         ]
 
     def log_report(self, runner: Any, found: str, fits: bool) -> None:

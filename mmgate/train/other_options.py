@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from mmgate.checkpoints.plain_config import plain_values
-from mmgate.errors import listed
+from mmgate.errors import ConfigError, listed
 from mmgate.hosts.table import options_of, registered_gates
 from mmgate.layers.base.gated import CHILD, gated_modules, record_of
 from mmgate.registry import MODELS
@@ -52,7 +52,7 @@ def other_options(model: nn.Module, checkpoint: Mapping[str, Any], cfg: Any = No
         if record is None or not all(key in names for key in tensors if key.startswith(prefix)):
             continue
         chosen = record.chosen_name(record.name)
-        placed = [rule for rule in rules if any(path_regex(path).fullmatch(chosen) for path in _paths(rule))]
+        placed = [rule for rule in rules if any(_names(path, chosen) for path in _paths(rule))]
         differences = [list(_differences(rule, record.rule)) for rule in placed]
         # Of several parts with rules of their own, one is meant.
         for line in min(differences, key=len, default=()):
@@ -86,6 +86,14 @@ def _rules(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _paths(rule: Mapping[str, Any]) -> Sequence[str]:
     return [rule['path']] if isinstance(rule['path'], str) else rule['path']
+
+
+def _names(path: str, module: str) -> bool:
+    """Return True if a path of a checkpoint's rule names a module; older versions took paths that are refused now."""
+    try:
+        return path_regex(path).fullmatch(module) is not None
+    except ConfigError:
+        return False
 
 
 def _kind(entry: Mapping[str, Any]) -> type | None:

@@ -15,6 +15,7 @@ from mmengine.registry import OPTIMIZERS
 from torch import nn
 from torch.optim import Optimizer
 
+from mmgate._environment import log
 from mmgate.errors import ConfigError
 from mmgate.finetune import gate_parameters
 from mmgate.layers.base.gate import Gate, gate_classes, undecayed_parameters
@@ -33,7 +34,8 @@ class GroupedOptimWrapperConstructor:
     mmengine makes a group of each parameter as soon as one differs, 300 of two settings in a Deformable DETR, and an
     optimizer launches its kernels group by group. Every parameter keeps its settings. Schedulers, logs and checkpoints
     see the merged groups: a run that began without this constructor is resumed without it. The optimizer is fused where
-    torch can and the config does not set ``fused=False``; results are the same up to rounding.
+    torch can and the config does not set ``fused=False``; results are the same up to rounding. torch's
+    ZeroRedundancyOptimizer stays as the other constructor makes it, which the log says.
 
     Args:
         optim_wrapper_cfg: mmengine's optimizer wrapper config.
@@ -55,6 +57,13 @@ class GroupedOptimWrapperConstructor:
         with _frozen_in_one_line():
             built = OPTIM_WRAPPER_CONSTRUCTORS.build(host)(model)
         for wrapper in built.values() if isinstance(built, OptimWrapperDict) else [built]:
+            if _is_sharded(wrapper.optimizer):
+                log(
+                    f'{type(wrapper.optimizer).__name__} has given its parameters to processes: its groups stay as '
+                    'they are, without settings of their own for gates.',
+                    logging.WARNING,
+                )
+                continue
             self.change(wrapper.optimizer, model)
             _merge(wrapper.optimizer)
         return built
@@ -135,6 +144,11 @@ def _frozen_in_one_line() -> Iterator[None]:
         logger.removeFilter(keep)
     if frozen:
         logger.info('mmgate: the optimizer leaves out %d frozen parameter tensors', frozen)
+
+
+def _is_sharded(optimizer: Optimizer) -> bool:
+    """Return True for torch's ZeroRedundancyOptimizer, whose groups another optimizer has, too, for each process."""
+    return any(kind.__name__ == 'ZeroRedundancyOptimizer' for kind in type(optimizer).__mro__)
 
 
 def _is_of_gates(key: str) -> bool:

@@ -69,6 +69,10 @@ ATTACKS: dict[str, Callable[[Path], Any]] = {
     'structures': lambda tmp: np.zeros(1, [('a', 'i4')]),
     'scalar_type': lambda tmp: Calls(np.float32(0).__reduce__()[0], 'f4', bytes(4)),
     'scalar_content': lambda tmp: Calls(np.float32(0).__reduce__()[0], np.dtype('f4'), 'text'),
+    # The file could then set the array's state anew, which frees the tensor's memory.
+    'tensor_of_an_array': lambda tmp: Calls(
+        torch._utils._rebuild_device_tensor_from_numpy, np.zeros(3), torch.float64, 'cpu', False
+    ),
     'huge_array': lambda tmp: Calls(np.zeros(1).__reduce__()[0], np.ndarray, (1 << 40,), b'b'),
 }
 
@@ -108,6 +112,13 @@ def test_a_config_that_would_run_is_left_out(
         loaded = loaded[key]
     assert list(loaded) == ([] if runs else [place.rpartition('.')[2]])
     assert [('its config was left out' in line and '__import__' in line) for line in said] == [True] * runs
+
+
+def test_a_config_that_a_method_of_the_file_hides_is_left_out(tmp_path: Path) -> None:
+    meta: Any = OrderedDict(cfg="__import__('os').system('true')")
+    meta.get = bool
+    torch.save(dict(meta=meta, state_dict={}), tmp_path / 'a.pth')
+    assert not CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))['meta']
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ TEXTS = [
     ("custom_imports = dict(imports=['mmgate', 'mmdet.models'], allow_failed_imports=False)", False),
     ("custom_imports = dict(imports=['mmgate', 'antigravity'])", True),
     ("custom_imports = dict(imports='evil_module')", True),
+    ("x = custom_imports = dict(imports='evil_module')", True),
     ("custom_imports = dict(imports='module_of_the_running_config')", False),
 ]
 

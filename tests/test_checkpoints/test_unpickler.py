@@ -15,6 +15,7 @@ import torch
 from helpers.pickles import Declared, legacy, zipped
 from torch import nn
 
+from mmgate.checkpoints import unpickler as unpickler_file
 from mmgate.checkpoints.loading import load_checkpoint_file
 from mmgate.checkpoints.tensors import read_checkpoint
 from mmgate.checkpoints.unpickler import torchs_own_is_safe
@@ -73,6 +74,22 @@ def test_no_tensor_lies_beyond_its_memory(
         load(str(tmp_path / 'a.pth'))
 
 
+def test_a_storage_of_many_tensors_is_read_for_its_size_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    class Reader:
+        def __init__(self, path: str) -> None:
+            self.get_record = lambda name: read.append(name) or found.get_record(name)  # type: ignore[func-returns-value]
+            found = archive(path)
+
+    archive = unpickler_file._archive
+    monkeypatch.setattr(unpickler_file, '_archive', Reader)
+    flat = torch.arange(9.0)
+    torch.save(dict(first=flat[:3], second=flat[3:], third=flat[1:4]), tmp_path / 'a.pth')
+    assert torch.equal(read_checkpoint(str(tmp_path / 'a.pth'))['third'], flat[1:4])
+    assert read == ['data/0']
+
+
 STATE = b'}X\x06\x00\x00\x00markedK\x01s'
 PICKLES = {
     'class': b'\x80\x02ccollections\nOrderedDict\n' + STATE + b'b.',
@@ -108,6 +125,14 @@ def tar(path: Path) -> None:
         file.add(__file__, '\x80tensors')
 
 
+def tar_like_a_zip(path: Path) -> None:
+    """Write torch's oldest format, with a name that begins as a zip file does, before a zip file."""
+    with tarfile.open(path, 'w', format=tarfile.GNU_FORMAT) as file:
+        file.add(__file__, 'PKtensors')
+    with path.open('ab') as file:
+        torch.save({}, file)
+
+
 def raw(path: Path) -> None:
     path.write_bytes(pickle.dumps(dict(state_dict={})))
 
@@ -118,6 +143,7 @@ def raw(path: Path) -> None:
     [
         (script, 'TorchScript'),
         (tar, 'no checkpoint of torch'),
+        (tar_like_a_zip, 'no checkpoint of torch'),
         (raw, 'cannot be read|does not read'),
     ],
 )

@@ -51,7 +51,14 @@ def test_a_name_that_the_file_does_not_have_is_named(tmp_path: Path, said: list[
 def test_names_of_the_file_are_no_matter(tmp_path: Path, said: list[str]) -> None:
     """Nor are fewer of them, data of another kind, and what cannot be looked at."""
     broken = SimpleNamespace(cat_ids=[1], metainfo=dict(classes=('a', 'b')), ann_file='absent.json')
-    for data in (dataset(tmp_path, 'ring', 'star', 'cross'), dataset(tmp_path, 'star'), [1, 2], None, broken):
+    for data in (
+        dataset(tmp_path, 'ring', 'star', 'cross'),
+        dataset(tmp_path, 'star'),
+        dataset(tmp_path, 'ring', 'ring'),
+        [1, 2],
+        None,
+        broken,
+    ):
         ClassNamesHook().before_test(SimpleNamespace(test_loop=loop(data)))
         ClassNamesHook().before_train(SimpleNamespace(train_loop=loop(data), val_loop=None))
     assert not said

@@ -76,6 +76,18 @@ def test_a_test_refuses_tensors_of_other_sizes(lines: list) -> None:
     assert said == 'WARNING' and '5 of 6 keys' in text
 
 
+def test_buffers_of_other_sizes_are_tested(lines: list) -> None:
+    """As where Swin's windows are larger than in the checkpoint, whose indices are then left out."""
+    model = nn.Linear(1, 1)
+    model.register_buffer('relative_position_index', torch.zeros(9))
+    runner, hook = SimpleNamespace(model=model), LoadReportHook('x.pth')
+    given = model.state_dict() | {'relative_position_index': torch.zeros(4)}
+    hook.after_load_checkpoint(runner, dict(state_dict=given))
+    model.load_state_dict({key: given[key] for key in ('weight', 'bias')}, strict=False)
+    hook.before_test(runner)
+    assert 'not loaded: relative_position_index' in lines[0][1]
+
+
 def gated(*paths: str) -> nn.Module:
     model = nn.ModuleDict({name: nn.MultiheadAttention(16, 4) for name in ('first', 'second')})
     if paths:

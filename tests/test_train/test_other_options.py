@@ -63,6 +63,11 @@ def test_a_wrapper_around_the_model_changes_nothing() -> None:
     assert "'sum' here (first" in other_options(model, checkpoint(PLUG))
 
 
+def test_a_path_that_an_older_version_took_is_left_out() -> None:
+    there = dict(type='mmgate.Gated', host='A', attention=[dict(PLUG, path='**first')])
+    assert other_options(gated(dict(PLUG, gml='sum')), checkpoint(PLUG, cfg=there)) == ''
+
+
 def test_no_config_no_difference() -> None:
     model, content = gated(dict(PLUG, gml='sum')), checkpoint(PLUG)
     for meta in (None, {}, dict(cfg=None), dict(cfg='not python ('), dict(cfg='x = open(1)'), dict(cfg='model = 3')):

@@ -15,7 +15,7 @@ from mmengine.config import Config, ConfigDict
 from mmengine.logging import MMLogger
 from mmengine.optim import DefaultOptimWrapperConstructor, MultiStepLR, build_optim_wrapper
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, init_default_scope
-from torch import nn
+from torch import distributed, nn
 
 import mmgate
 from mmgate.errors import ConfigError
@@ -277,3 +277,19 @@ def test_groups_with_names_are_merged_and_split_with_them() -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize('paramwise', [{}, dict(norm_decay_mult=0.0)], ids=['one group', 'a group a parameter'])
+def test_an_optimizer_of_shares_stays_as_it_is(paramwise: dict[str, Any]) -> None:
+    distributed.init_process_group('gloo', store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        net = PLuGMultiheadAttention(4, 2)
+        sgd = dict(type='ZeroRedundancyOptimizer', optimizer_type='SGD', lr=0.1, weight_decay=DECAY)
+        cfg = dict(optimizer=sgd, paramwise_cfg=paramwise, constructor='mmgate.GateOptimWrapperConstructor')
+        optimizer = build_optim_wrapper(net, cfg).optimizer
+        sum(parameter.sum() for parameter in net.parameters()).backward()
+        before = deepcopy(net.state_dict())
+        optimizer.step()
+        assert all(not torch.equal(before[name], value) for name, value in net.named_parameters())
+    finally:
+        distributed.destroy_process_group()
