@@ -17,7 +17,7 @@ from mmengine.registry import DATASETS, HOOKS, MODELS, TRANSFORMS
 # Packages that a config may import from, beside those that have registries in this process.
 SCOPES = {'mmaction', 'mmcls', 'mmcv', 'mmdet', 'mmdet3d', 'mmengine', 'mmgate', 'mmocr', 'mmpose', 'mmpretrain'}
 SCOPES |= {'mmrotate', 'mmseg', 'mmtrack', 'mmyolo', 'timm', 'torch', 'torchvision'}
-_NAMED = ('type', 'host', '_scope_', 'runner_type', 'constructor')
+_NAMED = ('type', 'host', '_scope_', 'runner_type', 'constructor', 'grouped')
 # Modules of the standard library whose names mmengine uses, too.
 _PACKAGES = {'logging'}
 

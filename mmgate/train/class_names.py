@@ -30,10 +30,10 @@ class ClassNamesHook(Hook):
         self._compare(runner.test_loop)
 
     def _compare(self, *loops: Any) -> None:
-        # A data set may be of any class; a check must not end a training.
-        with suppress(Exception):
-            datasets = [getattr(getattr(loop, 'dataloader', None), 'dataset', None) for loop in loops]
-            for dataset in {id(one): one for whole in datasets for one in innermost_datasets(whole)}.values():
+        datasets = [getattr(getattr(loop, 'dataloader', None), 'dataset', None) for loop in loops]
+        for dataset in {id(one): one for whole in datasets for one in innermost_datasets(whole)}.values():
+            # A data set may be of any class; a check must not end a training.
+            with suppress(Exception):
                 if found := unknown_names(dataset):
                     log(found, logging.WARNING)
 
@@ -62,7 +62,7 @@ def unknown_names(dataset: Any) -> str:
     if not missing:
         return ''
     return (
-        f'{dataset.ann_file} has no class {", ".join(missing)}: every class after it in metainfo gets the label of '
-        f'another one, and the last ones none. metainfo.classes is {", ".join(classes)}; the file has '
+        f'{dataset.ann_file} has no class {", ".join(missing)}: classes that come after it in metainfo get the labels '
+        f'of others. metainfo.classes is {", ".join(classes)}; the file has '
         f'{", ".join(names)}. Write the names of the file.'
     )

@@ -25,6 +25,7 @@ TEXTS = [
     ("model = dict(type='subprocess.check_call', args=['true'])", True),
     ("model = dict(backbone={'type': 'mmengine.utils.package_utils.call_command', 'cmd': ['true']})", True),
     ("model = dict(type='mmengine.hub.os.system')", True),
+    ("optim_wrapper = dict(paramwise_cfg=dict(grouped='os.system'))", True),
     ("keys = dict({'backbone.a': dict(lr_mult=0.1)})", False),  # as mmengine writes keys with dots
     ("model = dict({'type': 'subprocess.check_call'})", True),
     ("model = dict([('type', 'subprocess.check_call')])", True),

@@ -28,13 +28,17 @@ def ending() -> Iterator[None]:
 
 @contextmanager
 def alone(lock: Path) -> Iterator[None]:
-    """Hold a lock file inside a ``with`` block; the system lets go of it when the process ends in any way.
+    """Hold a lock file inside a ``with`` block; the system lets go of it when the process and its children have ended.
 
     Raises:
-        ConfigError: Another process holds it.
+        ConfigError: Another process holds it, or it cannot be written.
     """
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open('a+') as file:
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        opened = lock.open('a+')
+    except OSError as error:
+        raise ConfigError(f'{lock.parent} cannot be written ({error.strerror}); give another --out.') from error
+    with opened as file:
         try:
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
