@@ -25,7 +25,7 @@ RATIO, MULTIPLE, SMALLEST = 8, 32, 64
 AT_MOST = dict(nms_pre=100, max_per_img=50, num_queries=50)
 NEVER = 10**9
 DEMO_CLASSIFIER = 'configs/saga/classification/saga-pvt-demo_1xb32-12e_shapes.py'  # of tools/dev/demo_pretrain.py
-# Written by a run, or fetched by hand as the page of the config says.
+# Parts of the names of weights that a user fetches.
 FETCHED = ('://', 'tf_efficientnet_lite0.pth')
 FILES = ('checkpoint', 'load_from', 'work_dir', 'ann_file', 'data_root', 'img_path', 'seg_map_path', 'img', 'seg')
 
