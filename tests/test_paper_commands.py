@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, needs_mmpretrain, tool
-from helpers.made_data import write_all
+from helpers.made_data import made_sets
 from helpers.shrunk import shrunk
 from mmengine.config import Config
 
@@ -49,11 +49,7 @@ COMMANDS = LINE.findall((ROOT / 'docs/papers.md').read_text())
 
 @pytest.fixture(scope='module')
 def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return a folder with samples of every set."""
-    root = tmp_path_factory.mktemp('data')
-    with pytest.MonkeyPatch.context() as patch:
-        write_all(root, patch)
-        yield root
+    yield from made_sets(tmp_path_factory)
 
 
 def models_of(title: str) -> list[list[str]]:

@@ -13,7 +13,7 @@ import mmdet
 import pytest
 import torch
 from conftest import ROOT, needs_host, skip_unless_readable
-from helpers.made_data import write_all
+from helpers.made_data import made_sets
 from helpers.metafiles import MODELS
 from helpers.shrunk import add_panopticapi, configs_in, make_weights, one_of_each_kind, shrunk
 from mmengine.config import Config
@@ -40,11 +40,7 @@ CASES = [
 
 @pytest.fixture(scope='module')
 def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return a folder with samples of every set."""
-    root = tmp_path_factory.mktemp('data')
-    with pytest.MonkeyPatch.context() as patch:
-        write_all(root, patch)
-        yield root
+    yield from made_sets(tmp_path_factory)
 
 
 class Watch(Hook):

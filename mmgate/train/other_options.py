@@ -54,7 +54,7 @@ def other_options(model: nn.Module, checkpoint: Mapping[str, Any], cfg: Any = No
         chosen = record.chosen_name(record.name)
         placed = [rule for rule in rules if any(_names(path, chosen) for path in _paths(rule))]
         differences = [list(_differences(rule, record.rule)) for rule in placed]
-        # Of several parts with rules of their own, one is meant.
+        # Parts that are gated by themselves share paths such as blocks.*.attn: the rule that fits best is the module's.
         for line in min(differences, key=len, default=()):
             found.setdefault(line, []).append(name)
     for where, entry in mappings(cfg or {}):

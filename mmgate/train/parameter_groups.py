@@ -22,7 +22,7 @@ from mmgate.layers.base.gate import Gate, gate_classes, undecayed_parameters
 from mmgate.registry import OPTIM_WRAPPER_CONSTRUCTORS
 
 GATES = 'mmgate.gates'  # in custom_keys
-# What a parameter group lists one by one; torch has names since 2.6.
+# The lists in a parameter group, which are joined as groups merge. Names of parameters are new in torch 2.6.
 MEMBERS = ('params', 'param_names')
 TORCH = tuple(int(part) for part in torch.__version__.split('.')[:2])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,14 @@ BOX = '<object><name>{}</name><bndbox><xmin>{}</xmin><ymin>{}</ymin><xmax>{}</xm
 DAY = ('0006R0_f00930', '0016E5_00390')
 DUSK = ('0001TP_006690', '0001TP_006720')
 WIDTH, HEIGHT = 160, 120  # of images of COCO and ADE20K
+
+
+def made_sets(factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Yield a folder with samples of every set, for a fixture of a module."""
+    root = factory.mktemp('data')
+    with pytest.MonkeyPatch.context() as patch:
+        write_all(root, patch)
+        yield root
 
 
 def write_all(root: Path, patch: pytest.MonkeyPatch) -> None:
