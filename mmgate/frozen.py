@@ -1,35 +1,57 @@
-"""Gates in frozen parts of a model: they follow a host that is frozen as a whole, and a warning names what rests."""
+"""Gates in frozen parts of a model: they follow an attention that is frozen in training, and a warning names them."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
 
 from torch import nn
 
 from mmgate._environment import log
 from mmgate.errors import ConfigError, listed
-from mmgate.layers.base.gate import Gate, named_gate_parameters
-from mmgate.wrappers import named_parts, unwrap_model, without_wrappers
+from mmgate.layers.base.gate import gates_hidden
+from mmgate.wrappers import named_parts, unwrap_model
 
-# The number of modules that the warning names for each class of gates.
+# The number of modules that the warning names.
 MOST_NAMES = 12
 
 
-def frozen_parts(model: nn.Module) -> list[str]:
-    """Return the names of children that are frozen as a whole, such as a teacher; none if nothing in the model trains.
+def frozen_in_training(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names of modules that are frozen while other parts of the model train; none if nothing trains.
 
-    Layers of a list or a sequence do not count as parts.
+    Backbones freeze their stages whenever ``train()`` is called, so that it is called for a moment.
+
+    Args:
+        model: A model.
+        modules: Modules in it, by name.
     """
-    # Gates that an earlier rule has put in do not count: a frozen model's gates train, rule after rule.
-    gates = {id(parameter) for _, parameter in named_gate_parameters(model)}
+    modes = [(module, module.training) for module in model.modules()]
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    was = model.training
+    model.train()
+    frozen = [name for name, module in modules.items() if not _trains(module)] if _trains(model) else []
+    # Some layers derive weights for evaluation here.
+    if not was:
+        model.train(False)
+    for module, mode in modes:
+        module.training = mode
+    for parameter, flag in flags:
+        parameter.requires_grad_(flag)
+    return frozen
 
-    def trains(part: nn.Module) -> bool:
-        return any(parameter.requires_grad for parameter in part.parameters() if id(parameter) not in gates)
 
-    return [name for name, part in _parts(model).items() if not trains(part)] if trains(model) else []
+def warn_of_frozen(model: nn.Module, names: Sequence[str]) -> None:
+    """Warn of gates that do not train, since the attention around them does not; copies of what trains are averages."""
+    copies = tuple(f'{name}.' for name in averaged_copies(model))
+    resting = [name for name in names if not name.startswith(copies)]
+    if resting:
+        log(
+            f'mmgate: {len(resting)} gates stay as they start, or as a checkpoint fills them, because the attention '
+            f'around them is frozen in training (frozen_stages, or requires_grad=False): '
+            f'{listed(resting, MOST_NAMES)}. To train them, freeze less, or train gates beside frozen weights: '
+            "train='gates'.",
+            logging.WARNING,
+        )
 
 
 def averaged_copies(model: nn.Module) -> dict[str, str]:
@@ -38,14 +60,11 @@ def averaged_copies(model: nn.Module) -> dict[str, str]:
     Semi-supervised detectors and momentum encoders average one into the other, tensor by tensor.
     """
     parts = _parts(model)
-    frozen = frozen_parts(model)
-    tensors = {path: (type(part), [(n, p.shape) for n, p in part.named_parameters()]) for path, part in parts.items()}
-    return {
-        copied: source
-        for copied in frozen
-        for source in parts
-        if source not in frozen and tensors[source] == tensors[copied]
-    }
+    with gates_hidden():
+        tensors = {k: (type(part), [(n, p.shape) for n, p in part.named_parameters()]) for k, part in parts.items()}
+    sources = [name for name, part in parts.items() if _trains(part)]
+    frozen = [name for name in parts if name not in sources]
+    return {copied: source for copied in frozen for source in sources if tensors[source] == tensors[copied]}
 
 
 def refuse_unlike(model: nn.Module, rules: Mapping[int, Sequence[object]]) -> None:
@@ -76,57 +95,10 @@ def refuse_unlike(model: nn.Module, rules: Mapping[int, Sequence[object]]) -> No
                 )
 
 
-def warn_at_start(model: nn.Module) -> None:
-    """Let the first call of ``model.train()`` warn of gates that do not train; backbones freeze their stages there."""
-    vars(model).setdefault('train', partial(_first_mode, model))
-
-
-def forget_start(model: nn.Module) -> None:
-    """Undo :func:`warn_at_start`."""
-    if getattr(vars(model).get('train'), 'func', None) is _first_mode:
-        del vars(model)['train']
-
-
-def _first_mode(model: Any, mode: bool = True) -> nn.Module:
-    """Set a mode as the model's class does; the first training mode warns of gates that rest in frozen parts."""
-    if not mode:
-        type(model).train(model, mode)
-        return model
-    forget_start(model)
-    before = {name for name, parameter in named_gate_parameters(model) if parameter.requires_grad}
-    type(model).train(model, mode)
-    after = {name for name, parameter in named_gate_parameters(model) if parameter.requires_grad}
-    # A model that was frozen as a whole, such as a teacher, does not train by intention.
-    if before - after or any(parameter.requires_grad for parameter in model.parameters()):
-        _warn_of_frozen_gates(model)
-    return model
-
-
-def _warn_of_frozen_gates(model: nn.Module) -> None:
-    """Warn of gates that are frozen at the start of a training, and that no checkpoint has filled."""
-    copies = tuple(f'{name}.' for name in averaged_copies(model))
-    resting: dict[type[Gate], list[str]] = {}
-    tensors = 0
-    for name, module in model.named_modules():
-        if not isinstance(module, Gate) or module.loaded or without_wrappers(name).startswith(copies):
-            continue
-        parameters = list(module.parameters())
-        if parameters and not any(parameter.requires_grad for parameter in parameters):
-            resting.setdefault(type(module), []).append(name.rpartition('.')[0])
-            tensors += len(parameters)
-    if not resting:
-        return
-    told = []
-    for kind, names in resting.items():
-        start = 'which starts as the vanilla attention' if kind.identity_start else 'whose weights are drawn at random'
-        told.append(f'{kind.__name__}, {start}, in {listed(names, MOST_NAMES)}')
-    total = sum(1 for _ in named_gate_parameters(model))
-    log(
-        f'{tensors} of {total} tensors of gates stay as they start, because the parts around them are frozen '
-        f'(frozen_stages, or requires_grad=False): {"; ".join(told)}. Freeze less, leave these modules out of the '
-        "rule's path, load a checkpoint that fills them, or train gates beside frozen weights: train='gates'.",
-        logging.WARNING,
-    )
+def _trains(part: nn.Module) -> bool:
+    """Return True if any parameter trains; gates of earlier rules do not count."""
+    with gates_hidden():
+        return any(parameter.requires_grad for parameter in part.parameters())
 
 
 def _parts(model: nn.Module) -> dict[str, nn.Module]:

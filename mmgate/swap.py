@@ -5,16 +5,16 @@ Each of the four steps returns what the next one takes. Only the last one change
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
-from mmgate.frozen import frozen_parts, refuse_unlike, warn_at_start
+from mmgate.frozen import frozen_in_training, refuse_unlike, warn_of_frozen
 from mmgate.hosts import adapter_for, hosts_of
 from mmgate.hosts.map_size import Derived, map_options
 from mmgate.hosts.table import Adapter, full_name, gate_of_type, host_names, options_of, refusal_of
@@ -33,7 +33,7 @@ from mmgate.layers.base.gated import (
 )
 from mmgate.listing import inventory
 from mmgate.rules import Rule, Rules, as_lines, parse_rules, path_regex
-from mmgate.starts import initialise_gates_last, note_gated
+from mmgate.starts import initialise_gates_last
 from mmgate.wrappers import named_part, named_parts, own_model, refuse_replicated, refuse_sharded
 
 # The number of hosts that a message lists.
@@ -249,7 +249,8 @@ def _gate(model: nn.Module, rule: Rule, host: Host, derived: Derived) -> nn.Modu
     around = [type(model.get_submodule('.'.join(names[:count]))) for count in range(len(names) + 1)]
     surroundings = dict(in_vit=host.adapter.is_in_vit(around), map_size=derived.map_size)
     device = device_of(host.module, model)
-    with random_stream(host.path, device):
+    # Not on the device of a ``with torch.device`` around: its generator would be moved.
+    with torch.device('cpu'), random_stream(host.path):
         gate = host.adapter.make_gate(host.module, gate_type, surroundings, **{**derived.options, **rule.options})
     for inner, part in gate.named_modules():
         if isinstance(part, Gate):
@@ -280,29 +281,21 @@ def commit(model: nn.Module, rules: Sequence[Rule], made: Sequence[Made]) -> lis
     for one in made:
         once.setdefault(id(one.host.module), one)
     refuse_unlike(model, {module: (one.rule.type, one.rule.options) for module, one in once.items()})
-    frozen = tuple(f'{name}.' for name in frozen_parts(model))
+    resting = frozen_in_training(model, {one.host.path: one.host.module for one in once.values()})
     records = [record for _, module in gated_modules(model) if (record := record_of(module)) is not None]
     first = max((record.number for record in records), default=-1) + 1
-    resting: list[str] = []
     for one in once.values():
         host = one.host
         number = first + rules.index(one.rule)
-        record = Record(host.adapter, type(host.module), host.path, one.rule.given, number, host.child)
-        gate_module(host.module, host.adapter, one.gate, record)
+        gate_module(
+            host.module, host.adapter, one.gate, Record(host.adapter, host.path, one.rule.given, number, host.child)
+        )
         gated: Any = host.module
         gated.after_gating(model)
-        note_gated(model, gated)
         # A tensor that is to train and gets no gradient, as in a teacher, ends a training by DDP.
-        if host.path.startswith(frozen):
+        if host.path in resting:
             one.gate.requires_grad_(False)
-            resting.append(host.path)
-    if resting and 'trained_with_gates' in vars(model):
-        log(
-            f'mmgate: {len(resting)} new gates do not train, as in {resting[0]}: mmgate.train_only_gates has frozen '
-            'what is around them. Call it again.',
-            logging.WARNING,
-        )
-    warn_at_start(model)
+    warn_of_frozen(model, resting)
     switch_nested_tensors(model)
     initialise_gates_last(model)
     return [one.host.name for one in made]
@@ -313,9 +306,7 @@ def _gated_in(model: nn.Module, module: nn.Module) -> str | None:
     for _, gated in gated_modules(model):
         inside = any(part is gated for part in module.modules())
         if inside or any(part is module for part in gated.modules()):
-            # The record has the gate while it is switched off.
-            gate = gated.gating.gate or gated.gate
-            return next(type(one).__name__ for one in gate.modules() if isinstance(one, Gate))
+            return next(type(one).__name__ for one in gated.gate.modules() if isinstance(one, Gate))
     return None
 
 

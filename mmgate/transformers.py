@@ -13,8 +13,9 @@ from torch import nn
 
 from mmgate.errors import OptionError
 from mmgate.layers.base.gate import Gate
+from mmgate.layers.base.gated import gated_modules
 from mmgate.rules import Rules
-from mmgate.starts import draw_gates, own_gated_modules
+from mmgate.starts import draw_gates
 from mmgate.swap import swap_attention
 
 
@@ -55,5 +56,5 @@ def _start_gates(model: nn.Module, missing: set[str]) -> None:
         own = {f'{name}.{key}' for key, _ in module.named_parameters()}
         if isinstance(module, Gate):
             module.loaded = not missing & own
-    for module in own_gated_modules(model):
-        draw_gates(module.gating.name, module)
+    for _, module in gated_modules(model):
+        draw_gates(module)

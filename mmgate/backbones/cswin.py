@@ -177,7 +177,7 @@ class AgentCSwin(PublishedWeights, BaseModule):
 class UncrossedAttention(MapHost):
     """Adapter that lets attention over the whole map replace CSwin's attention in cross-shaped windows."""
 
-    leaves_out = ('lepe',)
+    unused = ('lepe',)
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:

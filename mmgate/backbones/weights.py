@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from mmgate.checkpoints.tensors import State, read_checkpoint, tensors
 from mmgate.errors import ConfigError
-from mmgate.layers.base.gate import is_gate_key, named_gate_parameters
+from mmgate.layers.base.gate import gates_hidden, is_gate_key, named_gate_parameters
 from mmgate.layers.parts.resizing import resize_grid
-from mmgate.starts import gates_in_place
 
 DERIVED = ('.relative_position_index', '.attn_mask')  # buffers that a backbone computes itself
 OUTPUT_NORM = re.compile(r'norm\d\.(weight|bias)')  # Swin's; a classifier has none
@@ -47,7 +46,7 @@ class PublishedWeights:
         if self.init_cfg is None:
             super().init_weights()  # type: ignore[misc]
         else:
-            with gates_in_place(backbone):
+            with gates_hidden(False):
                 load_pretrained(backbone, self.init_cfg)
 
     def rename(self, state: State) -> State:

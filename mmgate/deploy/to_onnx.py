@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from mmgate._environment import log, why_not
 from mmgate.errors import ConfigError, first_line
 from mmgate.layers.base.deformable import MultiScaleDeformableAttention
-from mmgate.layers.base.gated import gated_modules, is_on, remove_gate
+from mmgate.layers.base.gated import gated_modules, is_off, remove_gate
 from mmgate.listing import list_attention
 from mmgate.swap import swap_attention
 from mmgate.wrappers import unwrap_model
@@ -259,12 +259,13 @@ def _keep_constants(graph: Any) -> None:
 
 def copied(model: nn.Module) -> nn.Module:
     """Return a copy of a model in eval mode, from which gates that are switched off are removed."""
-    host = deepcopy(unwrap_model(model))
+    own = unwrap_model(model)
+    host = deepcopy(own)
     # Some hosts return None from ``eval``.
     host.eval()
-    for _, module in list(gated_modules(host)):
-        if not is_on(module):
-            remove_gate(module)
+    for name, module in list(gated_modules(own)):
+        if is_off(module):
+            remove_gate(host.get_submodule(name))
     return host
 
 

@@ -2,82 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 from torch import nn
 
-from mmgate.frozen import forget_start
+from mmgate._environment import log
+from mmgate.errors import listed
 from mmgate.hosts.torch import switch_nested_tensors
-from mmgate.layers.base.gated import gated_modules, remove_gate, switched_off
-from mmgate.starts import GATED, forget_initialisation, own_gated_modules
-from mmgate.wrappers import named_parts, own_model, without_wrappers
+from mmgate.layers.base.gated import gated_modules, gates_off, refuse_removal, remove_gate
+from mmgate.starts import forget_initialisation
+from mmgate.wrappers import own_model, without_wrappers
 
 from .training import unfreeze
-
-# Attributes that gating leaves on a model.
-SWAPPED = ('gates_file', GATED)
 
 
 def restore_attention(model: nn.Module) -> list[str]:
     """Make a gated model vanilla again: remove its gates; all other parameters keep their trained values.
 
+    A warning names the parameters of the host that rested while it was gated and that no checkpoint has filled.
+
     Returns:
         The names of the modules, as :func:`swap_attention` returned them; none if nothing is gated.
+
+    Raises:
+        ConfigError: Something was put around a gated module after its gating (FSDP, a parametrization, a replaced
+            method); undo that first. The model is then as it was.
     """
     model = own_model(model)
-    names = restore(dict(named_parts(model)))
-    # Rules for a model around this one, or of which this is a part by other means, have gated the rest.
-    for name, module in list(gated_modules(model)):
+    gated = list(gated_modules(model))
+    for name, module in gated:
+        refuse_removal(name, module)
+    for part in model.modules():
+        unfreeze(part)
+        forget_trained(part)
+        forget_initialisation(part)
+        vars(part).pop('gates_file', None)
+    lacking = []
+    names = []
+    for name, module in gated:
+        lacking += [f'{name}.{one}' for one in module.gating.lacks]
         names.append(without_wrappers(module.gating.chosen_name(name)))
         remove_gate(module)
     switch_nested_tensors(model)
+    if lacking:
+        log(
+            f'mmgate: no checkpoint has filled {listed(lacking)}, which rested while gates replaced them: they are as '
+            'the model was initialised.',
+            logging.WARNING,
+        )
     return names
 
 
-@contextmanager
-def gates_disabled(model: nn.Module) -> Iterator[None]:
-    """Switch the gates of a model off inside a ``with`` block, so that it computes as the vanilla model.
+def gates_disabled(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which the gates of a model are off in this thread, so that it computes as the vanilla model.
 
-    An attention that was built with a gate, not by a rule, stays gated. A mode that is set meanwhile holds for the
-    gates afterwards. Move the model to another device or dtype before or after the context.
+    The model stays as it is, with its gates in ``parameters()`` and state dicts, and other threads run it gated. An
+    attention that was built with a gate, not by a rule, stays gated. A copy that is made in the context is gated.
 
-    The model itself changes, for all threads: a forward pass that another thread runs when the context is entered or
-    left may fail. Where threads share a model, hold a lock around both, or give the context a copy of the model.
+    A gated module that is off raises RuntimeError inside activation checkpointing with gradients: the part would be
+    computed again later, with its gate on.
     """
-    try:
-        with switched_off(*(module for _, module in gated_modules(model))):
-            switch_nested_tensors(model)
-            yield
-    finally:
-        switch_nested_tensors(model)
+    return gates_off(module for _, module in gated_modules(model))
 
 
 def restore(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Remove the gates that rules for these models have placed; rules for models inside them are not concerned.
-
-    See :func:`restore_attention`.
-
-    Args:
-        modules: The models, by the prefix of their names in what is returned.
-    """
-    own = {prefix: own_gated_modules(module) for prefix, module in modules.items()}
-    for module in modules.values():
-        unfreeze(module)
-        forget_trained(module)
-    names = []
-    for prefix, gated in own.items():
-        for module in gated:
-            record = module.gating
-            names.append(f'{prefix}.{record.chosen_name(record.name)}'.lstrip('.'))
-            remove_gate(module)
-        switch_nested_tensors(modules[prefix])
-        if gated:
-            forget_start(modules[prefix])
-            forget_initialisation(modules[prefix])
-            for name in SWAPPED:
-                vars(modules[prefix]).pop(name, None)
-    return names
+    """Remove all gates of several models; return their names, after the prefixes by which the models are given."""
+    return [f'{prefix}.{name}'.lstrip('.') for prefix, model in modules.items() for name in restore_attention(model)]
 
 
 def forget_trained(model: nn.Module) -> None:

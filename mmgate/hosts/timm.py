@@ -23,7 +23,7 @@ from mmgate.hosts.table import adapts
 from mmgate.hosts.window import GatedWindowMSA
 from mmgate.layers.base.dense import DenseGate, DenseHost
 from mmgate.layers.base.gate import Sizes, StateDict
-from mmgate.layers.base.gated import GatedModule, switched_off
+from mmgate.layers.base.gated import CHILD, GatedModule, freeze_unused, is_off
 from mmgate.layers.base.map import MapGate, MapHost, Size, UntoldMapHost
 
 # By name, as timm has moved its classes between files.
@@ -131,6 +131,11 @@ class GatedPVTAttention(TimmHost):
 
 class SizedByProjections(GatedModule):
     """Base of the adapters for timm's ViTs and Swin, whose heads may have another total width than the tokens."""
+
+    @property
+    def gate(self) -> Any:  # type: ignore[override]
+        """The gate; None while it is off, as timm's own attribute of this name is, which its forward looks at."""
+        return None if is_off(self) else self._modules[CHILD]
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
@@ -362,7 +367,7 @@ class MixedAttention(SizedByProjections, UntoldMapHost):
 class MixedSwinBlock(MapHost):
     """Adapter that lets attention over the whole map replace the shifted windows in a block of timm's Swin."""
 
-    leaves_out = ('attn.relative_position_bias_table', 'attn.relative_position_index', 'attn_mask')
+    unused = ('attn.relative_position_bias_table', 'attn.relative_position_index', 'attn_mask')
 
     attn: Any
     shift_size: tuple[int, int]
@@ -387,9 +392,9 @@ class MixedSwinBlock(MapHost):
         return self.attn.proj_drop(self.attn.proj(x))
 
     def set_input_size(self, *args: Any, **kwargs: Any) -> None:
-        """Resize the block as timm does, with the parts of the windows' attention that a gated block leaves out."""
-        with switched_off(self):
-            self.set_input_size(*args, **kwargs)
+        """Resize the block as timm does, with the parts of the windows' attention that a gated block does not use."""
+        super().set_input_size(*args, **kwargs)
+        freeze_unused(self)
         self.gate.shifted = any(self.shift_size)
 
     def _attn(self, x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ adapts_inside(DenseGate, 'base_layer', 'peft.tuners.lora.layer.MultiheadAttentio
 class GatedReducedAttention(MapHost):
     """Adapter that lets attention over the whole map replace the spatial-reduction attention of PVT, MiT and Twins."""
 
-    leaves_out = ('sr', 'norm')
+    unused = ('sr', 'norm')
 
     attn: nn.MultiheadAttention
     proj_drop: nn.Module

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from copy import copy, deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from mmgate.hosts.table import adapts, full_name
 from mmgate.layers.base.deformable import DeformableGate, DeformableHost
 from mmgate.layers.base.dense import DenseGate, DenseHost, Inputs
 from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.gated import Record, computed_dtype, gate_module
+from mmgate.layers.base.gated import Record, computed_dtype, gate_module, is_off
 from mmgate.ops.deformable import attention_weights
 from mmgate.ops.deformable.levels import levels_on
 from mmgate.ops.masks import merge_masks
@@ -55,6 +57,7 @@ TRIALS = ((2, SIDE * SIDE), (2, SIDE, SIDE))
 POSITIONS = 'position_embeddings'  # the argument of rotary positions, cosines and sines
 NUMBERS = ('height', 'width')  # arguments that are the map's sides
 ACCELERATE = ('forward', '_old_forward', '_hf_hook')  # attributes of its hooks, which move inputs to their device
+_here = threading.local()
 
 
 class OtherTokensError(ValueError):
@@ -118,7 +121,8 @@ def _try(host: Any) -> Trial:
     for arguments in _arguments(host, reading):
         copied = _on_meta(host)
         gate = _TrialGate()
-        gate_module(copied, GatedInterfaceAttention, gate, Record(GatedInterfaceAttention, type(host), '', {}))
+        gate_module(copied, GatedInterfaceAttention, gate, Record(GatedInterfaceAttention, '', {}))
+        copied.after_gating(copied)
         try:
             with torch.no_grad():
                 copied(**arguments)
@@ -207,7 +211,6 @@ class GatedInterfaceAttention(DenseHost):
         *DenseHost.vits,
         *('vit', 'deit', 'dinov2*', 'dinov3_vit', 'swin', 'segformer', 'RfDetrDinov2*'),
     )
-    config: Any
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
@@ -248,34 +251,33 @@ class GatedInterfaceAttention(DenseHost):
                 f'them otherwise, by {", ".join(changes)}.'
             )
 
-    def after_switch_on(self) -> None:
+    def after_gating(self, model: nn.Module) -> None:
         """Let this module call our attention function, and register hooks that keep the inputs of its projections."""
         notes = self.gating.notes
         reading = read_forward(self)
         notes['projections'] = reading.projections
         notes['output'] = reading.output
-        notes['config'] = self.config
-        self.config = copy(self.config)
-        self.config._attn_implementation = NAME
+        notes['vanilla config'] = vars(self)['config']
+        notes['config'] = copy(vars(self)['config'])
+        notes['config']._attn_implementation = NAME
         self._hook_projections()
 
-    def before_switch_off(self) -> None:
-        """Give the module its own config back, and remove the hooks."""
-        self.config = self.gating.notes.pop('config')
-        self._unhook_projections()
+    @property
+    def config(self) -> Any:
+        """The model's config, which names our attention function while the gate is on."""
+        return self.gating.notes['vanilla config' if is_off(self) else 'config']
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend with the gate; the arguments are the host's, and no attention weights are returned."""
-        notes = self.gating.notes
         # A copy that DataParallel makes has copies of the projections, with their hooks.
         if not getattr(self, '_is_replica', False):
             self._follow_projections()
+        before = getattr(_here, 'call', None)
+        _here.call = {}
         try:
             return super().forward(*args, **kwargs)
         finally:
-            vars(getattr(self, notes['output'])).pop('noted_finish', None)
-            for name in notes['projections']:
-                vars(getattr(self, name)).pop('noted_input', None)
+            _here.call = before
 
     def _replicate_for_data_parallel(self) -> Any:
         self._follow_projections()
@@ -292,15 +294,17 @@ class GatedInterfaceAttention(DenseHost):
         notes = self.gating.notes
         names = dict.fromkeys(notes['projections'])
         notes['hooked'] = {name: getattr(self, name) for name in (*names, notes['output'])}
-        notes['hooks'] = [getattr(self, name).register_forward_pre_hook(note_input) for name in names]
+        for name in names:
+            hook = partial(note_input, name)
+            self.gating.handles.append(getattr(self, name).register_forward_pre_hook(hook))
         if self.gate.acts_after_projection:
-            notes['hooks'].append(getattr(self, notes['output']).register_forward_hook(finish_output))
+            self.gating.handles.append(getattr(self, notes['output']).register_forward_hook(finish_output))
 
     def _unhook_projections(self) -> None:
         """Remove the hooks of :meth:`_hook_projections` from the projections."""
-        for hook in self.gating.notes.pop('hooks'):
+        for hook in self.gating.handles:
             hook.remove()
-        del self.gating.notes['hooked']
+        self.gating.handles.clear()
 
     def noted_inputs(self, query: Tensor, key: Tensor) -> Inputs:
         """Return the inputs of the query, key and value projections in this call, ``(B, N|M, C)``, which gates read.
@@ -311,7 +315,7 @@ class GatedInterfaceAttention(DenseHost):
         """
         found = []
         for name, heads in zip(self.gating.notes['projections'], (query, key, key), strict=True):
-            x = getattr(self, name).noted_input
+            x = _here.call[name]
             tokens = (heads.shape[0], heads.shape[2])
             if x.numel() != tokens[0] * tokens[1] * x.shape[-1]:
                 raise OtherTokensError(
@@ -323,14 +327,19 @@ class GatedInterfaceAttention(DenseHost):
         return found[0], found[1], found[2]
 
 
-def note_input(projection: Any, args: tuple[Tensor, ...]) -> None:
-    """Keep a projection's input until the attention has been computed; a forward pre-hook."""
-    projection.noted_input = args[0]
+def note_input(name: str, projection: Any, args: tuple[Tensor, ...]) -> None:
+    """Keep a projection's input until the gated attention has been computed; a forward pre-hook."""
+    call = getattr(_here, 'call', None)
+    if call is not None:
+        call[name] = args[0]
 
 
 def finish_output(projection: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
     """Let the gate change the output of the output projection; a forward hook, for gates that act there."""
-    (gate,), query, inputs = projection.noted_finish
+    call = getattr(_here, 'call', None)
+    if call is None:
+        return output
+    gate, query, inputs = call['finish']
     tokens = output.reshape(*inputs[0].shape[:2], output.shape[-1])
     return gate.finish(tokens, query, inputs).view_as(output)
 
@@ -355,7 +364,7 @@ def attention(
     Raises:
         ValueError: A mask of another implementation (flash or flex attention).
     """
-    if not isinstance(module, GatedInterfaceAttention):
+    if not isinstance(module, GatedInterfaceAttention) or is_off(module):
         return sdpa_attention_forward(
             module,
             query,
@@ -385,9 +394,7 @@ def attention(
     if scaling is not None and scaling != query.shape[-1] ** -0.5:
         scaled = query * (scaling * query.shape[-1] ** 0.5)
     inputs = module.noted_inputs(query, key)
-    if module.gate.acts_after_projection:
-        output = getattr(module, module.gating.notes['output'])
-        output.noted_finish = ([module.gate], query, inputs)  # a list, as a module would become a child
+    _here.call['finish'] = (module.gate, query, inputs)
     heads = module.gate.attend(scaled, key, value, inputs, bias)
     heads = heads if dead is None else heads.masked_fill(dead, 0.0)
     return heads.transpose(1, 2).contiguous(), None

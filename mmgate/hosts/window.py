@@ -50,7 +50,7 @@ class GatedWindowMSA(DenseHost):
 class GatedShiftWindowMSA(MapHost):
     """Adapter that lets attention over the whole map replace Swin's ``ShiftWindowMSA``."""
 
-    leaves_out = ('w_msa.relative_position_bias_table', 'w_msa.relative_position_index')
+    unused = ('w_msa.relative_position_bias_table', 'w_msa.relative_position_index')
 
     w_msa: Any
     drop: nn.Module

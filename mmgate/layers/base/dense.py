@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import Gate, Sizes
-from mmgate.layers.base.gated import GatedModule, gated_class, record_of
+from mmgate.layers.base.gated import GatedModule, gated_class, is_off, record_of
 from mmgate.layers.base.mmcv_or_torch import MultiheadAttention
 from mmgate.ops.layout import broadcasts_to, check_layout
 from mmgate.ops.masks import merge_masks
@@ -263,11 +263,7 @@ class GatedTorchAttention(DenseHost):
     @property
     def _qkv_same_embed_dim(self) -> bool:
         # In eval mode torch's encoder layers take a fused path, which skips the forward of a module that has this.
-        return False
-
-    @_qkv_same_embed_dim.setter
-    def _qkv_same_embed_dim(self, value: bool) -> None:
-        vars(self)['_qkv_same_embed_dim'] = value
+        return is_off(self) and self.in_proj_weight is not None
 
     def _reset_parameters(self) -> None:
         separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)

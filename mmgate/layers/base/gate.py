@@ -3,13 +3,14 @@
 mmdet and mmseg initialise by the shape of a parameter: detectors and Mask2Former draw everything of two dimensions or
 more from xavier's distribution, PVT and Swin every ``nn.Linear`` from a narrow normal one. A gate in the model would
 be drawn by them and would shift the random numbers of all that follows, so that a gated model could not be compared
-with its vanilla partner. :func:`~mmgate.swap.swap_attention` therefore lets the host initialise without gates and
-then draws every :class:`Gate` from a random stream of the gate's name.
+with its vanilla partner. :func:`~mmgate.swap.swap_attention` therefore hides the gates from the host's initialisation
+and then draws every :class:`Gate` from a random stream of the gate's name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,7 @@ from mmgate.wrappers import name_in_states
 CHILD = 'gate'
 
 StateDict = dict[str, Tensor]
-# Module of mmengine whose functions an init_cfg applies to every module of a model.
-INITIALISERS = 'mmengine.model.weight_init'
+_here = threading.local()
 
 
 @dataclass(frozen=True)
@@ -135,18 +135,13 @@ class Gate(nn.Module):
 
     def init_weights(self) -> None:
         """Initialise the gate unless a state dict has filled it; mmengine calls this for gates built without a rule."""
-        if not self.loaded:
+        if not are_hidden() and not self.loaded:
             self.reset_gate()
 
-    def apply(self, fn: Callable[[nn.Module], None]) -> Gate:
-        """Apply a function to the gate and its children as ``Module.apply`` does, unless it belongs to an init_cfg.
-
-        The ``init_cfg`` of a module around the gate draws all layers in that module. mmengine calls ``init_weights`` of
-        its children afterwards, but not of children of a plain ``nn.Module``, where the gate would lose its own start.
-        """
-        if getattr(fn, '__module__', '') != INITIALISERS:
-            super().apply(fn)
-        return self
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the gate and its children as ``Module.named_modules`` does; nothing while gates are hidden."""
+        if not are_hidden():
+            yield from super().named_modules(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Gate:
         """Draw the gate once ``to_empty`` has given it memory in place of the device ``meta``."""
@@ -246,13 +241,40 @@ def undecayed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
 
 
 def draw_gate(name: str, gate: Gate) -> None:
-    """Initialise a gate from a random stream that depends on its name, unless a state dict has filled it."""
+    """Initialise a gate from a random stream that depends on its name, unless a state dict has filled it.
+
+    It is drawn on the CPU, so that the numbers are the same on every device.
+    """
     if gate.loaded:
         return
     gate.drawn_as = name
     device = next((parameter.device for parameter in gate.parameters()), None)
-    with random_stream(name, device):
-        gate.reset_gate()
+    with random_stream(name):
+        if device is None or device.type in ('cpu', 'meta'):
+            gate.reset_gate()
+        else:
+            gate.to('cpu').reset_gate()
+            gate.to(device)
+
+
+@contextmanager
+def gates_hidden(hidden: bool = True) -> Iterator[None]:
+    """Hide all gates from ``parameters()``, ``modules()`` and ``apply`` in this thread; state dicts still have them.
+
+    Args:
+        hidden: False shows them again, inside of a block that hides them.
+    """
+    before = are_hidden()
+    _here.hidden = hidden
+    try:
+        yield
+    finally:
+        _here.hidden = before
+
+
+def are_hidden() -> bool:
+    """Return True if gates are hidden in this thread, see :func:`gates_hidden`."""
+    return getattr(_here, 'hidden', False)
 
 
 def start_linear(*layers: nn.Linear | nn.Conv2d | None) -> None:
@@ -268,21 +290,15 @@ def start_linear(*layers: nn.Linear | nn.Conv2d | None) -> None:
 
 
 @contextmanager
-def random_stream(name: str, device: torch.device | None = None) -> Iterator[None]:
-    """Draw random numbers in a ``with`` block from a stream that depends on torch's seed and a name.
+def random_stream(name: str) -> Iterator[None]:
+    """Draw the CPU's random numbers in a ``with`` block from a stream that depends on torch's seed and a name.
 
-    Afterwards the global generators continue as if nothing had been drawn.
+    Afterwards the global generator continues as if nothing had been drawn.
     """
-    seed = (torch.initial_seed() + crc32(name.encode())) % 2**63
-    generators = [torch.default_generator]
-    if device is not None and device.type == 'cuda':
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
-    before = [generator.get_state() for generator in generators]
+    generator = torch.default_generator
+    before = generator.get_state()
     try:
-        for generator in generators:
-            generator.manual_seed(seed)
+        generator.manual_seed((torch.initial_seed() + crc32(name.encode())) % 2**63)
         yield
     finally:
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
+        generator.set_state(before)

@@ -1,32 +1,38 @@
 """Gate a module in place: its class becomes a subclass of its former class, and it receives a child ``gate``.
 
-Nothing of the host is copied or renamed, so that hooks, shards, parametrizations and ties stay as they were.
-:func:`switch_off` gives the module the host's class back and takes the child out; :func:`switch_on` undoes that.
+Nothing of the host is copied, renamed or taken out, so that hooks, shards, parametrizations and ties stay as they were.
+The class changes when the gate is put in and when it is removed. A gate is off by a flag of the thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial, wraps
+from functools import cache, wraps
 from itertools import chain
-from types import CellType, FunctionType, MethodType
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, SupportsIndex
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Proxy
+from torch.utils import checkpoint
 
-from mmgate.layers.base.gate import CHILD, Gate, Sizes, StateDict
+from mmgate.errors import ConfigError
+from mmgate.layers.base.gate import CHILD, Gate, Sizes, StateDict, are_hidden
+from mmgate.ops.tracing import is_compiling
 
-# The dicts of a module that hold its parameters, buffers and children.
-TENSORS_AND_CHILDREN = ('_parameters', '_buffers', '_modules')
 # The dtypes in which layers compute; quantised weights are stored in others.
 COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # The attribute of a gated module that holds its record.
 RECORD = 'gating'
+# The attribute in which mmengine keeps, while it initialises a model, the text that it logs of it, by parameter.
+REPORT = '_params_init_info'
+_here = threading.local()
 
 
 class Handle(Protocol):
@@ -44,8 +50,9 @@ class GatedModule(nn.Module):
 
     Attributes:
         gate: Child that computes the gate.
-        leaves_out: Dotted names of the host's parameters, buffers and children that a gated forward does not use.
-            They are out of the module while it is gated.
+        unused: Dotted names of the host's parameters, buffers and children that a gated forward does not use. They stay
+            in the module and its state dict, frozen: the optimizer and DDP pass over them, the host's forward has them
+            while the gate is off, and a checkpoint may lack them.
         host_signature: True if a gated class shows the signature of its host's ``forward``, for a family whose
             signatures differ.
         own_gates: What to do about hosts that were built with a gate of their package.
@@ -57,7 +64,7 @@ class GatedModule(nn.Module):
     """
 
     gate: Any
-    leaves_out: ClassVar[tuple[str, ...]] = ()
+    unused: ClassVar[tuple[str, ...]] = ()
     host_signature: ClassVar[bool] = False
     own_gates: ClassVar[str] = ''
     vits: ClassVar[tuple[str, ...]] = ('backbones', 'mmpretrain', 'timm')
@@ -127,27 +134,37 @@ class GatedModule(nn.Module):
         return gate_type(sizes, **options)
 
     def after_gating(self, model: nn.Module) -> None:
-        """Prepare the model around the module, for instance with hooks; called once, when a rule gates the module.
+        """Prepare the module for its gate, for instance with hooks on the model around it; called once, after gating.
 
-        Handles of hooks go into the record.
+        Handles of hooks go into the record, and are removed with the gate.
         """
-
-    def after_switch_on(self) -> None:
-        """Prepare the module for its gate; called each time right after the module has got the gated class."""
-
-    def before_switch_off(self) -> None:
-        """Undo what :meth:`after_switch_on` has prepared; called right before the module gets its former class back."""
 
     def gates(self) -> list[Gate]:
         """Return the module's gates: its child ``gate``, or the two in it if the attention goes both ways."""
         return [module for module in self.gate.modules() if isinstance(module, Gate)]
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: object, **kwargs: object) -> None:
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            name = key[len(prefix) :]
-            if any(name == left or name.startswith(f'{left}.') for left in self.leaves_out):
-                del state_dict[key]
+        lacking = {name: t.detach() for name, t in unused_tensors(self).items() if f'{prefix}{name}' not in state_dict}
+        record = record_of(self)
+        # A file of gates alone says nothing of the host.
+        of_host = (key for key in state_dict if key.startswith(prefix) and not key.startswith(f'{prefix}{CHILD}.'))
+        if record is not None and any(True for _ in of_host):
+            record.lacks = list(lacking)
+        state_dict.update({f'{prefix}{name}': tensor for name, tensor in lacking.items()})
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the module's children as ``Module.named_children`` does; while a model is initialised, not the gate."""
+        hidden = are_hidden() or REPORT in vars(self)
+        for name, child in super().named_children():
+            if name != CHILD or not hidden:
+                yield name, child
+
+    def _replicate_for_data_parallel(self) -> Any:
+        replica: Any = super()._replicate_for_data_parallel()
+        # It runs in another thread, which does not have this one's flag.
+        vars(replica)['off_in_replica'] = is_off(self)
+        return replica
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         made_of = vars(type(self)).get('made_of')
@@ -161,33 +178,31 @@ class GatedModule(nn.Module):
 
 @dataclass
 class Record:
-    """Record that a gated module keeps, with all that is needed to switch its gate off or remove it.
+    """Record that a gated module keeps of its gating.
 
     Attributes:
         adapter: Adapter of the host's family.
-        vanilla: Class of the host.
         name: Name of the module in the model that was swapped.
         rule: Rule that gated it.
         number: Number of the rule among all rules of that model.
         child: Path to the module from the one that the rule chose; empty if the rule chose the module itself.
-        gate: The child while it is out of the module, else None.
-        left_out: The parts of the host that a gated forward does not use, while they are out of the module.
         notes: Values that the adapter keeps, by name.
-        hidden: The host's attribute of the child's name, while the child is in the module. timm's is None.
+        hidden: The host's plain attribute of the child's name, while the gate is in the module. timm's is None.
         handles: Handles of the hooks that are removed with the gate.
+        froze: The unused parameters that gating has frozen.
+        lacks: The unused tensors that the last checkpoint of the host did not have.
     """
 
     adapter: type[GatedModule]
-    vanilla: type[nn.Module]
     name: str
     rule: Mapping[str, Any]
     number: int = 0
     child: str = ''
-    gate: nn.Module | None = None
-    left_out: list[Part] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
     hidden: dict[str, Any] = field(default_factory=dict)
     handles: list[Handle] = field(default_factory=list)
+    froze: list[str] = field(default_factory=list)
+    lacks: list[str] = field(default_factory=list)
 
     def chosen_name(self, name: str) -> str:
         """Return the name of the module that the rule named, which may be a wrapper around the gated one.
@@ -198,55 +213,53 @@ class Record:
         return f'.{name}'.removesuffix(f'.{self.child}')[1:] if self.child else name
 
 
-@dataclass
-class Part:
-    """A parameter, buffer or child that is out of a gated module, with the place to which it returns.
-
-    Attributes:
-        path: Path, from the host on, of the module that held it; empty for the host.
-        kind: Name of the module's dict that held it, one of :data:`TENSORS_AND_CHILDREN`.
-        name: Name in that dict.
-        value: The parameter, buffer or child.
-        order: All names in the dict, in their order.
-    """
-
-    path: str
-    kind: str
-    name: str
-    value: Tensor | nn.Module | None
-    order: tuple[str, ...]
-
-
-_CLASSES: dict[tuple[type[GatedModule], type[nn.Module]], type[Any]] = {}
-
-
+@cache
 def gated_class(adapter: type[GatedModule], host: type[nn.Module]) -> type[Any]:
-    """Return the class that modules of the class ``host`` get while they are gated: a subclass of adapter and host.
+    """Return the class of gated modules: a subclass of adapter and host, with the host's methods while a gate is off.
 
     It is made once for each pair. Its instances are pickled by the pair, because no module has a name for it.
     """
-    if (adapter, host) in _CLASSES:
-        return _CLASSES[adapter, host]
-
+    own = {name for base in _bases(adapter, GatedModule) for name, value in vars(base).items() if _is_method(value)}
+    theirs = {name for base in _bases(host, nn.Module) for name in vars(base)}
+    members: dict[str, Any] = {name: _either(adapter, host, name) for name in sorted(own & theirs - {'forward'})}
     # An adapter may override another method than the host's forward, as timm's Swin block has one for its attention.
-    own = any('forward' in vars(base) for base in adapter.__mro__[: adapter.__mro__.index(GatedModule)])
+    forward = _either(adapter if 'forward' in own else host, host, 'forward')
+    shown = adapter.forward if 'forward' in own and not adapter.host_signature else host.forward
 
-    @wraps(adapter.forward if own and not adapter.host_signature else host.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self, adapter):
-            # torch.fx cannot look into a gate, whose code depends on sizes. As torch's attention, it is one node.
-            for given in (*args, *kwargs.values()):
-                if isinstance(given, Proxy):
-                    tracer: Any = given.tracer
-                    return tracer.create_proxy('call_module', tracer.path_of_module(self), args, kwargs)
-            return (adapter if own else host).forward(self, *args, **kwargs)
-        # A function that was put around this method calls it while the gate is off or removed, too.
-        return type(self).forward(self, *args, **kwargs)
+    @wraps(shown)
+    def traced_as_one(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # torch.fx cannot look into a gate, whose code depends on sizes. As torch's attention, it is one node.
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, Proxy):
+                tracer: Any = given.tracer
+                return tracer.create_proxy('call_module', tracer.path_of_module(self), args, kwargs)
+        return forward(self, *args, **kwargs)
 
-    members: dict[str, Any] = dict(__module__=__name__, made_of=(adapter, host), forward=forward)
+    members.update(__module__=__name__, made_of=(adapter, host), forward=traced_as_one)
     members['__doc__'] = f'{host.__module__}.{host.__qualname__} with a gate, called by {adapter.__qualname__}.forward.'
-    made = type(f'Gated{host.__name__}', (adapter, host), members)
-    return _CLASSES.setdefault((adapter, host), made)
+    return type(f'Gated{host.__name__}', (adapter, host), members)
+
+
+def _bases(kind: type, below: type) -> tuple[type, ...]:
+    """Return a class and those of its bases that come before ``below``."""
+    return kind.__mro__[: kind.__mro__.index(below)]
+
+
+def _is_method(value: object) -> bool:
+    return inspect.isfunction(value) and not value.__name__.startswith('__')
+
+
+def _either(adapter: Any, host: Any, name: str) -> Callable[..., Any]:
+    """Return a method that is the adapter's while the gate is on, and the host's while it is off."""
+
+    @wraps(getattr(host, name))
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_off(self):
+            return getattr(adapter, name)(self, *args, **kwargs)
+        refuse_recomputation()
+        return getattr(host, name)(self, *args, **kwargs)
+
+    return method
 
 
 def _new_instance(adapter: type[GatedModule], host: type[nn.Module]) -> GatedModule:
@@ -255,7 +268,25 @@ def _new_instance(adapter: type[GatedModule], host: type[nn.Module]) -> GatedMod
     return kind.__new__(kind)
 
 
-def gate_module(host: nn.Module, adapter: type[GatedModule], gate: nn.Module, record: Record) -> None:
+def unused_tensors(gated: GatedModule) -> dict[str, Any]:
+    """Return the parameters and buffers of the host that a gated forward does not use, by name in the module."""
+    if not gated.unused:
+        return {}
+    named = gated.state_dict(keep_vars=True).items()
+    return {k: t for k, t in named if any(k == part or k.startswith(f'{part}.') for part in gated.unused)}
+
+
+def unused_names(model: nn.Module) -> list[str]:
+    """Return the names of all tensors of a model that rest in it unused, because a gate replaces what used them."""
+    return [
+        f'{path}.{name}'.lstrip('.')
+        for path, module in model.named_modules()
+        if isinstance(module, GatedModule)
+        for name in unused_tensors(module)
+    ]
+
+
+def gate_module(host: Any, adapter: type[GatedModule], gate: nn.Module, record: Record) -> None:
     """Gate a module in place: give it a gate as a child, and a class whose ``forward`` calls the gate.
 
     Args:
@@ -265,9 +296,80 @@ def gate_module(host: nn.Module, adapter: type[GatedModule], gate: nn.Module, re
         record: Record that the module keeps.
     """
     gate.train(host.training)
-    record.gate = gate
+    if CHILD in vars(host):
+        record.hidden[CHILD] = vars(host).pop(CHILD)
+    host.__class__ = gated_class(adapter, type(host))
+    host._modules[CHILD] = gate
     vars(host)[RECORD] = record
-    switch_on(host)
+    freeze_unused(host)
+
+
+def freeze_unused(gated: Any) -> None:
+    """Freeze the parameters of a gated module's host that a gated forward does not use."""
+    for name, tensor in unused_tensors(gated).items():
+        if tensor.requires_grad:
+            tensor.requires_grad_(False)
+            gated.gating.froze.append(name)
+
+
+def refuse_removal(name: str, module: nn.Module) -> None:
+    """Raise ConfigError if the class of a gated module was changed, or a method replaced, after its gating."""
+    kind = type(module)
+    if 'made_of' not in vars(kind):
+        raise ConfigError(
+            f'{name}: the class {kind.__name__} was derived from the gated one after gating, as parametrizations and '
+            'FSDP do; undo that first, then remove the gate.'
+        )
+    replaced = bypass_of(module, kind.made_of[0])
+    if replaced is not None:
+        raise ConfigError(f'{name}: its gate cannot be removed: {replaced}.')
+
+
+def remove_gate(module: Any) -> None:
+    """Remove the gate of a module, with its record and hooks, so that the module is vanilla again.
+
+    :func:`refuse_removal` says if that is possible.
+    """
+    record = vars(module).pop(RECORD)
+    for handle in record.handles:
+        handle.remove()
+    unused = unused_tensors(module)
+    for name in record.froze:
+        unused[name].requires_grad_(True)
+    del module._modules[CHILD]
+    module.__class__ = type(module).made_of[1]
+    vars(module).update(record.hidden)
+
+
+def is_off(module: nn.Module) -> bool:
+    """Return True if the gate of a gated module is off in this thread."""
+    return id(module) in getattr(_here, 'off', ()) or vars(module).get('off_in_replica', False)
+
+
+@contextmanager
+def gates_off(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Switch the gates of modules off in this thread inside a ``with`` block: the host's own forward runs."""
+    before = getattr(_here, 'off', frozenset())
+    _here.off = before.union(map(id, modules))
+    try:
+        yield
+    finally:
+        _here.off = before
+
+
+def refuse_recomputation() -> None:
+    """Raise RuntimeError if activation checkpointing may compute what is running again, without this thread's flag."""
+    if is_compiling():
+        return
+    reentrant = checkpoint.CheckpointFunction.forward.__code__
+    for frame, _ in walk_stack(None):
+        of_checkpoint = frame.f_globals is vars(checkpoint)
+        if of_checkpoint and (torch.is_grad_enabled() or frame.f_code is reentrant):
+            raise RuntimeError(
+                'gates_disabled does not reach activation checkpointing, which computes a part of the model again in '
+                'the backward pass, where the gates are on. Switch checkpointing off (with_cp=False), or run the '
+                'model inside torch.no_grad(); call backward() outside of gates_disabled.'
+            )
 
 
 def computed_dtype(*modules: nn.Module) -> torch.dtype | None:
@@ -294,17 +396,12 @@ def device_of(*modules: nn.Module) -> torch.device | None:
 
 
 def record_of(module: nn.Module) -> Record | None:
-    """Return the record of a gated module, whether its gate is on or off; None for a module that no rule has gated."""
+    """Return the record of a gated module; None for a module that no rule has gated."""
     return vars(module).get(RECORD)
 
 
 def gated_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield name and module for each module of a model that a rule has gated, also while its gate is off.
-
-    A shared module comes once.
-
-    A module has the host's class while its gate is off, and the gated class while it is on.
-    """
+    """Yield name and module for each module of a model that a rule has gated; a shared module comes once."""
     for name, module in model.named_modules():
         if record_of(module) is not None:
             yield name, module
@@ -312,182 +409,24 @@ def gated_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def host_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that a module has without its gate; for a module that is not gated, its own class."""
-    made_of = getattr(type(module), 'made_of', None) if is_on(module) else None
+    made_of = getattr(type(module), 'made_of', None)
     return type(module) if made_of is None else made_of[1]
 
 
-def is_on(module: nn.Module) -> bool:
-    """Return True if a module has a gate and the gate is switched on."""
-    return isinstance(module, GatedModule)
-
-
-def switch_on(module: Any) -> None:
-    """Switch the gate of a module on again: it gets the gated class and its child ``gate``."""
-    record = module.gating
-    if is_on(module):
-        return
-    _set_class(module, record.vanilla, gated_class(record.adapter, record.vanilla))
-    record.left_out = [part for name in module.leaves_out for part in _take_out(module, name)]
-    if CHILD in vars(module):
-        record.hidden[CHILD] = vars(module).pop(CHILD)
-    module.add_module(CHILD, record.gate)
-    record.gate = None
-    module.after_switch_on()
-
-
-def switch_off(module: Any) -> None:
-    """Switch the gate of a module off: the module gets its former class and parts back, and the gate is taken out."""
-    record = module.gating
-    if not is_on(module):
-        return
-    module.before_switch_off()
-    record.gate = module._modules.pop(CHILD)
-    vars(module).update(record.hidden)
-    record.hidden = {}
-    for part in reversed(record.left_out):
-        _put_back(module, part)
-    record.left_out = []
-    _set_class(module, gated_class(record.adapter, record.vanilla), record.vanilla)
-
-
-def remove_gate(module: nn.Module) -> None:
-    """Remove the gate of a module for good, with its record and hooks, so that the module is vanilla again."""
-    switch_off(module)
-    for handle in vars(module).pop(RECORD).handles:
-        handle.remove()
-
-
-@contextmanager
-def switched_off(*modules: nn.Module) -> Iterator[None]:
-    """Switch the gates of modules off inside a ``with`` block, and on again afterwards.
-
-    A change of training or eval mode in the block reaches the gates, too.
-    """
-    chosen: list[Any] = [module for module in modules if is_on(module)]
-    modes = [module.training for module in chosen]
-    for module in chosen:
-        switch_off(module)
-    try:
-        yield
-    finally:
-        for module, mode in zip(chosen, modes, strict=True):
-            if module.training != mode:
-                module.gating.gate.train(module.training)
-            switch_on(module)
-
-
-def bypass_of(host: nn.Module, adapter: type[GatedModule]) -> str | None:
-    """Return the reason why a gate would not be called in a module, or None.
-
-    A method that was set on the instance hides the gated class's method. That does no harm if it is a method of the
-    host's class, or if it calls one by an attribute of the module, as accelerate's hooks do.
+def bypass_of(module: nn.Module, adapter: type[GatedModule]) -> str | None:
+    """Return the reason why a method that was set on a module hides its class's, so that a gate would not be called.
 
     Args:
-        host: Module to be gated.
+        module: Module to be gated.
         adapter: Adapter of its family.
     """
-    hooked = any('_hf_hook' in vars(part) for part in host.modules())
-    if hooked and any(parameter.is_meta for parameter in host.parameters()):
+    names = {name for base in _bases(adapter, nn.Module) for name, value in vars(base).items() if _is_method(value)}
+    for name in sorted(names & vars(module).keys()):
+        found = vars(module)[name]
+        code = getattr(found, '__code__', None)
+        by = type(found).__qualname__ if code is None else f'{code.co_name} of {code.co_filename}'
         return (
-            "accelerate has offloaded its weights, and would not fetch the gate's; gate the model before that, and "
-            f"name the gated class in accelerate's preload_module_classes=['Gated{type(host).__name__}']"
+            f'its method {name} was replaced on this very module, by {by}; gate the model before that is applied, and '
+            f'remove gates after it is undone (del module.{name})'
         )
-    kept = _kept_methods(host, adapter)
-    for name in sorted(_methods(adapter) & vars(host).keys() - kept.keys()):
-        found = vars(host)[name]
-        function = found
-        if isinstance(found, partial) and found.args[:1] == (host,):
-            function = found.func
-        elif isinstance(found, MethodType) and found.__self__ is host:
-            function = found.__func__
-        code = getattr(function, '__code__', None)
-        if function is found or code is None or not kept.keys() & set(code.co_names):
-            by = type(found).__qualname__ if code is None else f'{code.co_name} of {code.co_filename}'
-            return (
-                f'its method {name} was replaced on this very module, by {by}, which would not call the gate; gate the '
-                f'model before that is applied, or undo it first (del module.{name})'
-            )
     return None
-
-
-def _methods(adapter: type[GatedModule]) -> set[str]:
-    """Return the names of the methods that gated modules have from their adapter."""
-    bases = adapter.__mro__[: adapter.__mro__.index(nn.Module)]
-    return {name for base in bases for name, value in vars(base).items() if isinstance(value, FunctionType)}
-
-
-def _kept_methods(module: nn.Module, adapter: type[GatedModule]) -> dict[str, str]:
-    """Return the attributes in which a module keeps methods of its class that an adapter changes, with their names."""
-    own = {k: v.__func__ for k, v in vars(module).items() if isinstance(v, MethodType) and v.__self__ is module}
-    names = _methods(adapter)
-    return {k: name for k, v in own.items() for name in names if v is getattr(type(module), name, None)}
-
-
-def _set_class(module: Any, old: type[Any], new: type[Any]) -> None:
-    """Replace the class ``old`` of a module, or of which its class is derived, by ``new``; kept methods follow."""
-    kept = _kept_methods(module, module.gating.adapter)
-    module.__class__ = _rebased(type(module), old, new)
-    for attribute, name in kept.items():
-        if hasattr(type(module), name):
-            vars(module)[attribute] = MethodType(getattr(type(module), name), module)
-
-
-def _rebased(kind: type[Any], old: type[Any], new: type[Any]) -> type[Any]:
-    """Return a copy of the class ``kind`` in which the base class ``old`` is replaced by ``new``.
-
-    Parametrizations, FSDP and profilers derive a class from a module's, so that the base may lie deeper.
-    """
-    if kind is old:
-        return new
-    bases = tuple(_rebased(base, old, new) if issubclass(base, old) else base for base in kind.__bases__)
-    members = {name: value for name, value in vars(kind).items() if name not in ('__dict__', '__weakref__')}
-    made = type(kind.__name__, bases, members)
-    for name, value in members.items():
-        if isinstance(value, FunctionType) and '__class__' in value.__code__.co_freevars:
-            setattr(made, name, _method_of(made, value))
-    return made
-
-
-def _method_of(kind: type[Any], function: FunctionType) -> FunctionType:
-    """Return a copy of a method for a copy of its class, in which ``super()`` finds that class."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    closure = tuple(CellType(kind) if name == '__class__' else cell for name, cell in cells)
-    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, closure)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
-
-
-def _take_out(host: nn.Module, name: str) -> list[Part]:
-    """Take a parameter, buffer or child out of a module; return it in a list, empty if there is none so named."""
-    path, _, leaf = name.rpartition('.')
-    holder = host.get_submodule(path)
-    for kind in TENSORS_AND_CHILDREN:
-        parts = getattr(holder, kind)
-        if leaf in parts:
-            return [Part(path, kind, leaf, order=tuple(parts), value=parts.pop(leaf))]
-    return []
-
-
-def _put_back(host: nn.Module, part: Part) -> None:
-    """Put a part back into its module, at its old place in the order, on the module's present device and dtype."""
-    parts = getattr(host.get_submodule(part.path), part.kind)
-    parts[part.name] = _moved(part, device_of(host), computed_dtype(host))
-    for name in part.order:
-        if name in parts:
-            parts[name] = parts.pop(name)
-
-
-def _moved(part: Part, device: torch.device | None, dtype: torch.dtype | None) -> Tensor | nn.Module | None:
-    """Return the tensor or module of a part, moved to a device and a dtype.
-
-    It stays the same object unless one of the two is on ``meta``.
-    """
-    if device is None:
-        return part.value
-    holder = nn.Module()
-    held = getattr(holder, part.kind)
-    held[part.name] = part.value
-    if any(tensor.is_meta for tensor in (*holder.parameters(), *holder.buffers())) and device.type != 'meta':
-        holder.to_empty(device=device)
-    holder.to(device=device, dtype=dtype)
-    return held[part.name]
