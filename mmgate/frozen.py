@@ -60,8 +60,7 @@ def averaged_copies(model: nn.Module) -> dict[str, str]:
     Semi-supervised detectors and momentum encoders average one into the other, tensor by tensor.
     """
     parts = _parts(model)
-    with gates_hidden():
-        tensors = {k: (type(part), [(n, p.shape) for n, p in part.named_parameters()]) for k, part in parts.items()}
+    tensors = {path: (type(part), [(n, p.shape) for n, p in part.named_parameters()]) for path, part in parts.items()}
     sources = [name for name, part in parts.items() if _trains(part)]
     frozen = [name for name in parts if name not in sources]
     return {copied: source for copied in frozen for source in sources if tensors[source] == tensors[copied]}

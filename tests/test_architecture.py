@@ -114,7 +114,7 @@ def test_every_path_and_attribute_that_it_names_exists() -> None:
     for name in re.findall(r'`((?:ops|layers|hosts)/[\w/]+\.py)`', PAGE):
         assert (ROOT / 'mmgate' / name).is_file(), name
     code = ''.join(path.read_text() for path in (ROOT / 'mmgate').rglob('*.py'))
-    for name in ('leaves_out', 'gate_type', 'gates_disabled', 'restore_attention', 'modulate', 'mix'):
+    for name in ('unused', 'gate_type', 'gates_disabled', 'restore_attention', 'modulate', 'mix'):
         assert name in PAGE and re.search(rf'\b{name}\b', code), name
 
 

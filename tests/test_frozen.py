@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ import mmgate
 from mmgate import frozen
 from mmgate.backbones.swin import SAGASwin
 from mmgate.errors import ConfigError
+from mmgate.layers.base.gated import unused_names
 from mmgate.registry import MODELS
 
 AGENT = dict(type='AgentAttention', agent_num=4, map_size=(8, 8))
@@ -135,7 +135,6 @@ def test_gates_follow_a_host_that_is_frozen_as_a_whole(logged: list[str]) -> Non
     mmgate.swap_attention(model, dict(PLUG, path='backbone.**'))
     gates = mmgate.gate_parameters(model).values()
     assert not any(gate.requires_grad for gate in gates)
-    model.train()
     assert len(logged) == 1 and 'backbone.attn' in logged[0]
     mmgate.train_only_gates(model)
     assert all(gate.requires_grad for gate in gates)
@@ -145,54 +144,74 @@ def test_gates_follow_a_host_that_is_frozen_as_a_whole(logged: list[str]) -> Non
     assert all(gate.requires_grad for gate in mmgate.gate_parameters(model).values()) and len(logged) == 1
 
 
-def swin(rule: dict[str, Any], inside: bool) -> Any:
+def swin(rule: dict[str, Any], inside: bool, mode: bool = True, gated: bool = True) -> Any:
     backbone = SwinTransformer(embed_dims=16, depths=(1, 2, 1, 1), num_heads=(1, 2, 4, 8), frozen_stages=2)
     model: Any = nn.ModuleDict(dict(backbone=backbone, head=nn.Linear(4, 4))) if inside else backbone
-    mmgate.swap_attention(model, dict(rule, path='backbone.**' if inside else '**'))
+    model.train(mode)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    if gated:
+        mmgate.swap_attention(model, dict(rule, path='backbone.**' if inside else '**'))
     return model
 
 
 FROZEN = ['stages.0.blocks.0.attn', 'stages.1.blocks.0.attn', 'stages.1.blocks.1.attn']
-WORDS = {'AgentGate': 'drawn at random', 'SDPAGate': 'random', 'PLuGGate': 'starts as the vanilla attention'}
 
 
 @pytest.mark.parametrize('inside', [True, False], ids=['detector', 'backbone'])
 @pytest.mark.parametrize('rule', [AGENT, PLUG], ids=['random', 'identity'])
-def test_gates_in_frozen_stages_are_named_at_the_first_start(
-    rule: dict[str, Any], inside: bool, logged: list[str]
+@pytest.mark.parametrize('mode', [True, False], ids=['training', 'evaluation'])
+def test_gates_in_stages_that_a_backbone_freezes_are_named(
+    rule: dict[str, Any], inside: bool, mode: bool, logged: list[str]
 ) -> None:
-    model = swin(rule, inside)
-    model.eval()
-    assert not logged
-    model.train()
-    model.train()
+    """Before the first ``train()``, in which it freezes them; asking changes neither modes nor what trains."""
+    plain = swin(rule, inside, mode, gated=False)
+    model = swin(rule, inside, mode)
     (said,) = logged
-    resting = {name for name, gate in mmgate.gate_parameters(model).items() if not gate.requires_grad}
-    assert resting and said.startswith(f'{len(resting)} of {len(mmgate.gate_parameters(model))} tensors of gates')
+    gates = mmgate.gate_parameters(model)
+    resting = {name for name, gate in gates.items() if not gate.requires_grad}
+    assert resting and all('stages.0' in name or 'stages.1' in name for name in resting)
+    assert said.startswith('mmgate: 3 gates stay as they start')
     assert all(f'{"backbone." if inside else ""}{name}' in said for name in FROZEN) and 'stages.2' not in said
-    assert WORDS[said.partition('): ')[2].partition(',')[0]] in said
+    modes = {name: module.training for name, module in model.named_modules()}
+    assert all(modes[name] == module.training for name, module in plain.named_modules())
+    unused = unused_names(model)
+    trains = {name for name, p in model.named_parameters() if p.requires_grad and name not in gates}
+    assert trains == {name for name, p in plain.named_parameters() if p.requires_grad and name not in unused}
+    model.train()
+    assert {name for name, gate in gates.items() if not gate.requires_grad} == resting
     mmgate.restore_attention(model)
     assert 'train' not in vars(model)
 
 
-def test_the_warning_comes_where_gates_rest_and_nothing_has_filled_them(logged: list[str], tmp_path: Path) -> None:
+def test_no_warning_where_nothing_rests(logged: list[str]) -> None:
     sizes = dict(embed_dims=16, depths=(1, 1, 1, 1), num_heads=(1, 2, 4, 8))
-    SAGASwin(**sizes, frozen_stages=2).train()
-    assert len(logged) == 1 and 'stages.0.blocks.0.attn' in logged[0]
     SAGASwin(**sizes).train()
-    filled = swin(AGENT, True)
-    filled.load_state_dict(swin(AGENT, True).state_dict())
-    filled.train()
-    alone = swin(AGENT, True)
-    mmgate.train_only_gates(alone)
-    alone.train()
-    unstarted = swin(AGENT, True)
-    mmgate.restore_attention(unstarted)
-    unstarted.train()
-    assert len(logged) == 1 and 'train' not in vars(unstarted)
-    copied = copy.deepcopy(swin(AGENT, True))
-    copied.train()
-    assert len(logged) == 2 and not any(p.requires_grad for p in copied.backbone.stages[0].parameters())
+    assert not logged
+    SAGASwin(**sizes, frozen_stages=2)
+    assert len(logged) == 1 and 'stages.0.blocks.0.attn' in logged[0]
+
+
+class Derives(nn.Module):
+    """A layer that keeps a weight for evaluation alone, as TinyViT's attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        if mode:
+            vars(self).pop('derived', None)
+        else:
+            self.derived = 2 * self.weight.detach()
+        return self
+
+
+def test_what_a_layer_derives_for_evaluation_outlives_the_question(logged: list[str]) -> None:
+    model = nn.ModuleDict(dict(first=Derives(), second=Net())).eval()
+    mmgate.swap_attention(model, dict(PLUG, path='second.backbone.attn'))
+    assert torch.equal(model['first'].derived, torch.full((3,), 2.0)) and not model.training and not logged
 
 
 def test_rules_one_after_the_other_gate_a_frozen_model_as_all_at_once() -> None:

@@ -15,7 +15,7 @@ from helpers.gated import gated_attention
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from torch import Tensor, fx, nn
 
-from mmgate import gates_disabled, restore_attention, swap_attention
+from mmgate import restore_attention, swap_attention
 from mmgate.layers import (
     DGSAGate,
     DifferentialGate,
@@ -307,16 +307,13 @@ def test_torch_encoder_hands_a_gate_no_nested_tensors() -> None:
 
 @pytest.mark.parametrize('enabled', [True, False])
 def test_torch_encoder_packs_padded_sequences_again_without_gates(enabled: bool) -> None:
-    """While gates are disabled and after the last of them is removed, if it did before."""
+    """After the last of them is removed, if it did before."""
     layer = nn.TransformerEncoderLayer(C, H, 8, batch_first=True, dropout=0.0)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=enabled)
     names = {name for name in vars(encoder)}
     for number in range(2):
         swap_attention(encoder, dict(path=f'layers.{number}.self_attn', type='PLuGMultiheadAttention'))
         assert not encoder.use_nested_tensor
-    with gates_disabled(encoder):
-        assert encoder.use_nested_tensor == enabled
-    assert not encoder.use_nested_tensor
     restore_attention(encoder)
     assert encoder.use_nested_tensor == enabled and vars(encoder).keys() == names
 
