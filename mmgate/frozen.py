@@ -10,6 +10,7 @@ from torch import nn
 from mmgate._environment import log
 from mmgate.errors import ConfigError, listed
 from mmgate.layers.base.gate import gates_hidden
+from mmgate.layers.base.gated import is_quantised
 from mmgate.wrappers import named_parts, unwrap_model
 
 # The number of modules that the warning names.
@@ -29,7 +30,7 @@ def frozen_in_training(model: nn.Module, modules: Mapping[str, nn.Module]) -> li
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     was = model.training
     model.train()
-    frozen = [name for name, module in modules.items() if not _trains(module)] if _trains(model) else []
+    frozen = [name for name, module in modules.items() if _is_frozen(module)] if _trains(model) else []
     # Some layers derive weights for evaluation here.
     if not was:
         model.train(False)
@@ -92,6 +93,13 @@ def refuse_unlike(model: nn.Module, rules: Mapping[int, Sequence[object]]) -> No
                     "detectors by detector=dict(type='mmgate.Gated', host=..., attention=...), else by a path that "
                     f'matches both. Where nothing is averaged, call mmgate.swap_attention(model.{source}, ...).'
                 )
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    """Return True if a module has parameters and none trains; quantised ones, which never do, are left out."""
+    parts = [part for part in module.modules() if not is_quantised(part)]
+    flags = [parameter.requires_grad for part in parts for parameter in part.parameters(recurse=False)]
+    return bool(flags) and not any(flags)
 
 
 def _trains(part: nn.Module) -> bool:

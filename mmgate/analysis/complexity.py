@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmgate.analysis.structure import build_structure
 from mmgate.layers.base.deformable import DeformableGate
 from mmgate.layers.base.gate import Gate
+from mmgate.layers.base.gated import unused_names
 from mmgate.ops.custom_op import CAN_REGISTER
 
 PROPOSALS = 1000  # of a two-stage detector's box heads, as in mmdet's count
@@ -39,11 +40,13 @@ class Complexity:
 
     Attributes:
         parameters: Trainable parameters.
+        unused: Parameters of the host that gates replace; they rest in the model.
         macs: Multiply-accumulates of a forward pass.
         by_module: Those of every direct child.
     """
 
     parameters: int
+    unused: int
     macs: int
     by_module: dict[str, int]
 
@@ -87,6 +90,8 @@ def count_model(model: nn.Module, *inputs: Any) -> Complexity:
     ):
         print_log('below torch 2.4 the sampling of gated deformable attention is not counted', 'current', WARNING)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    resting = {*unused_names(model)}
+    unused = sum(p.numel() for name, p in model.named_parameters() if name in resting)
     model.eval()
     # The counter hooks what requires a gradient, even if no gradient is taken.
     model.requires_grad_(False)
@@ -102,7 +107,7 @@ def count_model(model: nn.Module, *inputs: Any) -> Complexity:
     total = counter.get_total_flops() // 2
     by_module = {name: _of(module, f'{prefix}.{name}', counts) for name, module in model.named_children()}
     rest = total - sum(by_module.values())
-    return Complexity(parameters, total, {**by_module, **({'itself': rest} if rest > 0 else {})})
+    return Complexity(parameters, unused, total, {**by_module, **({'itself': rest} if rest > 0 else {})})
 
 
 def _of(module: nn.Module, name: str, counts: dict[str, int]) -> int:

@@ -18,6 +18,7 @@ from mmgate._environment import log
 from mmgate.checkpoints.loading import guarded_loaders
 from mmgate.errors import ConfigError, listed
 from mmgate.layers.base.gate import is_gate_key, named_gate_parameters
+from mmgate.layers.base.gated import unused_names
 from mmgate.wrappers import unwrap_model
 
 from .other_options import other_options
@@ -32,10 +33,10 @@ class LoadReportHook(Hook):
     A key counts as filled when loading wrote into its tensor, even if it was renamed or resized on loading. Testing
     refuses a checkpoint that fills less than half of the keys. Training may start from one with a warning, for example
     if its head is another, but not from one that fills none. Gates that a vanilla checkpoint leaves as they are do not
-    count; the hook warns of gates in a checkpoint for which the model has no place. Testing also refuses tensors of
-    other sizes, such as a head of another number of classes, and gates that were trained with other options, see
-    :func:`.other_options.other_options`. Sharded models (FSDP, DeepSpeed) are not counted, because their state dicts
-    hold other tensors than the model.
+    count, nor does what gates replace; the hook warns of gates in a checkpoint for which the model has no place. Testing
+    also refuses tensors of other sizes, such as a head of another number of classes, and gates that were trained with
+    other options, see :func:`.other_options.other_options`. Sharded models (FSDP, DeepSpeed) are not counted, because
+    their state dicts hold other tensors than the model.
 
     Args:
         checkpoint: Name of the checkpoint in messages.
@@ -107,6 +108,13 @@ class LoadReportHook(Hook):
                 f'size: {listed(other)}. Give the config that the run began with, or start a new run from its '
                 f'weights: --cfg-options load_from={self.checkpoint}, without --resume.'
             )
+        lacking = [name for name in unused_names(model) if name not in state]
+        if lacking:
+            raise ConfigError(
+                f'{self.checkpoint} cannot be resumed: a version of mmgate up to 0.2.0 wrote it, whose optimizer did '
+                f'not have what gates replace ({listed(lacking)}). Finish the run with that version, or start a new '
+                f'run from its weights: --cfg-options load_from={self.checkpoint}, without --resume.'
+            )
 
     def before_train(self, runner: Runner) -> None:
         """Log the report; raise an error if the checkpoint fills nothing, and warn if it fills less than half."""
@@ -167,7 +175,9 @@ class LoadReportHook(Hook):
         if gates and (file := vars(own).get('gates_file')):
             found += f'; {len(gates)} of gates are from {file}'
             missing = [key for key in missing if key not in gates]
-        return found + (f'; not loaded: {listed(missing)}' if missing else ''), share
+        found += f'; not loaded: {listed(missing)}' if missing else ''
+        unused = unused_names(own)
+        return found + (f'; {len(unused)} more rest, which gates replace' if unused else ''), share
 
     def missing(self, runner: Any) -> list[str]:
         """Return the names of the model's tensors that the checkpoint did not fill."""
@@ -247,9 +257,11 @@ def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> N
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
     if is_model_wrapper(model) and not isinstance(model, DistributedDataParallel):  # the model is sharded
         return {}
+    own = unwrap_model(model)
+    unused = {*unused_names(own)}
     # torch counts the writes into a tensor in its _version.
     return {
         key: (id(value), value._version)
-        for key, value in unwrap_model(model).state_dict(keep_vars=True).items()
-        if isinstance(value, Tensor) and not key.endswith(COUNTERS)
+        for key, value in own.state_dict(keep_vars=True).items()
+        if isinstance(value, Tensor) and not key.endswith(COUNTERS) and key not in unused
     }

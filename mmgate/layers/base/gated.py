@@ -69,6 +69,7 @@ class GatedModule(nn.Module):
     own_gates: ClassVar[str] = ''
     vits: ClassVar[tuple[str, ...]] = ('backbones', 'mmpretrain', 'timm')
     over_channels: ClassVar[bool] = False
+    off_in_replica = False
 
     if TYPE_CHECKING:
 
@@ -163,7 +164,7 @@ class GatedModule(nn.Module):
     def _replicate_for_data_parallel(self) -> Any:
         replica: Any = super()._replicate_for_data_parallel()
         # It runs in another thread, which does not have this one's flag.
-        vars(replica)['off_in_replica'] = is_off(self)
+        replica.off_in_replica = is_off(self)
         return replica
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
@@ -341,9 +342,9 @@ def remove_gate(module: Any) -> None:
     vars(module).update(record.hidden)
 
 
-def is_off(module: nn.Module) -> bool:
+def is_off(module: GatedModule) -> bool:
     """Return True if the gate of a gated module is off in this thread."""
-    return id(module) in getattr(_here, 'off', ()) or vars(module).get('off_in_replica', False)
+    return id(module) in getattr(_here, 'off', ()) or module.off_in_replica
 
 
 @contextmanager
@@ -377,13 +378,13 @@ def computed_dtype(*modules: nn.Module) -> torch.dtype | None:
 
     Quantised layers do not count: their weights are integers or have 8 bits, and their scales may have any dtype.
     """
-    parts = [part for module in modules for part in module.modules() if not _is_quantised(part)]
+    parts = [part for module in modules for part in module.modules() if not is_quantised(part)]
     parameters = (tensor for part in parts for tensor in part.parameters(recurse=False))
     buffers = (tensor for part in parts for tensor in part.buffers(recurse=False))
     return next((tensor.dtype for tensor in chain(parameters, buffers) if tensor.dtype in COMPUTED), None)
 
 
-def _is_quantised(part: nn.Module) -> bool:
+def is_quantised(part: nn.Module) -> bool:
     """Return True if a module, without its children, keeps numbers of 8 bits."""
     own = chain(part.parameters(recurse=False), part.buffers(recurse=False))
     return any(tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool for tensor in own)
@@ -414,12 +415,18 @@ def host_class(module: nn.Module) -> type[nn.Module]:
 
 
 def bypass_of(module: nn.Module, adapter: type[GatedModule]) -> str | None:
-    """Return the reason why a method that was set on a module hides its class's, so that a gate would not be called.
+    """Return the reason why a gate would not be called in a module, such as a method that was set on it; else None.
 
     Args:
         module: Module to be gated.
         adapter: Adapter of its family.
     """
+    hooked = any('_hf_hook' in vars(part) for part in module.modules())
+    if hooked and any(parameter.is_meta for parameter in module.parameters()):
+        return (
+            "accelerate has offloaded its weights, and would not fetch the gate's; gate the model before that, and "
+            f"name the gated class in accelerate's preload_module_classes=['Gated{type(module).__name__}']"
+        )
     names = {name for base in _bases(adapter, nn.Module) for name, value in vars(base).items() if _is_method(value)}
     for name in sorted(names & vars(module).keys()):
         found = vars(module)[name]

@@ -8,6 +8,7 @@ import inspect
 import io
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
@@ -15,8 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import filled
+from conftest import TORCH, filled
 from helpers.gated import anatomy, assert_same_anatomy
+from helpers.replicas import replicated
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models.backbones.pvt import SpatialReductionAttention
@@ -27,6 +29,7 @@ from mmseg.models.backbones.vit import VisionTransformer
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 from mmgate import adapts, gate_parameters, gates_disabled, restore_attention, swap_attention
 from mmgate.errors import ConfigError
@@ -505,6 +508,105 @@ def test_a_module_whose_gate_would_not_be_called_is_refused(change: Callable[[An
     with pytest.raises(ConfigError, match=REFUSED[change]):
         swap_attention(model, dict(PLUG, path=path))
     assert_same_anatomy(anatomy(model), before)
+
+
+@every_host
+def test_other_threads_stay_gated_while_gates_are_off_in_one(name: str) -> None:
+    host = HOSTS[name]
+    vanilla, model = host.out(host.model()), host.gate(host.model())
+    expected = host.out(model)
+    with ThreadPoolExecutor(1) as other:
+        with gates_disabled(model):
+            torch.testing.assert_close(host.out(model), vanilla, rtol=0, atol=0)
+            torch.testing.assert_close(other.submit(host.out, model).result(), expected, rtol=0, atol=0)
+        torch.testing.assert_close(host.out(model), expected, rtol=0, atol=0)
+
+
+@every_host
+@pytest.mark.parametrize('off', [True, False])
+def test_replicas_of_data_parallel_are_off_as_the_model_is(name: str, off: bool) -> None:
+    """Each runs in a thread of its own."""
+    host = HOSTS[name]
+    vanilla, model = host.out(host.model()), host.gate(host.model())
+    expected = vanilla if off else host.out(model)
+    with gates_disabled(model) if off else nullcontext():
+        replica = replicated(model)
+    with ThreadPoolExecutor(1) as other:
+        torch.testing.assert_close(other.submit(host.out, replica).result(), expected, rtol=0, atol=0)
+
+
+class Recomputed(nn.Module):
+    """Two layers with attention that are computed again in the backward pass."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.MultiheadAttention(C, H) for _ in range(2)])
+        self.reentrant = reentrant
+        swap_attention(self, dict(PLUG, path='layers.*', init='paper'))
+
+    def forward(self, x: Tensor, checkpointed: bool = True) -> Tensor:
+        for layer in self.layers:
+            if checkpointed:
+                x = x + checkpoint(lambda x, layer=layer: layer(x, x, x)[0], x, use_reentrant=self.reentrant)
+            else:
+                x = x + layer(x, x, x)[0]
+        return x
+
+
+def backward_in(threads: ThreadPoolExecutor, model: nn.Module, out: Tensor) -> list[Tensor]:
+    """Return the gradients that another thread computes, as CUDA's do."""
+    model.zero_grad()
+    threads.submit(out.square().sum().backward).result()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize('reentrant', [True, False])
+def test_what_is_computed_again_is_what_was_computed(reentrant: bool) -> None:
+    """The backward pass may run in another thread, and in a context in which gates are off."""
+    model = Recomputed(reentrant)
+    x = torch.randn(QUERY).requires_grad_()
+    refused = pytest.raises(RuntimeError, match='gates_disabled does not reach activation checkpointing')
+    with ThreadPoolExecutor(1) as threads:
+        expected = backward_in(threads, model, model(x, checkpointed=False))
+        torch.testing.assert_close(backward_in(threads, model, model(x)), expected)
+        out = model(x)
+        with gates_disabled(model):
+            torch.testing.assert_close(backward_in(threads, model, out), expected)
+            vanilla = model(x, checkpointed=False)
+            with torch.no_grad():
+                torch.testing.assert_close(model(x.detach()) if not reentrant else vanilla, vanilla)
+            with refused:
+                model(x)
+        out = model(x)
+        with gates_disabled(model), refused:
+            out.sum().backward()
+
+
+@pytest.mark.skipif(TORCH < (2, 7), reason='older Dynamo does not trace the operators')
+@pytest.mark.parametrize('name', ['dense', 'dense of mmcv', 'windows', 'over the map'])
+def test_on_and_off_are_a_graph_each(name: str) -> None:
+    """Each is compiled once; another thread runs the graph with gates meanwhile."""
+    torch._dynamo.reset()
+    host = HOSTS[name]
+    vanilla, model = host.out(host.model()), host.gate(host.model())
+    expected = host.out(model)
+    graphs: list[fx.GraphModule] = []
+
+    def backend(graph: fx.GraphModule, inputs: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    whole = torch.nn.ModuleDict(model)
+    whole['attn'] = torch.compile(model['attn'], backend=backend, fullgraph=True)
+    with torch.no_grad(), ThreadPoolExecutor(1) as threads:
+        for number in range(2):
+            torch.testing.assert_close(host.out(whole), expected)
+            with gates_disabled(model):
+                torch.testing.assert_close(host.out(whole), vanilla)
+                if number:
+                    torch.testing.assert_close(threads.submit(host.out, whole).result(), expected)
+    assert len(graphs) <= 3  # a thread has its own modes, such as no_grad
 
 
 class Called(nn.Module):
