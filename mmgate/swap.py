@@ -282,6 +282,7 @@ def commit(model: nn.Module, rules: Sequence[Rule], made: Sequence[Made]) -> lis
         once.setdefault(id(one.host.module), one)
     refuse_unlike(model, {module: (one.rule.type, one.rule.options) for module, one in once.items()})
     resting = frozen_in_training(model, {one.host.path: one.host.module for one in once.values()})
+    warn_of_frozen(model, resting)
     records = [record for _, module in gated_modules(model) if (record := record_of(module)) is not None]
     first = max((record.number for record in records), default=-1) + 1
     for one in once.values():
@@ -295,7 +296,6 @@ def commit(model: nn.Module, rules: Sequence[Rule], made: Sequence[Made]) -> lis
         # A tensor that is to train and gets no gradient, as in a teacher, ends a training by DDP.
         if host.path in resting:
             one.gate.requires_grad_(False)
-    warn_of_frozen(model, resting)
     switch_nested_tensors(model)
     initialise_gates_last(model)
     return [one.host.name for one in made]

@@ -18,6 +18,7 @@ from mmengine.registry import PARAM_SCHEDULERS
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
 from mmgate.analysis.structure import build_structure
+from mmgate.layers.base.gated import unused_names
 from mmgate.train.config_file import differences
 from mmgate.train.speedups import SPEEDUPS
 
@@ -329,12 +330,15 @@ def test_parameters_decay_as_the_authors_do(name: str, flat: bool, spared: set[s
     model = build_structure(cfg)
     groups = build_optim_wrapper(model, cfg.optim_wrapper).optimizer.param_groups
     decay = {id(parameter): group['weight_decay'] for group in groups for parameter in group['params']}
+    unused = unused_names(model)
     found = set()
     for key, parameter in (model if flat or spared is None else model.backbone).named_parameters():
         leaf = key.rpartition('.')[2]
         free = (flat and (parameter.dim() == 1 or leaf == 'bias')) or (not flat and spared and 'norm' in key)
         free = free or leaf in (spared or ())
         found |= {leaf} & (BIASES | CLASS_BIASES | TABLE | POSITIONS)
+        if key in unused or f'backbone.{key}' in unused:
+            continue
         assert decay[id(parameter)] == (0.0 if free else cfg.optim_wrapper.optimizer.weight_decay), key
     assert found == there and (flat or cfg.optim_wrapper.get('clip_grad') is None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import chain
 from logging.handlers import BufferingHandler
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ class LoadReportHook(Hook):
     A key counts as filled when loading wrote into its tensor, even if it was renamed or resized on loading. Testing
     refuses a checkpoint that fills less than half of the keys. Training may start from one with a warning, for example
     if its head is another, but not from one that fills none. Gates that a vanilla checkpoint leaves as they are do not
-    count, nor does what gates replace; the hook warns of gates in a checkpoint for which the model has no place. Testing
+    count, nor does what gates replace; the hook warns of gates in a checkpoint that have no place in the model. Testing
     also refuses tensors of other sizes, such as a head of another number of classes, and gates that were trained with
     other options, see :func:`.other_options.other_options`. Sharded models (FSDP, DeepSpeed) are not counted, because
     their state dicts hold other tensors than the model.
@@ -108,7 +109,11 @@ class LoadReportHook(Hook):
                 f'size: {listed(other)}. Give the config that the run began with, or start a new run from its '
                 f'weights: --cfg-options load_from={self.checkpoint}, without --resume.'
             )
-        lacking = [name for name in unused_names(model) if name not in state]
+        wrapper = getattr(runner, 'optim_wrapper', {})
+        groups = chain.from_iterable(one.param_groups for one in getattr(wrapper, 'values', lambda: [wrapper])())
+        stepped = {id(parameter) for group in groups for parameter in group['params']}
+        parameters = dict(model.named_parameters())
+        lacking = [n for n in unused_names(model) if n not in state and id(parameters.get(n)) in stepped]
         if lacking:
             raise ConfigError(
                 f'{self.checkpoint} cannot be resumed: a version of mmgate up to 0.2.0 wrote it, whose optimizer did '

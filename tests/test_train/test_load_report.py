@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from mmcv.cnn.bricks.transformer import MultiheadAttention
+from mmdet.models.backbones.pvt import SpatialReductionAttention
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import nn
 
@@ -103,6 +104,36 @@ def test_a_run_is_not_resumed_with_other_gates(before: tuple[str, ...]) -> None:
     hook.after_load_checkpoint(SimpleNamespace(model=gated('first')), checkpoint)
     with pytest.raises(ConfigError, match=r'cannot be resumed: .*(first|second)\.gate.*without --resume'):
         hook.after_load_checkpoint(SimpleNamespace(model=gated('first'), _resume=True), checkpoint)
+
+
+@pytest.mark.parametrize('whole', [True, False], ids=['newer', 'of 0.2.0'])
+def test_what_gates_replace_is_not_counted(whole: bool, lines: list) -> None:
+    """A run that began when the optimizer did not have it is not resumed; its weights are whole."""
+
+    def reduced() -> nn.Module:
+        model = nn.ModuleDict(dict(attn=SpatialReductionAttention(16, 4, sr_ratio=2)))
+        swap_attention(model, dict(type='AgentAttention', path='attn', agent_num=4, map_size=(4, 4)))
+        return model
+
+    state = {k: v for k, v in reduced().state_dict().items() if whole or not k.startswith(('attn.sr', 'attn.norm'))}
+    checkpoint = dict(state_dict=state, optimizer={}, meta=dict(iter=1), message_hub={})
+    runner = SimpleNamespace(model=reduced(), _resume=True)
+    hook = LoadReportHook('x.pth')
+    trains = [parameter for parameter in runner.model.parameters() if parameter.requires_grad]
+    runner.optim_wrapper = torch.optim.SGD(trains, 0.1)
+    hook.after_load_checkpoint(runner, checkpoint)
+    runner.optim_wrapper = torch.optim.SGD(runner.model.parameters(), 0.1)
+    with nullcontext() if whole else pytest.raises(ConfigError, match=r'up to 0\.2\.0 wrote it.*attn\.sr\.weight'):
+        hook.after_load_checkpoint(runner, checkpoint)
+    runner._resume = False
+    hook.after_load_checkpoint(runner, checkpoint)
+    _load_checkpoint_to_model(runner.model, checkpoint)
+    hook.before_test(runner)
+    ((said, text),) = lines
+    count = len(runner.model.state_dict()) - 4
+    assert (
+        said == 'INFO' and f'{count} of {count} keys' in text and text.endswith('; 4 more rest, which gates replace.')
+    )
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from mmgate.errors import ConfigError
 from mmgate.hosts.readings import Read, readings_of
 from mmgate.hosts.table import gate_of_type, registered_gates
 from mmgate.layers.base.gate import Gate
-from mmgate.layers.base.gated import GatedModule
+from mmgate.layers.base.gated import GatedModule, is_off
 
 HEADS = ('panoptic_head', 'decode_head', 'bbox_head')  # of detectors and segmentors that predict by query
 # Words for the readings, with the tools that draw them.
@@ -251,7 +251,7 @@ def class_tokens(model: nn.Module, keys: Mapping[str, int]) -> dict[str, int]:
 def _readable(model: nn.Module) -> Iterator[tuple[str, str, dict[str, Read]]]:
     """Yield for each attention its path, the path of the module to hook, and the functions that compute readings."""
     for path, module in model.named_modules():
-        if isinstance(module, GatedModule):
+        if isinstance(module, GatedModule) and not is_off(module):
             for name, found in gated_reads(module).items():
                 if found:
                     yield f'{path}.gate.{name}' if name else path, path, found

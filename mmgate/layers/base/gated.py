@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from functools import cache, wraps
 from itertools import chain
 from traceback import walk_stack
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, SupportsIndex
 
 import torch
@@ -32,7 +33,6 @@ COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 RECORD = 'gating'
 # The attribute in which mmengine keeps, while it initialises a model, the text that it logs of it, by parameter.
 REPORT = '_params_init_info'
-_here = threading.local()
 
 
 class Handle(Protocol):
@@ -69,7 +69,7 @@ class GatedModule(nn.Module):
     own_gates: ClassVar[str] = ''
     vits: ClassVar[tuple[str, ...]] = ('backbones', 'mmpretrain', 'timm')
     over_channels: ClassVar[bool] = False
-    off_in_replica = False
+    switch: Switch | None = None
 
     if TYPE_CHECKING:
 
@@ -164,7 +164,7 @@ class GatedModule(nn.Module):
     def _replicate_for_data_parallel(self) -> Any:
         replica: Any = super()._replicate_for_data_parallel()
         # It runs in another thread, which does not have this one's flag.
-        replica.off_in_replica = is_off(self)
+        replica.switch = Switch(SimpleNamespace(off=is_off(self)))
         return replica
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
@@ -175,6 +175,21 @@ class GatedModule(nn.Module):
         # Every object has __getstate__ from Python 3.11 on.
         state = self.__getstate__() if hasattr(self, '__getstate__') else vars(self)
         return _new_instance, made_of, state
+
+
+class Switch:
+    """Switch of a gated module's gate, one in each thread; a copy or a pickle of it is on.
+
+    Args:
+        here: Namespace whose attribute ``off`` is True while the gate is off. It is absent while the gate is on.
+    """
+
+    def __init__(self, here: Any = None) -> None:
+        # One for each module: in a common set torch.compile would guard every module's id, and compile each layer anew.
+        self.here = threading.local() if here is None else here
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Switch, ()
 
 
 @dataclass
@@ -227,7 +242,7 @@ def gated_class(adapter: type[GatedModule], host: type[nn.Module]) -> type[Any]:
     forward = _either(adapter if 'forward' in own else host, host, 'forward')
     shown = adapter.forward if 'forward' in own and not adapter.host_signature else host.forward
 
-    @wraps(shown)
+    @wraps(shown, assigned=('__name__', '__qualname__', '__doc__'))
     def traced_as_one(self: Any, *args: Any, **kwargs: Any) -> Any:
         # torch.fx cannot look into a gate, whose code depends on sizes. As torch's attention, it is one node.
         for given in (*args, *kwargs.values()):
@@ -253,7 +268,8 @@ def _is_method(value: object) -> bool:
 def _either(adapter: Any, host: Any, name: str) -> Callable[..., Any]:
     """Return a method that is the adapter's while the gate is on, and the host's while it is off."""
 
-    @wraps(getattr(host, name))
+    # Not with the module's name: Dynamo of torch 2.1 does not look into functions of torch.nn.
+    @wraps(getattr(host, name), assigned=('__name__', '__qualname__', '__doc__'))
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_off(self):
             return getattr(adapter, name)(self, *args, **kwargs)
@@ -301,7 +317,7 @@ def gate_module(host: Any, adapter: type[GatedModule], gate: nn.Module, record: 
         record.hidden[CHILD] = vars(host).pop(CHILD)
     host.__class__ = gated_class(adapter, type(host))
     host._modules[CHILD] = gate
-    vars(host)[RECORD] = record
+    vars(host).update({RECORD: record, 'switch': Switch()})
     freeze_unused(host)
 
 
@@ -332,6 +348,7 @@ def remove_gate(module: Any) -> None:
     :func:`refuse_removal` says if that is possible.
     """
     record = vars(module).pop(RECORD)
+    del module.switch
     for handle in record.handles:
         handle.remove()
     unused = unused_tensors(module)
@@ -344,18 +361,21 @@ def remove_gate(module: Any) -> None:
 
 def is_off(module: GatedModule) -> bool:
     """Return True if the gate of a gated module is off in this thread."""
-    return id(module) in getattr(_here, 'off', ()) or module.off_in_replica
+    return module.switch is not None and getattr(module.switch.here, 'off', False)
 
 
 @contextmanager
-def gates_off(modules: Iterable[nn.Module]) -> Iterator[None]:
+def gates_off(modules: Iterable[Any]) -> Iterator[None]:
     """Switch the gates of modules off in this thread inside a ``with`` block: the host's own forward runs."""
-    before = getattr(_here, 'off', frozenset())
-    _here.off = before.union(map(id, modules))
+    switches = [module.switch.here for module in modules if not is_off(module)]
+    for switch in switches:
+        switch.off = True
     try:
         yield
     finally:
-        _here.off = before
+        # torch.compile would tell False from an attribute that is absent.
+        for switch in switches:
+            del switch.off
 
 
 def refuse_recomputation() -> None:

@@ -609,6 +609,21 @@ def test_on_and_off_are_a_graph_each(name: str) -> None:
     assert len(graphs) <= 3  # a thread has its own modes, such as no_grad
 
 
+@pytest.mark.skipif(TORCH < (2, 7), reason='older Dynamo compiles each layer anew, vanilla ones, too')
+def test_layers_that_are_compiled_one_by_one_share_their_graphs() -> None:
+    torch._dynamo.reset()
+    model = nn.ModuleList([nn.MultiheadAttention(C, H) for _ in range(12)])
+    x = torch.randn(QUERY)
+    swap_attention(model, dict(PLUG, path='*'))
+    layers = [torch.compile(layer, backend='eager', fullgraph=True) for layer in model]
+    for _ in range(2):
+        for layer in layers:
+            layer(x, x, x, need_weights=False)
+        with gates_disabled(model):
+            for layer in layers:
+                layer(x, x, x, need_weights=False)
+
+
 class Called(nn.Module):
     """A model that calls torch's attention."""
 

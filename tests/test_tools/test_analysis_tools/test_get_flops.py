@@ -18,3 +18,13 @@ def test_the_tool_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed['shape'] == [64, 96] and printed['macs'] > 1e7
     expected = count_config(Config.fromfile(ROOT / 'configs' / config.partition('::')[2]), 64, 96)
     assert (printed['parameters'], printed['macs']) == (expected.parameters, expected.macs)
+    assert not expected.unused
+
+
+def test_what_gates_replace_is_said_and_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """The paper's number is of what trains."""
+    config = 'mmgate::agent/retinanet/agent-retinanet_pvt-t_1x_coco.py'
+    tool('get_flops').main([config, '--shape', '64'])
+    counted = count_config(Config.fromfile(ROOT / 'configs' / config.partition('::')[2]), 64, 64)
+    assert counted.unused > 1e6
+    assert f'{counted.unused / 1e6:6.3f} M, frozen and not counted above' in capsys.readouterr().out
