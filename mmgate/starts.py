@@ -31,7 +31,7 @@ def initialise_gates_last(model: nn.Module) -> None:
 
 def forget_initialisation(model: nn.Module) -> None:
     """Give a model the ``init_weights`` that it had before :func:`initialise_gates_last`."""
-    planted = vars(model).get('init_weights')
+    planted: Any = vars(model).get('init_weights')
     if getattr(planted, 'func', None) is _init_weights:
         own = planted.args[1]
         if own is None:

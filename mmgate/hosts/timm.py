@@ -133,7 +133,7 @@ class SizedByProjections(GatedModule):
     """Base of the adapters for timm's ViTs and Swin, whose heads may have another total width than the tokens."""
 
     @property
-    def gate(self) -> Any:  # type: ignore[override]
+    def gate(self) -> Any:
         """The gate; None while it is off, as timm's own attribute of this name is, which its forward looks at."""
         return None if is_off(self) else self._modules[CHILD]
 
@@ -306,7 +306,7 @@ def map_of(embedding: Any, image: Size) -> Size | None:
 
 
 @adapts(MapGate, TOKENS)
-class MixedAttention(SizedByProjections, UntoldMapHost):
+class MixedAttention(SizedByProjections, UntoldMapHost):  # type: ignore[override]
     """Adapter that lets attention over a map (Agent, SAGA, linear) replace that of timm's ViT.
 
     Class and register tokens come before the map's.
@@ -393,7 +393,7 @@ class MixedSwinBlock(MapHost):
 
     def set_input_size(self, *args: Any, **kwargs: Any) -> None:
         """Resize the block as timm does, with the parts of the windows' attention that a gated block does not use."""
-        super().set_input_size(*args, **kwargs)
+        super().set_input_size(*args, **kwargs)  # type: ignore[misc]
         freeze_unused(self)
         self.gate.shifted = any(self.shift_size)
 

@@ -109,7 +109,7 @@ class LoadReportHook(Hook):
                 f'size: {listed(other)}. Give the config that the run began with, or start a new run from its '
                 f'weights: --cfg-options load_from={self.checkpoint}, without --resume.'
             )
-        wrapper = getattr(runner, 'optim_wrapper', {})
+        wrapper: Any = getattr(runner, 'optim_wrapper', {})
         groups = chain.from_iterable(one.param_groups for one in getattr(wrapper, 'values', lambda: [wrapper])())
         stepped = {id(parameter) for group in groups for parameter in group['params']}
         parameters = dict(model.named_parameters())

@@ -459,7 +459,7 @@ def test_weights_that_a_hook_computes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize('gate', ['plug', 'sdpa_g5'])
 def test_copies_of_data_parallel_call_their_gates(gate: str) -> None:
-    """At the same time, one in each thread; the model's own hooks stay."""
+    """At the same time, one in each thread, and the model itself in several; its own hooks stay."""
     model, fed = build('vit').eval(), feed('vit')
     mmgate.swap_attention(model, {'path': '**', **DENSE_GATES[gate]})
     moved(model)
@@ -469,8 +469,9 @@ def test_copies_of_data_parallel_call_their_gates(gate: str) -> None:
     hooks = {name: list(module._forward_pre_hooks) for name, module in model.named_modules()}
     with ThreadPoolExecutor() as threads:
         for _ in range(10):
-            for found, wanted in zip(threads.map(outputs, copies, inputs), expected, strict=True):
-                assert largest_difference(found, wanted) < 1e-5
+            for models in (copies, [model] * len(inputs)):
+                for found, wanted in zip(threads.map(outputs, models, inputs), expected, strict=True):
+                    assert largest_difference(found, wanted) < 1e-5
     assert {name: list(module._forward_pre_hooks) for name, module in model.named_modules()} == hooks
     assert largest_difference(outputs(model, fed), expected[0]) == 0
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cache, wraps
+from functools import wraps
 from itertools import chain
 from traceback import walk_stack
 from types import SimpleNamespace
@@ -229,12 +229,16 @@ class Record:
         return f'.{name}'.removesuffix(f'.{self.child}')[1:] if self.child else name
 
 
-@cache
+_CLASSES: dict[tuple[type[GatedModule], type[nn.Module]], type[Any]] = {}
+
+
 def gated_class(adapter: type[GatedModule], host: type[nn.Module]) -> type[Any]:
     """Return the class of gated modules: a subclass of adapter and host, with the host's methods while a gate is off.
 
     It is made once for each pair. Its instances are pickled by the pair, because no module has a name for it.
     """
+    if (adapter, host) in _CLASSES:
+        return _CLASSES[adapter, host]
     own = {name for base in _bases(adapter, GatedModule) for name, value in vars(base).items() if _is_method(value)}
     theirs = {name for base in _bases(host, nn.Module) for name in vars(base)}
     members: dict[str, Any] = {name: _either(adapter, host, name) for name in sorted(own & theirs - {'forward'})}
@@ -253,7 +257,8 @@ def gated_class(adapter: type[GatedModule], host: type[nn.Module]) -> type[Any]:
 
     members.update(__module__=__name__, made_of=(adapter, host), forward=traced_as_one)
     members['__doc__'] = f'{host.__module__}.{host.__qualname__} with a gate, called by {adapter.__qualname__}.forward.'
-    return type(f'Gated{host.__name__}', (adapter, host), members)
+    made = type(f'Gated{host.__name__}', (adapter, host), members)
+    return _CLASSES.setdefault((adapter, host), made)
 
 
 def _bases(kind: type, below: type) -> tuple[type, ...]:
@@ -329,9 +334,9 @@ def freeze_unused(gated: Any) -> None:
             gated.gating.froze.append(name)
 
 
-def refuse_removal(name: str, module: nn.Module) -> None:
+def refuse_removal(name: str, module: Any) -> None:
     """Raise ConfigError if the class of a gated module was changed, or a method replaced, after its gating."""
-    kind = type(module)
+    kind: Any = type(module)
     if 'made_of' not in vars(kind):
         raise ConfigError(
             f'{name}: the class {kind.__name__} was derived from the gated one after gating, as parametrizations and '

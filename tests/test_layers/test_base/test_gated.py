@@ -303,12 +303,12 @@ def test_copies_of_a_gated_module_are_independent(name: str, how: str, on: bool)
 
 
 @every_host
-def test_a_pickle_is_read_by_another_process(name: str) -> None:
+def test_a_pickle_is_read_by_another_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In which no class of a gated module has been made yet."""
     host = HOSTS[name]
     model = host.gate(host.model())
     written = pickle.dumps(model)
-    mechanism.gated_class.cache_clear()
+    monkeypatch.setattr(mechanism, '_CLASSES', {})
     twin = pickle.loads(written)
     torch.testing.assert_close(host.out(twin), host.out(model), rtol=0, atol=0)
     assert type(twin.get_submodule(host.at)) is not type(model.get_submodule(host.at))
