@@ -6,16 +6,21 @@ import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
+import torch
 from torch import nn
 
 from mmgate._environment import log
-from mmgate.errors import listed
+from mmgate.errors import ConfigError, listed
 from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.layers.base.gated import gated_modules, gates_off, refuse_removal, remove_gate
 from mmgate.starts import forget_initialisation
 from mmgate.wrappers import own_model, without_wrappers
 
 from .training import unfreeze
+
+TORCH = tuple(int(part) for part in torch.__version__.split('.')[:2])
+# The oldest torch whose compiled graphs depend on what a thread has switched off.
+OLDEST = (2, 7)
 
 
 def restore_attention(model: nn.Module) -> list[str]:
@@ -63,8 +68,21 @@ def gates_disabled(model: nn.Module) -> AbstractContextManager[None]:
 
     A gated module that is off raises RuntimeError inside activation checkpointing with gradients: the part would be
     computed again later, with its gate on.
+
+    Raises:
+        ConfigError: A module is compiled, and torch is older than 2.7, whose graphs do not ask for a thread's gates.
     """
+    compiled = next((name for name, part in model.named_modules() if _is_compiled(part)), None)
+    if compiled is not None and TORCH < OLDEST:
+        raise ConfigError(
+            f'{compiled or "the model"} is compiled, and graphs of torch {TORCH[0]}.{TORCH[1]} run with gates in '
+            'gates_disabled; run the model that is not compiled there, or torch 2.7 or newer.'
+        )
     return gates_off(module for _, module in gated_modules(model))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, '_orig_mod') or getattr(module, '_compiled_call_impl', None) is not None
 
 
 def restore(modules: Mapping[str, nn.Module]) -> list[str]:

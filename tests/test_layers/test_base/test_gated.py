@@ -443,7 +443,7 @@ def with_another_function(module: Any) -> None:
     module.forward = MethodType(lambda module, *args, **kwargs: args[0], module)
 
 
-REACHED = (with_call_replaced, compiled_in_place)
+REACHED = (with_call_replaced, *(compiled_in_place for _ in range(TORCH >= (2, 7))))
 REPLACED = (with_own_method, as_accelerate, as_accelerate_removed, as_auto_round, with_closure, with_own_class)
 REFUSED = {
     with_own_method: r'its method forward was replaced .* undone \(del module.forward\)',
