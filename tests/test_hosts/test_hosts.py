@@ -72,7 +72,7 @@ def macs(model: nn.Module, x: Tensor) -> int:
 
 @pytest.mark.skipif(not hasattr(mmgate, 'record'), reason='mmgate.note and mmgate.record are to come')
 def test_gates_that_are_written_by_the_guide(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The classes of docs/extend.md in hosts of each kind: they train, are counted, and drawn where they note a gate."""
+    """The classes of docs/extend.md in hosts of each kind: they train, are counted, and drawn."""
     guide = (ROOT / 'docs/extend.md').read_text()
     monkeypatch.setattr(mmgate.MODELS, '_module_dict', dict(mmgate.MODELS.module_dict))
     blocks = [part.split('```')[0] for part in guide.split('```python\n')[1:]]
