@@ -25,6 +25,8 @@ from .finetune import (
 )
 from .hosts import adapts
 from .listing import list_attention
+from .notes import note
+from .recording import record
 from .swap import swap_attention
 
 __version__ = '0.2.0'
@@ -35,6 +37,8 @@ __all__ = [
     'gates_disabled',
     'list_attention',
     'load_gates',
+    'note',
+    'record',
     'restore_attention',
     'save_gates',
     'swap_attention',
