@@ -31,6 +31,8 @@ from .layers.base.gate import Gate, Sizes
 from .layers.base.gated import GatedModule
 from .layers.base.map import MapGate, MapHost
 from .listing import list_attention
+from .notes import note
+from .recording import record
 from .registry import MODELS
 from .swap import swap_attention
 
@@ -53,6 +55,8 @@ __all__ = [
     'gates_disabled',
     'list_attention',
     'load_gates',
+    'note',
+    'record',
     'restore_attention',
     'save_gates',
     'swap_attention',

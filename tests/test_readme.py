@@ -32,8 +32,6 @@ def blocks(pages: list[Path], language: str) -> dict[str, str]:
 
 
 PYTHON = blocks(PAGES, 'python')
-# Where mmgate has no recording of its own yet.
-RECORDS = pytest.mark.skipif(not hasattr(mmgate, 'record'), reason='mmgate.note and mmgate.record are to come')
 CONFIGS = {name: block for name, block in blocks(GUIDES, 'python').items() if block.startswith('_base_')}
 
 
@@ -64,7 +62,6 @@ def test_deformable_attention_without_mmcv_runs_with_torch_alone(tmp_path: Path)
     run_python(program, MMGATE_TORCH_ALONE='1', PYTHONPATH=str(ROOT))
 
 
-@RECORDS
 def test_a_gate_and_a_host_are_written_with_torch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks of the page on the public interface one after the other."""
     page = [block for name, block in PYTHON.items() if name.startswith('docs/extend.md')]
@@ -74,7 +71,6 @@ def test_a_gate_and_a_host_are_written_with_torch_alone(tmp_path: Path, monkeypa
     run_python(program, MMGATE_TORCH_ALONE='1', PYTHONPATH=str(ROOT))
 
 
-@RECORDS
 def test_the_page_on_the_public_interface_names_all_of_it() -> None:
     text = (ROOT / 'docs/extend.md').read_text()
     public = {*mmgate.__all__} - {'Gated', '__version__'}

@@ -70,7 +70,6 @@ def macs(model: nn.Module, x: Tensor) -> int:
     return count_model(copy.deepcopy(model), x).macs  # which freezes what it counts
 
 
-@pytest.mark.skipif(not hasattr(mmgate, 'record'), reason='mmgate.note and mmgate.record are to come')
 def test_gates_that_are_written_by_the_guide(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The classes of docs/extend.md in hosts of each kind: they train, are counted, and drawn."""
     guide = (ROOT / 'docs/extend.md').read_text()
