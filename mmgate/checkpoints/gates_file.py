@@ -16,12 +16,13 @@ from torch import Tensor
 
 from mmgate._environment import log
 from mmgate.errors import ConfigError, listed
-from mmgate.layers.base.gate import CHILD
 
 from .safetensors_file import check_safetensors, read_safetensors
 
 KEY = 'mmgate.gates'
 VERSION = 2
+# What is between the path of an attention and the name of a tensor of its gate.
+GATE = '.gate.'
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class GatesFile:
     @property
     def attention(self) -> list[str]:
         """Paths of the gated attention; where there are no places, the gates' tensors tell them."""
-        return [*(self.places or dict.fromkeys(attention_of(name) for name in self.gates))]
+        return [*(self.places or dict.fromkeys(f'.{name}'.partition(GATE)[0][1:] for name in self.gates))]
 
     def fitted(self, path: str | os.PathLike[str], state: Mapping[str, Tensor]) -> GatesFile:
         """Return the content as far as a model can hold it.
@@ -112,11 +113,6 @@ class GatesFile:
                 'trained with; of a model that was fine-tuned since, test whether they still fit.',
                 logging.WARNING,
             )
-
-
-def attention_of(name: str) -> str:
-    """Return the path of the attention that has a gate, of one of whose tensors this is the name."""
-    return f'.{name}'.partition(f'.{CHILD}.')[0][1:]
 
 
 def checksum(tensor: Tensor) -> tuple[str, int]:
