@@ -15,6 +15,7 @@ if not torch_alone():
     check_environment()
 
 from . import layers  # noqa: F401
+from .errors import ConfigError
 from .finetune import (
     gate_parameters,
     gates_disabled,
@@ -24,17 +25,38 @@ from .finetune import (
     train_only_gates,
 )
 from .hosts import adapts
+from .layers.base.deformable import DeformableGate, DeformableHost
+from .layers.base.dense import DenseGate, DenseHost
+from .layers.base.gate import Gate, Sizes
+from .layers.base.gated import GatedModule
+from .layers.base.map import MapGate, MapHost
 from .listing import list_attention
+from .notes import note
+from .recording import record
+from .registry import MODELS
 from .swap import swap_attention
 
 __version__ = '0.2.0'
 __all__ = [
+    'MODELS',
+    'ConfigError',
+    'DeformableGate',
+    'DeformableHost',
+    'DenseGate',
+    'DenseHost',
+    'Gate',
+    'GatedModule',
+    'MapGate',
+    'MapHost',
+    'Sizes',
     '__version__',
     'adapts',
     'gate_parameters',
     'gates_disabled',
     'list_attention',
     'load_gates',
+    'note',
+    'record',
     'restore_attention',
     'save_gates',
     'swap_attention',

@@ -31,9 +31,8 @@ def Gated(
 
     Args:
         host: The model's ``type`` without gates: a registered name, such as ``'mmdet.DeformableDETR'``, or a class.
-        attention: A rule or a list of rules, see :func:`swap_attention`. It may be left out beside ``gates``: a gates
-            file has its rules.
-        gates: Path of a gates file, see :func:`load_gates`.
+        attention: A rule or a list of rules, see :func:`swap_attention`. It may be left out beside ``gates``.
+        gates: Path of a gates file, which places its gates, see :func:`load_gates`.
         train: ``'all'``, ``'gates'`` or ``'attention'``, see :func:`train_only_gates`.
         **host_cfg: The config of the host.
 

@@ -52,7 +52,6 @@ CROSSING = {
 }
 # Modules without a test file of their name, by the file that tests them. The list may only shrink.
 TESTED_BY = {
-    'test_analysis/test_probes/test_attention.py': ('hosts/readings.py',),
     'test_checkpoints/test_loading.py': ('checkpoints/allowed.py',),
     'test_deploy/test_build.py': (
         'deploy/detectors.py',

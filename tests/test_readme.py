@@ -12,6 +12,7 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
 import mmgate
+from mmgate.errors import ConfigError
 from mmgate.hosts import table
 from mmgate.train.config_file import read_config
 
@@ -61,6 +62,22 @@ def test_deformable_attention_without_mmcv_runs_with_torch_alone(tmp_path: Path)
     run_python(program, MMGATE_TORCH_ALONE='1', PYTHONPATH=str(ROOT))
 
 
+def test_a_gate_and_a_host_are_written_with_torch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks of the page on the public interface one after the other."""
+    page = [block for name, block in PYTHON.items() if name.startswith('docs/extend.md')]
+    program = tmp_path / 'page.py'
+    program.write_text('\n'.join(page))
+    monkeypatch.chdir(tmp_path)
+    run_python(program, MMGATE_TORCH_ALONE='1', PYTHONPATH=str(ROOT))
+
+
+def test_the_page_on_the_public_interface_names_all_of_it() -> None:
+    text = (ROOT / 'docs/extend.md').read_text()
+    public = {*mmgate.__all__} - {'Gated', '__version__'}
+    assert [name for name in sorted(public) if not re.search(rf'\b{name}\b', text)] == []
+    assert set(re.findall(r'(?<![/\w])mmgate\.([A-Za-z]\w*)', text)) <= public
+
+
 def test_its_python_swaps_and_undoes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (example,) = (block for block in PYTHON.values() if 'load_checkpoint(model,' in block)
     swap, undo = example.split('mmgate.restore_attention(model)')
@@ -83,10 +100,10 @@ def test_its_python_swaps_and_undoes(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize('kind', ['PLuGMultiheadAttention', 'SDPAGatedMultiheadAttention'])
 def test_its_adapter_lets_gates_into_a_host(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (example,) = (block for block in PYTHON.values() if '@mmgate.adapts(DenseGate, Attention)' in block)
+    (example,) = (block for block in PYTHON.values() if '@mmgate.adapts(mmgate.DenseGate, Attention)' in block)
     monkeypatch.setattr(table, '_ADAPTERS', dict(table._ADAPTERS))
     space: dict = dict(__name__='guide')
-    exec(example, space)
+    exec('import mmgate, torch\nfrom torch import nn\n' + example, space)
     model = nn.ModuleDict(dict(attention=space['Attention'](16, 4)))
     host, x = model['attention'], torch.randn(2, 5, 16)
     names, expected = [name for name, _ in host.named_parameters()], host(x)
@@ -102,6 +119,9 @@ def test_its_adapter_lets_gates_into_a_host(kind: str, monkeypatch: pytest.Monke
     assert all(parameter.grad is not None for parameter in host.parameters())
     mmgate.restore_attention(model)
     assert type(host) is space['Attention'] and torch.equal(host(x), expected)
+    model['attention'].causal = True
+    with pytest.raises(ConfigError, match='it is causal'):
+        mmgate.swap_attention(model, dict(path='attention', type=kind))
 
 
 @pytest.mark.parametrize('name', PYTHON)

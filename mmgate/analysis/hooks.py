@@ -9,14 +9,14 @@ from functools import partial
 from mmengine.hooks import Hook
 from mmengine.hooks.hook import DATA_BATCH
 from mmengine.runner import Runner
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmgate.analysis.figures.gates import histogram_image
-from mmgate.analysis.probes.attention import gate_at
 from mmgate.analysis.probes.gates import LayerGate
-from mmgate.analysis.probes.recording import GATES, Recording, gate_names, readable, record
 from mmgate.errors import ConfigError
-from mmgate.layers.base.gate import named_gate_parameters
+from mmgate.layers.base.gate import Gate
+from mmgate.notes import GATES, Recording
+from mmgate.recording import note_path, record
 from mmgate.registry import HOOKS
 from mmgate.wrappers import unwrap_model
 
@@ -32,7 +32,7 @@ class GateStatisticsHook(Hook):
     """Hook that logs statistics of the gates during training: mean, spread, movement, gradient norm, histogram.
 
     All backends of the run's visualizer get them (local JSON and PNG, TensorBoard, W&B, MLflow). Tags of scalars are
-    ``gate/<path>/<mean | std | sparsity | moved | moved_most | grad_norm>``; a reading of another name, such as SAGA's
+    ``gate/<path>/<mean | std | sparsity | moved | moved_most | grad_norm>``; values of another name, such as SAGA's
     ``gate_k``, has that name in front. Per type the path is the gate's class, and the values are means over its layers
     (the largest for ``moved_most``, the norm over all for ``grad_norm``); the log gets a line for each. ``moved`` and
     ``moved_most`` are the mean and the largest distance from the value at which attention is as without the gate, where
@@ -63,7 +63,7 @@ class GateStatisticsHook(Hook):
         self._squares: dict[str, Tensor] = {}
         # Largest mean distance of each layer since the last warning or check.
         self._moved: dict[str, float] = {}
-        self._warned = False
+        self._said = False
 
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None) -> None:
         """Begin to record the gates if this is one of every ``interval`` iterations, or the last one."""
@@ -75,14 +75,13 @@ class GateStatisticsHook(Hook):
         if not is_due or runner.rank:
             return
         model = unwrap_model(runner.model)
-        has = readable(model)
-        for path in dict.fromkeys(path for name in gate_names(model) for path in has.get(name, ())):
-            for _, parameter in named_gate_parameters(model.get_submodule(path)):
+        for name, gate in model.named_modules():
+            for parameter in gate.parameters() if isinstance(gate, Gate) else ():
                 # The optimizer wrapper clears gradients before ``after_train_iter``, so that a hook has to take them.
                 if parameter.requires_grad:
-                    self._open.callback(parameter.register_hook(partial(self._add_square, path)).remove)
-        recorded = record(model, [GATES], accumulate=partial(_layer_gate, model))
-        self._recording = self._open.enter_context(recorded)
+                    take = partial(self._add_square, note_path(name, gate))
+                    self._open.callback(parameter.register_hook(take).remove)
+        self._recording = self._open.enter_context(record(model, [GATES], accumulate=LayerGate))
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None, outputs: dict[str, Tensor] | None = None
@@ -92,18 +91,17 @@ class GateStatisticsHook(Hook):
         if self._recording is None:
             return
         gates: list[LayerGate] = [gate for readings in self._recording.values() for gate in readings.values()]
-        if not gates:  # the model has no gates, or it is compiled
-            if not self._warned:
-                runner.logger.warning('GateStatisticsHook: no gate was seen in the forward pass, so nothing is logged.')
-            self._warned = True
+        if not gates:  # the model has none, or none that notes its values, or it is compiled
+            if not self._said:
+                runner.logger.info('GateStatisticsHook: no gate was seen in the forward pass, so nothing is logged.')
+            self._said = True
             return
         for gate in gates:
             if gate.unchanged is not None:
                 self._moved[gate.path] = max(self._moved.get(gate.path, 0.0), gate.statistics.distance)
         scaler = getattr(runner.optim_wrapper, 'loss_scaler', None)
         scale = scaler.get_scale() if scaler is not None else 1.0
-        model = unwrap_model(runner.model)
-        kinds = {gate.path: type(gate_at(model.get_submodule(gate.path))).__name__ for gate in gates}
+        kinds = {gate.path: gate.kind for gate in gates}
         places = {gate.path: gate.path if self.per == 'layer' else kinds[gate.path] for gate in gates}
         grouped: dict[tuple[str, str], list[LayerGate]] = {}
         for gate in gates:
@@ -148,10 +146,6 @@ class GateStatisticsHook(Hook):
 
     def _add_square(self, path: str, gradient: Tensor) -> None:
         self._squares[path] = self._squares.get(path, 0) + gradient.detach().float().square().sum()
-
-
-def _layer_gate(model: nn.Module, path: str, name: str) -> LayerGate:
-    return LayerGate(path, name, gate_at(model.get_submodule(path)))
 
 
 def _numbers(gates: Sequence[LayerGate]) -> dict[str, float]:

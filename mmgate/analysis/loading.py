@@ -50,21 +50,31 @@ class LoadedModel:
 
     The name labels pictures: it is the config's file name without its ending, followed by the checkpoint where models
     share the config.
+
+    Attributes:
+        needs: Names of notes of which the model has to have one, see :func:`.probes.recording.require`.
+        purpose: The tool's purpose, for the message where it has none.
     """
 
     name: str
     cfg: Config
     model: nn.Module
+    needs: tuple[str, ...] = ()
+    purpose: str = ''
 
     def inputs(self, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         """Yield each image of the command line as a batch for ``model.test_step``, and show a progress bar.
 
         Raises:
-            ConfigError: An image or the data set is missing.
+            ConfigError: An image or the data set is missing, or the model, on the first image, notes nothing that the
+                tool needs.
         """
         init_default_scope(host_package(self.cfg) or 'mmdet')
-        for sample in track_iter_progress(self._samples(args)):
-            yield pseudo_collate([sample()])
+        for number, sample in enumerate(track_iter_progress(self._samples(args))):
+            batch = pseudo_collate([sample()])
+            if self.needs and not number:
+                require(self.model, batch, self.needs, f'{self.name}: {self.purpose}')
+            yield batch
 
     def _samples(self, args: argparse.Namespace) -> list[Callable[[], Any]]:
         loader = self.cfg.get(f'{args.split}_dataloader') or self.cfg.get('test_dataloader')
@@ -144,17 +154,17 @@ def positive(text: str) -> int:
     return number
 
 
-def load_models(args: argparse.Namespace, readings: Sequence[str], purpose: str) -> list[LoadedModel]:
+def load_models(args: argparse.Namespace, needs: Sequence[str], purpose: str) -> list[LoadedModel]:
     """Build and return the models that the arguments of :func:`parser` name, set to test on whole images.
 
     Args:
         args: The parsed command line.
-        readings: Names of readings of which every model has to have one, see
+        needs: Names of notes of which every model has to have one, see
             :func:`mmgate.analysis.probes.recording.require`.
         purpose: The tool's purpose, for the message.
 
     Raises:
-        ConfigError: A config, a checkpoint or the folder for pictures cannot be used, or a model has no such reading.
+        ConfigError: A config, a checkpoint or the folder for pictures cannot be used.
     """
     check_folder(Path(args.out))
     models = []
@@ -166,7 +176,7 @@ def load_models(args: argparse.Namespace, readings: Sequence[str], purpose: str)
         loaded = load_model(cfg, checkpoint, args.device)
         if not number and (args.gate or args.gates):
             loaded = replace(loaded, name=f'{loaded.name}, gated')
-        require(loaded.model, readings, f'{loaded.name}: {purpose}')
+        loaded = replace(loaded, needs=tuple(needs), purpose=purpose)
         settings: Any = getattr(loaded.model, 'test_cfg', None)
         # Of several windows only the last would be recorded.
         if isinstance(settings, dict) and settings.get('mode') == 'slide':

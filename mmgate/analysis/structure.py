@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from mmgate.errors import ConfigError
 from mmgate.hosts.table import gate_of_type
+from mmgate.layers.base.deformable import DeformableGate
 from mmgate.listing import Attention, list_attention
 from mmgate.registry import MODELS as MMGATE_MODELS
 from mmgate.rules import path_regex, type_named, write_rule
@@ -76,7 +77,8 @@ def rules_to_paste(model: nn.Module, listed: Sequence[Attention]) -> dict[str, s
 
 def _starts_as_vanilla(rule_type: str) -> bool:
     gate = gate_of_type(type_named(rule_type, ''))
-    return gate is not None and gate.identity_start and bool(gate.gate_readings)
+    # The base of deformable gates changes nothing at all.
+    return gate is not None and gate.identity_start and gate is not DeformableGate
 
 
 def _apart(model: Mapping[str, Any]) -> dict[str, Any]:

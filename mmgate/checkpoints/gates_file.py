@@ -1,7 +1,4 @@
-"""Read and write gates files: the gates of a model in the safetensors format, with the rules that place them.
-
-The metadata also has the vanilla model's shapes.
-"""
+"""Read and write gates files: the gates of a model in the safetensors format, with the place and options of each."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -23,56 +20,83 @@ from mmgate.errors import ConfigError, listed
 from .safetensors_file import check_safetensors, read_safetensors
 
 KEY = 'mmgate.gates'
-VERSION = 1
+VERSION = 2
+# What is between the path of an attention and the name of a tensor of its gate.
+GATE = '.gate.'
 
 
 @dataclass(frozen=True)
 class GatesFile:
-    """Content of a gates file: the tensors of gates, the rules that place them, and facts about the vanilla model.
+    """Content of a gates file.
 
     Attributes:
         tensors: The gates' tensors by their names in the gated model, and tensors that were trained with them by their
             names in the vanilla model.
         gates: Names of the gates' tensors.
-        host: Type of the vanilla model.
-        rules: Rules of :func:`mmgate.swap_attention`, by the path of the module whose attention they gate; ``''`` is
-            the model.
-        shapes: Shape of every tensor of the vanilla model, by name.
         trained: ``'gates'``, ``'attention'`` or ``'all'``, see :func:`mmgate.train_only_gates`.
-        values: Checksums of some of the vanilla model's tensors; empty in older files.
+        places: Type and options of each gate that a rule has placed, by the path of the module that the rule chose.
+        values: Checksums of some of the vanilla model's tensors, by name.
+        patterns: In a file of version 1, which has no places, rules by the path of the model to which they were given.
+            ``**`` in their patterns is any text.
     """
 
     tensors: dict[str, Tensor]
     gates: list[str]
-    host: str
-    rules: dict[str, list[dict[str, Any]]]
-    shapes: dict[str, list[int]]
     trained: str
+    places: dict[str, dict[str, Any]] = field(default_factory=dict)
     values: dict[str, Sequence[Any]] = field(default_factory=dict)
+    patterns: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @property
     def host_tensors(self) -> dict[str, Tensor]:
         """Tensors of the vanilla model that were trained together with the gates, by name."""
         return {name: tensor for name, tensor in self.tensors.items() if name not in self.gates}
 
-    def refuse_other(self, path: str, host: str, shapes: Mapping[str, list[int]]) -> None:
-        """Raise an error if a vanilla model has other tensors (names, shapes) than the one on which the gates trained.
+    @property
+    def attention(self) -> list[str]:
+        """Paths of the gated attention; where there are no places, the gates' tensors tell them."""
+        return [*(self.places or dict.fromkeys(f'.{name}'.partition(GATE)[0][1:] for name in self.gates))]
+
+    def fitted(self, path: str | os.PathLike[str], state: Mapping[str, Tensor]) -> GatesFile:
+        """Return the content as far as a model can hold it.
+
+        Tensors outside of gated attention that the model does not have in this shape, as those of a head for other
+        classes, are left out with a warning.
+
+        Args:
+            path: The file, for messages.
+            state: The model's tensors, by vanilla names.
 
         Raises:
-            ConfigError: There are differences; the message has the first.
+            ConfigError: The model lacks attention for which the file has gates, or has a tensor in it that was trained
+                with them in another shape.
         """
-        different = []
-        for name, shape in self.shapes.items():
-            if name not in shapes:
-                different.append(f'{name} is missing instead of {tuple(shape)}')
-            elif list(shapes[name]) != shape:
-                different.append(f'{name} is {tuple(shapes[name])} instead of {tuple(shape)}')
-        different += [f'{name} is not known there' for name in shapes if name not in self.shapes]
-        if different:
+        prefixes = [f'{place}.'.lstrip('.') for place in self.attention]
+        lost = [prefix[:-1] for prefix in prefixes if not any(name.startswith(prefix) for name in state)]
+        if lost:
             raise ConfigError(
-                f'{path} holds gates of a {self.host} of other tensors than this {host}: '
-                f'{listed(different, separator="; ")}. Give the config and the checkpoint that they were trained with.'
+                f'{path} holds gates of {listed(lost)}, where this model has no attention. Give the config and the '
+                'checkpoint that they were trained with. If layers were cut: load the file before that, and save the '
+                'gates that are left into another.'
             )
+        unfit = {
+            name: f'{name} is {tuple(state[name].shape) if name in state else "missing"} instead of {tuple(one.shape)}'
+            for name, one in self.host_tensors.items()
+            if name not in state or state[name].shape != one.shape
+        }
+        inside = [said for name, said in unfit.items() if name.startswith(tuple(prefixes))]
+        if inside:
+            raise ConfigError(
+                f'{path} holds attention of other sizes than this model: {listed(inside, separator="; ")}. Give the '
+                'config and the checkpoint that it was trained with.'
+            )
+        if unfit:
+            log(
+                f'{path} holds tensors outside of gated attention that do not fit and are left out: '
+                f'{listed([*unfit.values()], separator="; ")}.',
+                logging.WARNING,
+            )
+        return replace(self, tensors={name: one for name, one in self.tensors.items() if name not in unfit})
 
     def warn_of_other_values(self, path: str | os.PathLike[str], state: Mapping[str, Tensor]) -> None:
         """Warn if a vanilla model's weights have other values than those with which the gates were trained.
@@ -106,7 +130,7 @@ def write_gates(path: str | os.PathLike[str], content: GatesFile) -> None:
     check_safetensors()
     from safetensors.torch import save
 
-    described = {key: value for key, value in vars(content).items() if key != 'tensors'}
+    described = {key: value for key, value in vars(content).items() if key not in ('tensors', 'patterns')}
     meta = {KEY: json.dumps(dict(described, version=VERSION))}
     target = Path(path)
     beside = target.with_name(f'.{target.name}.{os.getpid()}')
@@ -147,16 +171,21 @@ def read_gates(path: str | os.PathLike[str]) -> GatesFile:
     try:
         described = json.loads(metadata[KEY])
         version = described.pop('version')
-        # Other versions have other fields.
-        if version == VERSION:
+        if version == 1:
+            described['patterns'] = described.pop('rules')
+            for unused in ('host', 'shapes'):
+                del described[unused]
+        # Later versions have other fields.
+        if version in (1, VERSION):
             content = GatesFile(tensors=tensors, **described)
-            missing = set(content.gates) - set(tensors)
+            rules = [*content.places.values(), *(rule for rules in content.patterns.values() for rule in rules)]
+            whole = set(content.gates) <= tensors.keys() and all('type' in rule for rule in rules)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f'{path} is damaged: its description cannot be read ({error}).') from error
-    if version != VERSION:
-        raise ConfigError(f'{path} is a file of gates of version {version}, not {VERSION}.')
-    if missing:
-        raise ConfigError(f'{path} is damaged: tensors are missing.')
+    if version not in (1, VERSION):
+        raise ConfigError(f'{path} is a file of gates of version {version}; this mmgate reads 1 and {VERSION}.')
+    if not whole:
+        raise ConfigError(f'{path} is damaged: tensors or types of gates are missing.')
     return content
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -12,14 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmgate._environment import log
 from mmgate.checkpoints.gates_file import GatesFile, checksum, read_gates, write_gates
-from mmgate.errors import ConfigError
+from mmgate.errors import ConfigError, listed
+from mmgate.hosts.table import adapter_for
+from mmgate.layers.base.gate import Gate
 from mmgate.layers.base.gated import gated_modules
 from mmgate.registry import MODELS
+from mmgate.rules import type_named
 from mmgate.starts import initialise_gates_last
 from mmgate.swap import swap_attention
 from mmgate.wrappers import (
+    named_parts,
     refuse_replicated,
     refuse_sharded,
     unwrap_model,
@@ -29,23 +32,21 @@ from mmgate.wrappers import (
     without_wrappers,
 )
 
-from .removal import forget_trained, gates_disabled, restore
-from .training import gate_parameters
+from .removal import forget_trained, restore_attention
 
+# Type and options of a gate.
 Rule = dict[str, Any]
 
 
 def save_gates(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Save a model's gates, and the parameters that were trained together with them, into a safetensors file.
 
-    The file also holds the rules that placed the gates, the names and shapes of the vanilla model's tensors, and
-    checksums of some of them. Adapters of PEFT are left out: the file fits the model with and without them.
-
-    It switches the gates off for a moment, as :func:`gates_disabled` does, which says what this means for threads.
+    The file has the place of each gate in the model as it is now, its type and its options, and checksums of some of
+    the vanilla model's tensors. Adapters of PEFT are left out: the file fits the model with and without them.
 
     Raises:
-        ConfigError: The model has no gates or is sharded, the file cannot be written, a rule has an option that JSON
-            cannot hold, or a rule's type is a class without a registered name.
+        ConfigError: The model has no gates or is sharded, the file cannot be written, a gate has an option that JSON
+            cannot hold, or its type is a class without a registered name.
     """
     write_gates(path, gates_content(model))
 
@@ -54,59 +55,56 @@ def gates_content(model: nn.Module) -> GatesFile:
     """Return the content of the gates file that :func:`save_gates` would write, with the same errors."""
     refuse_sharded(model, 'has no whole gates to be saved; extract them from its checkpoints.')
     model = unwrap_model(model)
-    rules = _rules(model)
-    with gates_disabled(model):
-        vanilla = vanilla_state(model)
     state = vanilla_state(model)
-    shared = {id(tensor) for tensor in vanilla.values()}
-    # PEFT's layer around torch's attention makes new parameters of the host's whenever it is read.
-    gates = [name for name, tensor in state.items() if id(tensor) not in shared and name not in vanilla]
-    gates += [name for name in _gate_names(model) if name not in gates]
+    inside = tuple(
+        f'{vanilla_name(model, name)}.'
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, Gate)
+    )
+    gates = {name: tensor for name, tensor in state.items() if name.startswith(inside)}
     if not gates:
         raise ConfigError(f'this {type(model).__name__} has no gates to be saved.')
-    if any(state[name].is_meta for name in gates):
+    if any(tensor.is_meta for tensor in gates.values()):
         raise ConfigError(
             f'the gates of this {type(model).__name__} have no values here (device meta): accelerate has offloaded '
             'them, or the model was never filled. Save the gates before accelerate.cpu_offload or after its hooks are '
             'removed.'
         )
-    trained = [vars(module).get('trained_with_gates') for module in model.modules()]
-    train = next((mode for mode in trained if mode), 'all')
-    # Parts that gated modules leave out are not in this state dict: they do not train.
-    trains = {id(tensor) for tensor in state.values() if train != 'all' and tensor.requires_grad}
-    also = {name: t for name, t in vanilla.items() if id(t) in trains and name not in gates}
-    beside = {name: t for name, t in vanilla.items() if name not in gates}
+    modes = [vars(module).get('trained_with_gates') for module in model.modules()]
+    trained = next((mode for mode in modes if mode), 'all')
+    host = {name: tensor for name, tensor in state.items() if name not in gates}
+    with_them = {name: tensor for name, tensor in host.items() if trained != 'all' and tensor.requires_grad}
     kept = [
         name
-        for name, tensor in beside.items()
-        if isinstance(tensor, nn.Parameter) and not tensor.is_meta and name not in also and state.get(name) is tensor
+        for name, tensor in host.items()
+        if isinstance(tensor, nn.Parameter) and not tensor.is_meta and name not in with_them
     ]
     return GatesFile(
-        tensors={**{name: state[name] for name in gates}, **also},
-        gates=gates,
-        host=type(model).__name__,
-        rules=rules,
-        shapes={name: list(tensor.shape) for name, tensor in beside.items()},
-        trained=train,
+        tensors={**gates, **with_them},
+        gates=list(gates),
+        trained=trained,
+        places=_places(model),
         # Some tensors suffice, from the head down: backbones often are the same.
-        values={name: checksum(vanilla[name]) for name in kept[:: -max(1, len(kept) // 8)]},
+        values={name: checksum(host[name]) for name in kept[:: -max(1, len(kept) // 8)]},
     )
 
 
 def load_gates(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
     """Put the gates of a gates file into a model, and return the names of the tensors that were loaded.
 
-    Other tensors that were trained with the gates stay as the file has them when the model is initialised, or when a
-    checkpoint without gates is loaded afterwards. A warning is logged if the vanilla tensors of the model, or those of
-    a checkpoint that is loaded afterwards, have other values than those that the gates were trained beside.
+    Each gate gets its place, type and options from the file. Other tensors that were trained with the gates stay as
+    the file has them when the model is initialised, or when a checkpoint without gates is loaded afterwards. Those that
+    lie outside of gated attention and do not fit, such as a head for other classes, are left out with a warning.
+    A warning is also logged if the vanilla tensors of the model, or those of a checkpoint that is loaded afterwards,
+    have other values than those that the gates were trained beside.
 
     Args:
-        model: A vanilla model, or one with the same gates.
+        model: A vanilla model, or one that has gates of the file in their places.
         path: A gates file.
 
     Raises:
-        ConfigError: The file is no gates file or is damaged, its gates belong to a model of other tensors, or they are
-            placed by other rules than the model's. A model without gates is then as it was.
+        ConfigError: The file is no gates file or is damaged, the model lacks attention for which it has gates, or has
+            attention of other sizes or other gates in it. A model without gates is then as it was.
     """
     content = put_gates(model, path)
     content.warn_of_other_values(path, vanilla_state(unwrap_model(model)))
@@ -122,33 +120,26 @@ def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
     refuse_sharded(model, 'takes no gates; load them first, then shard the model.')
     wrapped = model
     model = unwrap_model(model)
-    with gates_disabled(model):
-        own = _gate_names(model)
-        shapes = {name: list(t.shape) for name, t in vanilla_state(model).items() if name not in own}
-    content.refuse_other(os.fspath(path), type(model).__name__, shapes)
-    there = _rules(model)
-    wanted = {prefix: list(map(_described, rules)) for prefix, rules in content.rules.items()}
-    for prefix, placed in there.items():
-        if placed != wanted.get(prefix):
-            raise ConfigError(
-                f'{path} holds gates that {wanted.get(prefix) or "no rules"} placed in {prefix or "the model"}; here '
-                f'it is {placed}. Leave `attention` away, then the rules come from the file; a backbone that brings '
-                'its own gates has to be built as it was.'
-            )
-    if content.host != type(model).__name__:
-        log(f'{path} holds gates of a {content.host}, this is a {type(model).__name__}', logging.WARNING)
-    forget_trained(model)
-    added = {prefix: model.get_submodule(prefix) for prefix in wanted if prefix not in there}
-    if added:
+    content = content.fitted(path, vanilla_state(model))
+    there = _places(model)
+    wanted = _places_by_patterns(path, model, content, there) if content.patterns else content.places
+    other = [f'{one} has {rule} instead of {wanted.get(one)}' for one, rule in there.items() if rule != wanted.get(one)]
+    if other:
+        raise ConfigError(
+            f'{path} holds other gates than this model has: {listed(other, separator="; ")}. Leave `attention` away, '
+            'then they come from the file; a backbone that brings gates has to be built as it was.'
+        )
+    missing = [dict(rule, path=place) for place, rule in wanted.items() if place not in there]
+    if missing:
         refuse_replicated(wrapped)
+    forget_trained(model)
     try:
-        for prefix, module in added.items():
-            # One by one: gates of an earlier call of swap_attention may have been there when a later one was made.
-            for rule in wanted[prefix]:
-                swap_attention(module, rule)
+        if missing:
+            swap_attention(model, missing)
         _fill(model, content.tensors)
     except Exception as error:
-        restore(added)
+        if not there:
+            restore_attention(model)
         # Other errors are faults in the code of a gate.
         if isinstance(error, (RuntimeError, ValueError)):
             raise ConfigError(f'the gates of {path} do not fit: {error}') from error
@@ -161,27 +152,22 @@ def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
     return content
 
 
-def _rules(model: nn.Module) -> dict[str, list[Rule]]:
-    """Return the rules by which a model, and models inside it such as its backbone, were gated, by model name."""
-    found: dict[str, dict[int, Rule]] = {}
+def _places(model: nn.Module) -> dict[str, Rule]:
+    """Return type and options of each gate by the path, in the model as it is now, of the module that a rule chose."""
+    places = {}
     for name, module in gated_modules(model):
         record = module.gating
-        gated = without_wrappers(record.name)
-        here = without_wrappers(name)
-        if here == gated or here.endswith(f'.{gated}'):
-            prefix = here[: len(here) - len(gated)].rstrip('.')
-            found.setdefault(prefix, {})[record.number] = _described(record.rule)
-    return {prefix: [rule for _, rule in sorted(rules.items())] for prefix, rules in found.items()}
+        path = f'.{without_wrappers(name)}'.removesuffix(f'.{without_wrappers(record.child)}')[1:]
+        places[path] = _described(record.rule)
+    return places
 
 
 def _described(rule: Mapping[str, Any]) -> Rule:
-    """Return a rule in the form that a gates file has, so that equivalent rules compare as equal."""
-    path = rule['path']
-    plain = dict(rule, type=_named(rule['type']), path=[path] if isinstance(path, str) else list(path))
-    # The backend belongs to the machine, not to the gates.
-    plain.pop('backend', None)
+    """Return type and options of a rule in the form that a gates file has, so that equivalent ones compare as equal."""
+    # The backend belongs to the machine, not to the gate.
+    options = {name: value for name, value in rule.items() if name not in ('path', 'type', 'backend')}
     try:
-        return json.loads(json.dumps(plain))
+        return json.loads(json.dumps(dict(type=_named(rule['type']), **options)))
     except (TypeError, ValueError) as error:
         raise ConfigError(f'a file of gates cannot hold the rule {rule}: {error}.') from error
 
@@ -200,10 +186,44 @@ def _named(kind: str | type[nn.Module]) -> str:
     )
 
 
-def _gate_names(model: nn.Module) -> set[str]:
-    """Return the names of the gates' parameters in the form that gates files have."""
-    names = {vanilla_name(model, name) for name in gate_parameters(model)}
-    return {name for name in names if name is not None}
+def _places_by_patterns(path: Any, model: nn.Module, content: GatesFile, there: Mapping[str, Rule]) -> dict[str, Rule]:
+    """Return the places of a file of version 1, with type and options of each gate.
+
+    The gates' tensors tell the gated modules. A pattern matches such a module or the wrapper around it.
+    """
+    parts = {without_wrappers(name): module for name, module in named_parts(model) if name}
+    rules = [
+        (_pattern_of_version_1(prefix, rule['path']), _described(rule))
+        for prefix, rules in content.patterns.items()
+        for rule in rules
+    ]
+    places: dict[str, Rule] = {}
+    for gated in content.attention:
+        for place in (gated.rpartition('.')[0], gated):
+            fitting = [rule for pattern, rule in rules if place in parts and pattern.fullmatch(place)]
+            if place in there:
+                fitting.sort(key=lambda rule: rule != there[place])
+            else:
+                hosts = [adapter_for(type_named(rule['type'], str(path)), parts[place]) for rule in fitting]
+                inner = [without_wrappers(f'{place}.{host[1]}'.rstrip('.')) if host else None for host in hosts]
+                fitting = [rule for rule, one in zip(fitting, inner, strict=True) if one == gated]
+            if fitting:
+                places[place] = fitting[0]
+                break
+    lost = [rule for _, rule in rules if rule not in places.values()]
+    if lost:
+        raise ConfigError(
+            f'{path} is of mmgate 0.2.0, and a rule in it finds no attention in this model: {lost[0]}. Give the config '
+            'that its gates were trained with.'
+        )
+    return places
+
+
+def _pattern_of_version_1(prefix: str, paths: list[str]) -> re.Pattern[str]:
+    """Return the regular expression of a rule's paths in mmgate 0.2.0, where ``**`` was any text."""
+    known = {'**': '.*', '*': '[^.]*'}
+    split = [re.split(r'(\*\*|\*)', f'{prefix}.{path}'.lstrip('.')) for path in paths]
+    return re.compile('|'.join(''.join(known.get(part, re.escape(part)) for part in parts) for parts in split))
 
 
 @torch.no_grad()

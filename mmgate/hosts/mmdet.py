@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from mmdet.models.backbones.pvt import SpatialReductionAttention
 from mmdet.models.backbones.swin import ShiftWindowMSA, WindowMSA
-from mmdet.models.layers.positional_encoding import LearnedPositionalEncoding, SinePositionalEncoding
 from mmdet.models.layers.transformer.utils import ConditionalAttention
 from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
-from mmgate.hosts.readings import Given, as_tensor, reads, values_times_weights, weights_before_dropout
 from mmgate.hosts.table import adapts
 from mmgate.hosts.torch import adapt_reduced
 from mmgate.hosts.window import adapt_swin
@@ -170,15 +168,3 @@ class GatedBiMultiHeadAttention(DenseHost):
             gate=gates['language'],
         )
         return delta_v, delta_l
-
-
-def _encoded(module: Any, given: Given) -> list[int]:
-    return [*(given['mask'] if given.get('mask') is not None else given['input']).shape[-2:]]
-
-
-reads(
-    ConditionalAttention,
-    attention=lambda module, given: weights_before_dropout(module, given).unflatten(0, (-1, module.num_heads)),
-    values=lambda module, given: values_times_weights(module, given).unflatten(0, (-1, module.num_heads)),
-)
-reads(SinePositionalEncoding, LearnedPositionalEncoding, map_size=as_tensor(_encoded))

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from mmpretrain.models.backbones.tinyvit import TinyViTBlock
 from mmpretrain.models.backbones.vit_sam import Attention
 from mmpretrain.models.backbones.xcit import XCA
 from mmpretrain.models.utils.attention import (
@@ -22,11 +21,10 @@ from mmpretrain.models.utils.attention import (
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
-from mmgate.hosts.readings import Given, as_tensor, reads, values_times_weights, weights_before_dropout
 from mmgate.hosts.relative_positions import GatedRelativeAttention
 from mmgate.hosts.table import adapts
 from mmgate.hosts.window import adapt_swin
-from mmgate.layers.base.dense import DenseGate, DenseHost
+from mmgate.layers.base.dense import DenseGate, DenseHost, is_plain
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import MapGate, Size, UntoldMapHost
 
@@ -117,6 +115,7 @@ class GatedTokenAttention(DenseHost):
     """Adapter that lets dense gates into mmpretrain's ``MultiheadAttention``, as in its ViTs."""
 
     num_heads: int
+    v_shortcut: bool
     qkv: nn.Module
     proj: nn.Module
     proj_drop: nn.Module
@@ -129,13 +128,10 @@ class GatedTokenAttention(DenseHost):
         return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop)
 
     @classmethod
-    def check_host(cls, host: Any) -> None:
-        """Raise ConfigError if the host has an extra that a gated forward lacks."""
-        check_extras(host)
-
-    @classmethod
     def check_gate(cls, host: Any, gate: Any) -> None:
-        """Raise ConfigError if the host scales its logits by a number that the gate would lose."""
+        """Raise ConfigError for an extra that a gate does not know, or a scale of the logits that it would lose."""
+        if not is_plain(gate):
+            check_extras(host)
         if logit_factor(host) != 1 and gate.adds_queries:
             raise ConfigError(f'it has a qk_scale, which its queries carry, but the gate {gate.attends_twice}.')
         if logit_factor(host) != 1 and gate.adds_to_queries:
@@ -146,7 +142,8 @@ class GatedTokenAttention(DenseHost):
         query, key, value = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, N, d)
         out = self.attend_gated((query, key, value), (x, x, x), self.proj, logit_factor=logit_factor(self))
         out = out.contiguous()  # as the host's, for what is dropped to be the same
-        return self.out_drop(self.gamma1(self.proj_drop(out)))
+        out = self.out_drop(self.gamma1(self.proj_drop(out)))
+        return value.squeeze(1) + out if self.v_shortcut else out
 
 
 @adapts(MapGate, MultiheadAttention)
@@ -194,6 +191,7 @@ class GatedLeAttention(DenseHost):
 
     num_heads: int
     key_dim: int
+    d: int
     norm: nn.Module
     qkv: nn.Module
     proj: nn.Module
@@ -208,9 +206,9 @@ class GatedLeAttention(DenseHost):
         return Sizes(host.num_heads * host.key_dim, host.num_heads, inputs=(width, width, width), output=width)
 
     @classmethod
-    def check_host(cls, host: Any) -> None:
-        """Raise ConfigError for values of another width than the keys, as in LeViT."""
-        if host.d != host.key_dim:
+    def check_gate(cls, host: Any, gate: Any) -> None:
+        """Raise ConfigError for values of another width than the keys, as in LeViT; attention without a gate fits."""
+        if host.d != host.key_dim and not is_plain(gate):
             raise ConfigError(
                 f'heads need one width, but here are keys of {host.key_dim} and values of {host.d} channels.'
             )
@@ -218,8 +216,8 @@ class GatedLeAttention(DenseHost):
     def forward(self, x: Tensor) -> Tensor:
         """Attend over the tokens ``(B, N, C)``, with the gate."""
         x = self.norm(x)
-        joint = self.qkv(x).unflatten(-1, (self.num_heads, 3, self.key_dim))
-        query, key, value = joint.permute(3, 0, 2, 1, 4)  # (B, H, N, d)
+        joint = self.qkv(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        query, key, value = joint.split([self.key_dim, self.key_dim, self.d], -1)  # (B, H, N, d)
         # The host keeps a copy for evaluation, and in its first train() makes one that it does not use.
         bias = self.attention_biases[:, self.attention_bias_idxs] if self.training else self.ab
         return self.attend_gated((query, key, value), (x, x, x), self.proj, bias[None].to(query.dtype))
@@ -234,8 +232,6 @@ class GatedXCA(DenseHost):
     that PLuG acts within this layer, but not how its products are scaled; normalised, they do not grow with the number
     of tokens.
     """
-
-    over_channels = True
 
     num_heads: int
     qkv: nn.Module
@@ -274,31 +270,3 @@ class GatedXCA(DenseHost):
     def _pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         query, key = (F.normalize(gate.transpose(-1, -2), dim=-1) for gate in self.gate.gate_vectors((x, x, x)))
         return query * x.shape[1] ** 0.5, key  # (B, H|1, d, N)
-
-
-def _le_projected(module: Any, given: Given) -> tuple[Tensor, ...]:
-    joint = module.qkv(module.norm(given['x'])).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
-    return joint.split([module.key_dim, module.key_dim, module.d], -1)
-
-
-def _le_attention(module: Any, given: Given) -> Tensor:
-    query, key, _ = _le_projected(module, given)
-    logits = query @ key.transpose(-1, -2) * module.scale
-    return (logits + module.attention_biases[:, module.attention_bias_idxs]).softmax(-1)
-
-
-def _token_projections(module: Any, given: Given) -> Tensor:
-    return module.qkv(given['x']).unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
-
-
-def _tokens(module: Any, given: Given) -> Tensor:
-    query, key, _ = _token_projections(module, given)
-    # The host passes a qk_scale on as the divisor of its product.
-    divisor = getattr(module.scaled_dot_product_attention, 'keywords', {}).get('scale')
-    return (query / (query.shape[-1] ** 0.5 if divisor is None else divisor) @ key.transpose(-1, -2)).softmax(-1)
-
-
-reads(WindowMSAV2, attention=weights_before_dropout, values=values_times_weights)
-reads(LeAttention, attention=_le_attention, values=lambda module, given: _le_projected(module, given)[2])
-reads(MultiheadAttention, attention=_tokens, values=lambda module, given: _token_projections(module, given)[2])
-reads(TinyViTBlock, geometry=as_tensor(lambda module, given: [*module.img_size, module.window_size, 0]))

@@ -13,11 +13,10 @@ from mmseg.models.backbones.swin import ShiftWindowMSA, WindowMSA
 from mmseg.models.backbones.twins import GlobalSubsampledAttention, LocallyGroupedSelfAttention
 from torch import Tensor, nn
 
-from mmgate.hosts.readings import as_tensor, reads, values_times_weights, weights_before_dropout
 from mmgate.hosts.table import adapts
 from mmgate.hosts.torch import adapt_reduced
 from mmgate.hosts.window import adapt_swin
-from mmgate.layers.base.dense import DenseGate, DenseHost, check_scale
+from mmgate.layers.base.dense import DenseGate, DenseHost, check_scale, usual_factor
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import MapGate, MapHost, Size
 
@@ -26,12 +25,15 @@ adapt_reduced(EfficientMultiheadAttention, GlobalSubsampledAttention)
 
 
 class PlainScale(DenseHost):
-    """Base of adapters that accept an attention only with the usual scale of the logits, no own ``qk_scale``."""
+    """Base of adapters that let gates into attention with the usual scale of the logits only, no own ``qk_scale``."""
+
+    embed_dims: int
+    scale: float
 
     @classmethod
-    def check_host(cls, host: Any) -> None:
+    def check_gate(cls, host: Any, gate: Any) -> None:
         """Raise ConfigError if an attention scales its logits by another number than ``1 / sqrt(d)``."""
-        check_scale(host)
+        check_scale(host, gate)
 
 
 @adapts(DenseGate, BEiTAttention, MAEAttention)
@@ -60,7 +62,10 @@ class GatedBEiTAttention(PlainScale):
         query, key, value = projected.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, N, d)
         position = self.relative_position_bias_table[self.relative_position_index]  # (N, N, H)
         position = position.permute(2, 0, 1)[None].to(query.dtype)
-        return self.proj_drop(self.attend_gated((query, key, value), (x, x, x), self.proj, position))
+        factor = usual_factor(self)
+        return self.proj_drop(
+            self.attend_gated((query, key, value), (x, x, x), self.proj, position, logit_factor=factor)
+        )
 
 
 @adapts(DenseGate, LocallyGroupedSelfAttention)
@@ -93,7 +98,8 @@ class GatedLocallyGroupedSelfAttention(PlainScale):
             padded = self._windows(padded, rows, columns)  # (nW, N, 1)
             bias = -1000.0 * (padded != padded.transpose(1, 2)).to(query.dtype)[:, None]
             bias = bias.repeat(x.shape[0], 1, 1, 1)
-        out = self.attend_gated((query, key, value), (windows, windows, windows), self.proj, bias)
+        inputs = (windows, windows, windows)
+        out = self.attend_gated((query, key, value), inputs, self.proj, bias, logit_factor=usual_factor(self))
         out = out.unflatten(0, (-1, rows, columns)).unflatten(3, (side, side)).transpose(2, 3)
         out = out.flatten(3, 4).flatten(1, 2)[:, :height, :width]  # (B, H, W, C)
         return self.proj_drop(out.flatten(1, 2))
@@ -124,12 +130,3 @@ class UngroupedSelfAttention(MapHost):
     def forward(self, x: Tensor, hw_shape: Size) -> Tensor:
         """Attend over all tokens ``(B, N, C)`` of a map of height and width ``hw_shape``, with the gate."""
         return self.attend_gated(x, hw_shape)
-
-
-reads(BEiTAttention, attention=weights_before_dropout, values=values_times_weights)
-reads(
-    LocallyGroupedSelfAttention,
-    attention=lambda module, given: weights_before_dropout(module, given).flatten(0, 1),
-    values=lambda module, given: values_times_weights(module, given).flatten(0, 1),
-    geometry=as_tensor(lambda module, given: [*given['hw_shape'], module.window_size, 0]),
-)

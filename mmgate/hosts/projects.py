@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
-from mmgate.hosts.points import points_of, sampled
-from mmgate.hosts.readings import Given, Sampled, deformable_readings, reads
+from mmgate.hosts.points import sampled
 from mmgate.hosts.relative_positions import GatedRelativeAttention
 from mmgate.hosts.table import adapts, full_name
 from mmgate.layers.base.deformable import DeformableGate, DeformableHost
@@ -36,7 +35,6 @@ RT_DETR = (
     'rtdetrv2_decoder.MSDeformableAttention',
     'dfine_decoder.MSDeformableAttention',
 )
-RFDETR = 'rfdetr.models.ops.modules.ms_deform_attn.MSDeformAttn'
 ULTRALYTICS = 'ultralytics.nn.modules.transformer.MSDeformAttn'
 
 adapts(DenseGate, VITDET)(GatedRelativeAttention)
@@ -396,16 +394,3 @@ class GatedUltralyticsAttention(GatedProjectAttention):
         shapes, starts = levels_on(query.device, value_shapes)
         values = self.project(value, value_mask)
         return self.output_proj(self.attended(query, values, shapes, starts, refer_bbox))
-
-
-def _samples(module: Any, given: Given) -> Sampled:
-    """Return query, offsets, logits and places of a call of rfdetr's or ultralytics' ``MSDeformAttn``."""
-    query = given['query']
-    points = given['reference_points'] if 'reference_points' in given else given['refer_bbox']
-    shapes = given['input_spatial_shapes'] if 'input_spatial_shapes' in given else given['value_shapes']
-    points = points.expand(-1, -1, module.n_levels, -1)
-    return Sampled(query, *sampled(module, query, points), points, torch.as_tensor(shapes), points_of(module))
-
-
-# Not of every copy: some move points in another way.
-reads(RFDETR, ULTRALYTICS, **deformable_readings(_samples))

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from timm.layers import apply_rot_embed_cat
-from timm.models.gcvit import GlobalContextVitBlock, WindowAttentionGlobal
+from timm.models.gcvit import WindowAttentionGlobal
 from timm.models.pvt_v2 import Attention as PVTAttention
 from timm.models.visformer import Attention as VisformerAttention
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
-from mmgate.hosts.readings import as_tensor, reads, unfused, values_times_weights, weights_before_dropout
 from mmgate.hosts.table import adapts
 from mmgate.hosts.window import GatedWindowMSA
 from mmgate.layers.base.dense import DenseGate, DenseHost
@@ -161,6 +160,7 @@ class TokenProjections(SizedByProjections, DenseHost):
 
     host_signature = True
     own_gates = OWN_GATES
+    own_gate: nn.Module | None = None  # timm's own, of a host that is recorded
 
     num_heads: int
     qkv: nn.Linear | None
@@ -220,7 +220,8 @@ class TokenProjections(SizedByProjections, DenseHost):
             attn_mask = ~attn_mask
 
         def project(merged: Tensor) -> Tensor:
-            return self.proj(self.norm(merged) if hasattr(self, 'norm') else merged)
+            merged = self.norm(merged) if hasattr(self, 'norm') else merged
+            return self.proj(merged if self.own_gate is None else merged * self.own_gate(x).sigmoid())
 
         out = self.attend_gated((query, key, value), (x, x, x), project, attn_mask=attn_mask)
         return self.proj_drop(out)
@@ -283,8 +284,13 @@ class GatedWindowAttention(SizedByProjections, GatedWindowMSA):
     """Adapter that lets dense gates into the windows' attention of timm's Swin."""
 
     @classmethod
-    def check_host(cls, host: Any) -> None:
-        """Accept every host: timm's windows have no other scale of the logits."""
+    def check_gate(cls, host: Any, gate: Any) -> None:
+        """Accept every gate: timm's windows have no other scale of the logits."""
+
+    @property
+    def logit_factor(self) -> float:
+        """1, as timm's windows have no other scale of the logits."""
+        return 1.0
 
 
 def check_width(host: Any) -> None:
@@ -400,11 +406,3 @@ class MixedSwinBlock(MapHost):
     def _attn(self, x: Tensor) -> Tensor:
         """Attend over the whole map ``(B, H, W, C)``, with the gate; the block calls this method for its attention."""
         return self.attend_gated(x.flatten(1, 2), (x.shape[1], x.shape[2])).view_as(x)
-
-
-reads(WindowAttentionGlobal, attention=weights_before_dropout, values=values_times_weights)
-reads(*(TOKENS, *ROTARY, WINDOWS), attention=unfused(weights_before_dropout), values=unfused(values_times_weights))
-reads(
-    GlobalContextVitBlock,
-    geometry=as_tensor(lambda module, given: [*given['x'].shape[1:3], *module.window_size, 0]),
-)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.hosts.readings import Given, as_tensor, reads, without_dropout
 from mmgate.hosts.table import adapts, adapts_inside
 from mmgate.layers.base.dense import DenseGate, DenseHost, GatedTorchAttention
 from mmgate.layers.base.gate import Sizes
@@ -74,29 +71,3 @@ def adapt_reduced(*hosts: type[nn.Module]) -> None:
     """Register spatial-reduction attentions as hosts: of gates over the map and, inside, of dense gates."""
     adapts_inside(DenseGate, 'attn', *hosts)
     adapts(MapGate, *hosts)(GatedReducedAttention)
-    reads(*hosts, geometry=as_tensor(lambda module, given: [*given['hw_shape'], module.sr_ratio]))
-
-
-def torch_weights(module: Any, given: Given) -> Tensor:
-    """Compute the attention weights ``(B, H, N, M)`` of a call of torch's MultiheadAttention.
-
-    mmcv's and PVT's attention wrap that module.
-    """
-    with without_dropout(module):
-        return module.forward(**{**given, 'need_weights': True, 'average_attn_weights': False})[1]
-
-
-def _torch_values(module: Any, given: Given) -> Tensor:
-    """Compute the projected values ``(B, H, M, d)`` of a call of torch's MultiheadAttention, with those appended."""
-    value = given['value'] if module.batch_first else given['value'].transpose(0, 1)
-    weight = module.v_proj_weight if module.in_proj_weight is None else module.in_proj_weight.chunk(3)[2]
-    bias = None if module.in_proj_bias is None else module.in_proj_bias.chunk(3)[2]
-    projected = F.linear(value, weight, bias)
-    if module.bias_v is not None:
-        projected = torch.cat([projected, module.bias_v.expand(len(projected), 1, -1)], 1)
-    if module.add_zero_attn:
-        projected = F.pad(projected, (0, 0, 0, 1))
-    return projected.unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
-
-
-reads(nn.MultiheadAttention, attention=torch_weights, values=_torch_values)

@@ -20,17 +20,17 @@ from transformers.masking_utils import sdpa_mask
 from mmgate.errors import ConfigError
 from mmgate.hosts.interface import Reading, goes_through_interface, read_forward
 from mmgate.hosts.points import points_of, sampled
-from mmgate.hosts.readings import Given, Sampled, deformable_readings, reads
 from mmgate.hosts.table import adapts, full_name
 from mmgate.layers.base.deformable import DeformableGate, DeformableHost
-from mmgate.layers.base.dense import DenseGate, DenseHost, Inputs
+from mmgate.layers.base.dense import DenseGate, DenseHost, Inputs, is_plain
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.gated import Record, computed_dtype, gate_module, is_off
-from mmgate.ops.deformable import attention_weights
+from mmgate.notes import noted
 from mmgate.ops.deformable.levels import levels_on
 from mmgate.ops.masks import merge_masks
 
 NAME = 'mmgate'  # of the attention implementation
+PLAIN_MASKS = ('eager', 'sdpa', NAME)  # implementations with masks of pairs
 DEFORMABLE = {
     'deformable_detr': 'DeformableDetr',
     'rt_detr': 'RTDetr',
@@ -207,6 +207,7 @@ class GatedInterfaceAttention(DenseHost):
     """
 
     host_signature = True
+    returns_weights = False
     vits = (
         *DenseHost.vits,
         *('vit', 'deit', 'dinov2*', 'dinov3_vit', 'swin', 'segformer', 'RfDetrDinov2*'),
@@ -243,7 +244,13 @@ class GatedInterfaceAttention(DenseHost):
 
     @classmethod
     def check_gate(cls, host: Any, gate: Any) -> None:
-        """Raise ConfigError for a gate that attends twice if the host rotates its queries or changes them otherwise."""
+        """Raise ConfigError for a gate that attends twice if the host rotates its queries or changes them otherwise.
+
+        Attention without a gate runs where the model makes the masks that it takes.
+        """
+        implementation = host.config._attn_implementation
+        if is_plain(gate) and implementation not in PLAIN_MASKS:
+            raise ConfigError(f'it attends by {implementation!r}, whose masks this adapter does not know.')
         changes = read_forward(host).changes
         if gate.attends_twice and changes:
             raise ConfigError(
@@ -268,7 +275,16 @@ class GatedInterfaceAttention(DenseHost):
         return self.gating.notes['vanilla config' if is_off(self) else 'config']
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend with the gate; the arguments are the host's, and no attention weights are returned."""
+        """Attend with the gate; the arguments are the host's, and no attention weights are returned.
+
+        Without a gate they are, where the host returns them.
+        """
+        if is_plain(self.gate):  # a copy of the host, see mmgate.recording, which no hook has to tell its inputs
+            own = vars(self)['config']
+            self.returns_weights = own._attn_implementation == 'eager'
+            self.gating.notes['config'] = copy(own)
+            self.config._attn_implementation = NAME
+            return super().forward(*args, **kwargs)
         # A copy that DataParallel makes has copies of the projections, with their hooks.
         if not getattr(self, '_is_replica', False):
             self._follow_projections()
@@ -313,6 +329,8 @@ class GatedInterfaceAttention(DenseHost):
             OtherTokensError: The keys are more than those that this call has projected, as with a cache, or queries
                 are pooled.
         """
+        if is_plain(self.gate):  # which reads none
+            return (query, key, key)
         found = []
         for name, heads in zip(self.gating.notes['projections'], (query, key, key), strict=True):
             x = _here.call[name]
@@ -394,10 +412,12 @@ def attention(
     if scaling is not None and scaling != query.shape[-1] ** -0.5:
         scaled = query * (scaling * query.shape[-1] ** 0.5)
     inputs = module.noted_inputs(query, key)
-    _here.call['finish'] = (module.gate, query, inputs)
-    heads = module.gate.attend(scaled, key, value, inputs, bias)
+    if not is_plain(module.gate):
+        _here.call['finish'] = (module.gate, query, inputs)
+    attend = partial(module.gate.attend, scaled, key, value, inputs, bias)
+    heads, weights = noted(module.gate, 'attention', attend) if module.returns_weights else (attend(), None)
     heads = heads if dead is None else heads.masked_fill(dead, 0.0)
-    return heads.transpose(1, 2).contiguous(), None
+    return heads.transpose(1, 2).contiguous(), weights
 
 
 AttentionInterface.register(NAME, attention)
@@ -444,10 +464,8 @@ class GatedMask2FormerAttention(DenseHost):
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (self.gate.split_heads(project(x)) for project, x in zip(projections, inputs, strict=True))
         bias, dead = merge_masks(attention_mask, None, q.shape[0], q.shape[1], q.dtype)
-        output = self.attend_merged((q, k, v), inputs, self.out_proj, bias, dead)
-        weights = None
-        if output_attentions:
-            weights = self.gate.attention_map(q, k, inputs, bias)
+        attend = partial(self.attend_merged, (q, k, v), inputs, self.out_proj, bias, dead)
+        output, weights = noted(self.gate, 'attention', attend) if output_attentions else (attend(), None)
         return output.transpose(0, 1), weights
 
 
@@ -526,27 +544,13 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
             areas = spatial_shapes.prod(-1)
             level_start_index = areas.cumsum(0) - areas
         offsets, logits = sampled(self, query, reference_points)
-        gating = self.gate.modulate(query)
-        output = self.sample(query, value, spatial_shapes, level_start_index, offsets, logits, reference_points, gating)
+        sampling = (query, value, spatial_shapes, level_start_index, offsets, logits, reference_points)
+        output, weights = noted(self.gate, 'weights', partial(self.sample, *sampling))
+        assert weights is not None  # sample notes them
         output = self.output_proj(output) if hasattr(self, 'output_proj') else output
-        weights = attention_weights(logits, **gating)
         return output, weights.flatten(3) if hasattr(self, 'offset_scale') else weights
 
     @property
     def mask_is_padding(self) -> bool:
         """Return True if True means padding in the masks of this model; in other models it means a valid pixel."""
         return any(base.__name__.startswith(('Mask2Former', 'OneFormer')) for base in type(self).__mro__)
-
-
-def _samples(module: Any, given: Given) -> Sampled:
-    query = given['hidden_states']
-    position = given.get('position_embeddings')
-    query = query if position is None else query + position
-    shapes = given.get('spatial_shapes')
-    shapes = torch.tensor(given['spatial_shapes_list']) if shapes is None else shapes
-    # One reference point serves all levels.
-    points = given['reference_points'].expand(-1, -1, module.n_levels, -1)
-    return Sampled(query, *sampled(module, query, points), points, shapes, points_of(module))
-
-
-reads(*DEFORMABLE_HOSTS, **deformable_readings(_samples))

@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
-from mmgate.hosts.readings import Given, as_tensor, reads, values_times_weights, weights_before_dropout
 from mmgate.hosts.table import adapts
-from mmgate.layers.base.dense import DenseGate, DenseHost, check_scale
+from mmgate.layers.base.dense import DenseGate, DenseHost, check_scale, usual_factor
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import MapGate, MapHost, Size
 
@@ -23,7 +22,9 @@ class GatedWindowMSA(DenseHost):
     The relative position bias and the mask ``(nW, N, N)`` of shifted windows are added to the logits after the gate.
     """
 
+    embed_dims: int
     num_heads: int
+    scale: float
     qkv: nn.Module
     proj: nn.Module
     proj_drop: nn.Module
@@ -31,9 +32,14 @@ class GatedWindowMSA(DenseHost):
     relative_position_index: Tensor
 
     @classmethod
-    def check_host(cls, host: Any) -> None:
+    def check_gate(cls, host: Any, gate: Any) -> None:
         """Raise ConfigError if an attention scales its logits by another number than ``1 / sqrt(d)``."""
-        check_scale(host)
+        check_scale(host, gate)
+
+    @property
+    def logit_factor(self) -> float:
+        """The factor by which the logits exceed those with the usual scale."""
+        return usual_factor(self)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend inside each of nW windows of an image, with the gate; ``x`` is ``(B nW, N, C)``, image by image."""
@@ -43,7 +49,8 @@ class GatedWindowMSA(DenseHost):
         bias = table.view(tokens, tokens, -1).permute(2, 0, 1)[None]  # (1, H, N, N)
         if mask is not None:
             bias = (bias + mask[:, None]).repeat(x.shape[0] // mask.shape[0], 1, 1, 1)
-        out = self.attend_gated((query, key, value), (x, x, x), self.proj, bias.to(query.dtype))
+        bias = bias.to(query.dtype)
+        out = self.attend_gated((query, key, value), (x, x, x), self.proj, bias, logit_factor=self.logit_factor)
         return self.proj_drop(out)
 
 
@@ -95,13 +102,3 @@ def adapt_swin(window_msa: type[nn.Module], shift_window_msa: type[nn.Module]) -
     adapts(DenseGate, window_msa)(GatedWindowMSA)
     adapts(MapGate, shift_window_msa)(GatedShiftWindowMSA)
     WINDOWS[shift_window_msa] = window_msa
-    reads(window_msa, attention=weights_before_dropout, values=values_times_weights)
-    reads(shift_window_msa, geometry=as_tensor(_shifted_windows))
-
-
-def _shifted_windows(module: Any, given: Given) -> list[int]:
-    size = given['hw_shape']
-    shift = module.shift_at(size) if hasattr(module, 'shift_at') else module.shift_size
-    if min(size) == module.window_size and not getattr(module, 'pad_small_map', True):
-        shift = 0  # in mmpretrain one window then holds the smaller side
-    return [*size, module.window_size, shift]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import Sizes, StateDict
 from mmgate.layers.base.map import GatedMapAttention, MapGate, Size
+from mmgate.notes import note
 from mmgate.ops.agent import agent_attention, grid_interpolation_matrix, interpolation_matrix, keeps_constants
 from mmgate.ops.autocast import autocast_dtype, without_autocast
 from mmgate.registry import MODELS
@@ -175,10 +176,13 @@ class AgentGate(MapGate):
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
         """Attend through the agent tokens and add the convolved values, in each window if there are windows."""
         window, shift = self.window_of(hw_shape)
-        if window == hw_shape:
-            return self._mix(q, k, v, hw_shape)
+        whole = window == hw_shape
+        if not self.class_tokens:  # which have no place on the map
+            note(self, 'geometry', lambda: torch.tensor([*hw_shape, 1] if whole else [*hw_shape, *window, shift[0]]))
+        if whole:
+            return self._mix(q, k, v, hw_shape, hw_shape)
         q, k, v = (self._split_windows(t, hw_shape) for t in (q, k, v))
-        mixed = merge_stripes(self._mix(q, k, v, window), hw_shape, window)
+        mixed = merge_stripes(self._mix(q, k, v, window, hw_shape), hw_shape, window)
         return _roll(mixed, hw_shape, shift)
 
     def window_of(self, hw_shape: Size) -> tuple[Size, Size]:
@@ -193,55 +197,32 @@ class AgentGate(MapGate):
             return (rows, columns), (rows // 2, columns // 2)
         return (rows, columns), (0, 0)
 
-    def map_readings(self) -> tuple[str, ...]:
-        """Return the names of what :meth:`read_map` can return for figures.
-
-        There is no geometry with a class token, which has no place on the map.
-        """
-        return ('attention', 'agents') if self.class_tokens else ('attention', 'agents', 'geometry')
-
-    def read_map(self, name: str, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Return attention maps, agent maps or the layout of tokens, for figures; other arguments as in :meth:`mix`.
-
-        Args:
-            name: ``'attention'``: the product of the two softmaxes, ``(B, H, N, N)``, or ``(B nW, H, N, N)`` in
-                windows. ``'agents'``: the weights with which agents attend to the map, ``(B, H, n, h, w)``; agents with
-                the same number in their windows share a map. ``'geometry'``: ``(height, width, 1)``, or ``(height,
-                width, window height, window width, shift)``.
-            x: Tokens.
-            q: Queries.
-            k: Keys.
-            v: Values.
-            hw_shape: Height and width of the map.
-        """
-        window, shift = self.window_of(hw_shape)
-        if name == 'geometry':
-            return torch.tensor([*hw_shape, 1] if window == hw_shape else [*hw_shape, *window, shift[0]])
-        if window != hw_shape:
-            q, k = (self._split_windows(t, hw_shape) for t in (q, k))
-        bias1, bias2 = (0.0, 0.0) if self.an_bias is None else self.biases(window)
-        q, k, agents = (self.split_heads(t) for t in (q, k, self._agents(q, window)))
-        first = (agents @ k.transpose(-1, -2) * self.scale + bias1).softmax(-1)  # (B nW, H, n, N)
-        if name == 'attention':
-            second = q @ agents.transpose(-1, -2) * (self.broadcast_scale or self.scale) + bias2
-            return second.softmax(-1) @ first
-        first = first[..., self.class_tokens :]
-        if window == hw_shape:
-            return first.unflatten(-1, hw_shape)
-        merged = merge_stripes(first.flatten(1, 2).transpose(1, 2), hw_shape, window)  # (B, h w, H n)
-        on_map = merged.transpose(1, 2).unflatten(-1, hw_shape).unflatten(1, first.shape[1:3])
-        return on_map.roll(shift, (-2, -1))
-
     def _split_windows(self, x: Tensor, hw_shape: Size) -> Tensor:
         """Cut the tokens ``(B, h w, C)`` of a map into windows, shifted if the host's are: ``(B nW, N, C)``."""
         window, (down, right) = self.window_of(hw_shape)
         return split_stripes(_roll(x, hw_shape, (-down, -right)), hw_shape, window)
 
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Attend through the agents over a whole map, or over windows, of height and width ``hw_shape``."""
-        agents = self._agents(q, hw_shape)
-        bias1, bias2 = (None, None) if self.an_bias is None else self.biases(hw_shape)
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, window: Size, hw_shape: Size) -> Tensor:
+        """Attend through the agents over a whole map, or over the windows of a map, of the size ``window``.
+
+        It notes the product of the two softmaxes, ``(B, H, N, N)``, or ``(B nW, H, N, N)`` in windows, and the weights
+        with which agents attend to the map, ``(B, H, n, h, w)``; agents with the same number in their windows share a
+        map.
+        """
+        agents = self._agents(q, window)
+        bias1, bias2 = (None, None) if self.an_bias is None else self.biases(window)
         q, k, values, agents = (self.split_heads(t) for t in (q, k, v, agents))
+
+        def of_agents() -> Tensor:
+            logits = agents @ k.transpose(-1, -2) * self.scale
+            return (logits if bias1 is None else logits + bias1).softmax(-1)  # (B nW, H, n, N)
+
+        def of_tokens() -> Tensor:
+            logits = q @ agents.transpose(-1, -2) * (self.broadcast_scale or self.scale)
+            return (logits if bias2 is None else logits + bias2).softmax(-1)
+
+        note(self, 'attention', lambda: of_tokens() @ of_agents())
+        note(self, 'agents', lambda: self._on_map(of_agents()[..., self.class_tokens :], hw_shape))
         out = agent_attention(
             q,
             k,
@@ -258,8 +239,17 @@ class AgentGate(MapGate):
             out = out + self.value_factor * v
         if self.dwc is None:
             return out
-        values = v[:, self.class_tokens :].transpose(1, 2).unflatten(-1, hw_shape)  # (B, C, h, w), channels last
+        values = v[:, self.class_tokens :].transpose(1, 2).unflatten(-1, window)  # (B, C, h, w), channels last
         return out + self.after_class_token(self.dwc(values).flatten(2).transpose(1, 2))
+
+    def _on_map(self, weights: Tensor, hw_shape: Size) -> Tensor:
+        """Put weights of the agents ``(B nW, H, n, N)`` of all windows of a map on it: ``(B, H, n, h, w)``."""
+        window, shift = self.window_of(hw_shape)
+        if window == hw_shape:
+            return weights.unflatten(-1, hw_shape)
+        merged = merge_stripes(weights.flatten(1, 2).transpose(1, 2), hw_shape, window)  # (B, h w, H n)
+        on_map = merged.transpose(1, 2).unflatten(-1, hw_shape).unflatten(1, weights.shape[1:3])
+        return on_map.roll(shift, (-2, -1))
 
     def _agents(self, q: Tensor, hw_shape: Size) -> Tensor:
         """Return the agent tokens ``(B, n, C)``: queries averaged over a grid, or learnt tokens.

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
 from mmgate.layers.base.gate import Sizes
+from mmgate.notes import note
 from mmgate.ops.differential import differential_attention, differential_map
 from mmgate.registry import MODELS
 
@@ -40,7 +41,6 @@ class DGSAGate(DenseGate):
     """
 
     undecayed = ('head_norm', 'lambda_init')
-    gate_readings = {'gate': 'heads'}
     two_streams = True
 
     def __init__(
@@ -72,18 +72,19 @@ class DGSAGate(DenseGate):
             nn.init.constant_(self.lambda_init, self.lambda_start)
         nn.init.ones_(self.head_norm.get_parameter('weight'))
 
-    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
-        """Return the gate, the weight of the excitatory attention for each token and head, ``(B, H, N, 1)``."""
-        return self._gate(inputs[0])
-
     def _gate(self, query_input: Tensor) -> Tensor:
+        """Compute the gate, the weight of the excitatory attention for each token and head, ``(B, H, N, 1)``."""
         for layer in self.gate_hidden:
             query_input = F.gelu(layer(query_input))
         return self.gate_proj(query_input).sigmoid().transpose(1, 2)[..., None]  # (B, H, N, 1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Compute the gated difference of both attentions; return the normalised, scaled heads ``(B, H, N, d)``."""
-        heads = differential_attention(query, key, value, self._gate(inputs[0]), bias, dropout=self.drop_rate)
+        gate = self._gate(inputs[0])
+        note(self, 'gate', gate, 'heads')
+        note(self, 'attention', lambda: differential_map(query, key, gate, bias))  # which may be negative
+        note(self, 'values', value)
+        heads = differential_attention(query, key, value, gate, bias, dropout=self.drop_rate)
         return self.head_norm(heads) * (1 - self.lambda_init)
 
     @property
@@ -96,10 +97,6 @@ class DGSAGate(DenseGate):
         if self.residual == 'query':
             return output + query.transpose(1, 2).flatten(2)
         return output + inputs[0] if self.residual == 'input' else output
-
-    def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the attention weights ``g A+ - (1 - g) A-``, which may be negative, ``(B, H, N, M)``."""
-        return differential_map(query, key, self._gate(inputs[0]), bias)
 
 
 @MODELS.register_module()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
 from mmgate.layers.base.gate import Sizes
+from mmgate.notes import note
 from mmgate.ops.differential import (
     differential_streams,
     shared_key_attention,
@@ -86,13 +87,16 @@ class DifferentialGate(DenseGate):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Compute the difference of both attentions; return the normalised, scaled heads ``(B, H, N, d)``."""
-        first, second = differential_streams(query, key, value, bias, dropout=self.drop_rate)
-        return self.head_norm(first - self.compute_lambda() * second) * (1 - self.lambda_init)
+        weight = self.compute_lambda()
 
-    def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the attention weights ``A1 - lambda A2``, which may be negative, ``(B, H, N, M)``."""
-        first, second = stream_maps(query, key, bias)
-        return first - self.compute_lambda() * second
+        def weights() -> Tensor:  # which may be negative
+            plus, minus = stream_maps(query, key, bias)
+            return plus - weight * minus
+
+        note(self, 'attention', weights)
+        note(self, 'values', value)
+        first, second = differential_streams(query, key, value, bias, dropout=self.drop_rate)
+        return self.head_norm(first - weight * second) * (1 - self.lambda_init)
 
 
 @MODELS.register_module()
@@ -139,7 +143,6 @@ class DifferentialV2Gate(DenseGate):
 
     # The bias holds lambda's start.
     undecayed = ('lambda_proj.bias',)
-    gate_readings = {'gate': 'heads'}
     adds_queries = True
 
     def __init__(self, sizes: Sizes, *, init: str = 'paper', lambda_init: float = 0.5) -> None:
@@ -167,15 +170,8 @@ class DifferentialV2Gate(DenseGate):
         # The inverse of the sigmoid.
         self.lambda_proj.bias.fill_(math.log(self.lambda_init / (1 - self.lambda_init)))
 
-    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
-        """Return lambda, the weight of the subtracted attention, for each token and head: ``(B, H, N, 1)``."""
-        return self._lambda(inputs[0])
-
-    def unchanged_value(self, name: str) -> float | None:
-        """Return lambda's value that changes nothing: 0, or None with an identity start, which has a further factor."""
-        return 0 if self.init == 'paper' else None
-
     def _lambda(self, query_input: Tensor) -> Tensor:
+        """Compute lambda, the weight of the subtracted attention, for each token and head: ``(B, H, N, 1)``."""
         return self.lambda_proj(query_input).sigmoid().transpose(1, 2)[..., None]  # (B, H, N, 1)
 
     def _second_query(self, query: Tensor, query_input: Tensor) -> Tensor:
@@ -193,12 +189,12 @@ class DifferentialV2Gate(DenseGate):
         """Compute the difference of both attentions and return the heads ``(B, H, N, d)``."""
         second = self._second_query(query, inputs[0])
         weight = self._lambda(inputs[0])
-        return self._factor * shared_key_attention(query, second, key, value, weight, bias, dropout=self.drop_rate)
-
-    def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the attention weights ``A1 - lambda A2``, which may be negative, times the heads' factor."""
-        second = self._second_query(query, inputs[0])
-        return self._factor * shared_key_map(query, second, key, self._lambda(inputs[0]), bias)
+        factor = self._factor
+        # with an identity start there is a further factor, so that no lambda changes nothing
+        note(self, 'gate', weight, 'heads', unchanged=0 if self.init == 'paper' else None)
+        note(self, 'attention', lambda: factor * shared_key_map(query, second, key, weight, bias))
+        note(self, 'values', value)
+        return factor * shared_key_attention(query, second, key, value, weight, bias, dropout=self.drop_rate)
 
 
 @MODELS.register_module()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mmgate.layers.base.deformable import DeformableGate, MultiScaleDeformableAttention
 from mmgate.layers.base.gate import Sizes
+from mmgate.notes import note
 from mmgate.ops.deformable import POSITIONS
 from mmgate.ops.deformable.uneven import spread
 from mmgate.registry import MODELS
@@ -56,7 +57,6 @@ class PLuGDeformableGate(DeformableGate):
     # At the identity start only two scalars of the gate get a gradient.
     trial_rate = 20.0
     undecayed = ('gml',)
-    gate_readings = {'gate': 'levels'}
 
     def __init__(
         self,
@@ -105,17 +105,11 @@ class PLuGDeformableGate(DeformableGate):
             gate = spread(gate, self.num_points, 3)
         return gate
 
-    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
-        """Return the gate's values for a query, for figures; see :meth:`compute_gate`."""
-        return self.compute_gate(inputs[0])
-
-    def unchanged_value(self, name: str) -> float | None:
-        """Return the gate's value that changes nothing: 0 if logits are multiplied by ``1 + G``, 1 if by ``G``."""
-        return 0 if self.residual else 1
-
     def modulate(self, query: Tensor) -> dict[str, Any]:
         """Compute the gate of a query (B, Q, C); return the gate's arguments for :func:`.ms_deform_attn` (Eq. 12)."""
-        return dict(gate=self.compute_gate(query), residual=self.residual, position=self.position)
+        gate = self.compute_gate(query)
+        note(self, 'gate', gate, 'levels', unchanged=0 if self.residual else 1)
+        return dict(gate=gate, residual=self.residual, position=self.position)
 
 
 @MODELS.register_module()

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from mmgate.errors import ConfigError
 from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
 from mmgate.layers.base.gate import Sizes
+from mmgate.notes import note
 from mmgate.ops.deformable import POSITIONS
-from mmgate.ops.dense import attention_map, check_gate_backend, plug_attention
+from mmgate.ops.dense import attention_map, check_gate_backend, plug_attention, raw_gates
 from mmgate.registry import MODELS
 
 from .gml import GatingModulation
@@ -45,7 +46,6 @@ class PLuGGate(DenseGate):
     trial_rate = 20.0
     operator = 'plug_attention'
     undecayed = ('gml',)
-    gate_readings = {'gate': 'pairs'}
     gates_by_vectors = True
 
     def __init__(
@@ -94,18 +94,14 @@ class PLuGGate(DenseGate):
         gate_k = self.gate_k_proj(inputs[1]).unflatten(-1, (self.gate_heads, -1))
         return gate_q.transpose(1, 2), gate_k.transpose(1, 2)
 
-    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
-        """Return the gate of each query and key, ``(B, H|1, N, M)``, for figures."""
-        query, key = self.gate_vectors((inputs[0], inputs[1], inputs[1]))
-        return self.gml(query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5)
-
-    def unchanged_value(self, name: str) -> float | None:
-        """Return the gate's value that changes nothing: 0 if logits are multiplied by ``1 + G``, 1 if by ``G``."""
-        return 0 if self.residual else 1
-
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Compute attention with gated logits and return the heads ``(B, H, N, d)`` (Eq. 5 to 7)."""
-        return self.attend_by_vectors(query, key, value, self.gate_vectors(inputs), bias)
+        vectors = self.gate_vectors(inputs)
+        where = dict(residual=self.residual, position=self.position)
+        note(self, 'gate', lambda: self.gml(raw_gates(*vectors)), 'pairs', unchanged=0 if self.residual else 1)
+        note(self, 'attention', lambda: attention_map(query, key, *vectors, self.gml, bias, **where))
+        note(self, 'values', value)
+        return self.attend_by_vectors(query, key, value, vectors, bias)
 
     def attend_by_vectors(
         self, query: Tensor, key: Tensor, value: Tensor, vectors: tuple[Tensor, Tensor], bias: Tensor | None
@@ -122,12 +118,6 @@ class PLuGGate(DenseGate):
             position=self.position,
             dropout=self.drop_rate,
             backend=self.backend,
-        )
-
-    def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the attention weights ``(B, H, N, M)`` after gating, for figures."""
-        return attention_map(
-            query, key, *self.gate_vectors(inputs), self.gml, bias, residual=self.residual, position=self.position
         )
 
 

@@ -9,7 +9,9 @@ from torch import Tensor
 from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import GatedMapAttention, Size
+from mmgate.notes import note
 from mmgate.ops.gated_linear import gated_linear_attention
+from mmgate.ops.linear_attention import key_value_map
 from mmgate.registry import MODELS
 
 from .linear.base import LinearGate
@@ -46,7 +48,6 @@ class SAGAGate(LinearGate):
     """
 
     gate_layers = GATES
-    gate_readings = dict.fromkeys(GATES, 'channels')
 
     def __init__(
         self,
@@ -73,28 +74,29 @@ class SAGAGate(LinearGate):
             self.gate_k = self.gate_v = None
         if not output_augmentation:
             self.gate_out = None
-        self.gate_readings = {name: 'channels' for name in GATES if getattr(self, name) is not None}
-
-    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
-        """Return one of the three gates (of keys, values or the output) for each token and channel, ``(B, N, C)``.
-
-        Those of keys and values are returned after their sigmoid.
-        """
-        gate = super().read_gate(name, *inputs)
-        return gate if name == 'gate_out' else gate.sigmoid()
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
         """Compute linear attention with gated keys and values, and return the tokens ``(B, N, C)``."""
-        gate_k = None if self.gate_k is None else self.split_heads(self.gate_k(x).sigmoid())
-        gate_v = None if self.gate_v is None else self.split_heads(self.gate_v(x).sigmoid())
+        gate_k = self._gate_of('gate_k', x)
+        gate_v = self._gate_of('gate_v', x)
         q, k, v = (self.split_heads(t) for t in (q, k, v))
+
+        def gated_map() -> Tensor:
+            return key_value_map(k if gate_k is None else k * gate_k, v if gate_v is None else v * gate_v)
+
+        note(self, 'kv', gated_map)
         scale = self.scale if self.scale_by_tokens else 1.0
         out = gated_linear_attention(q, k, v, gate_k, gate_v, scale=scale, scale_by_tokens=self.scale_by_tokens)
         return self.merge_heads(out)
 
-    def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
-        """Return the keys ``(B, H, N, d)`` themselves as the K of ``K^T V``, for figures."""
-        return self.split_heads(k)
+    def _gate_of(self, name: str, x: Tensor) -> Tensor | None:
+        """Compute the gate of keys or of values, ``(B, H, N, d)``, or None without it."""
+        layer = getattr(self, name)
+        if layer is None:
+            return None
+        gate = layer(x).sigmoid()
+        note(self, name, gate, 'channels', unchanged=1)
+        return self.split_heads(gate)
 
 
 @MODELS.register_module()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mmgate.errors import ConfigError
 from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
 from mmgate.layers.base.gate import Sizes, StateDict
+from mmgate.notes import note
 from mmgate.registry import MODELS
 
 from .parts.options import check_option, integer, number
@@ -72,7 +73,6 @@ class SDPAGate(DenseGate):
 
     # The bias holds the identity start.
     undecayed = ('gate_bias',)
-    gate_readings = {'gate': 'heads'}
 
     def __init__(
         self,
@@ -152,24 +152,19 @@ class SDPAGate(DenseGate):
         same_outputs = weight.dim() == 2 and weight.shape[0] == self.gate_weight.shape[0]
         return same_outputs and self.gate_channels != weight.shape[1] <= self._input_width
 
-    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
-        """Return the gate's values for each token, ``(B, H|1, N|M, d|1)``."""
-        query, key, value = inputs
-        neutral = query.new_full((), 1.0 if self.form == 'multiplicative' else 0.0)
-        return self._gated(neutral, (query, key, value))
-
-    def unchanged_value(self, name: str) -> float | None:
-        """Return the gate's value that changes nothing: 1, or 0 with ``form='additive'``."""
-        return 1 if self.form == 'multiplicative' else 0
-
-    def _gated(self, heads: Tensor, inputs: Inputs) -> Tensor:
-        """Apply the gate to queries, keys, values or heads ``(B, H, N, d)``; it is computed from the matching input."""
+    def compute_gate(self, inputs: Inputs) -> Tensor:
+        """Compute the gate ``(B, H|1, N|M, d|1)`` from query, key and value before projection, ``(B, N|M, C)``."""
         x = inputs[_INPUT[self.position]][..., : self.gate_channels]  # (B, N, k)
         score = F.linear(x, self.gate_weight, self.gate_bias)  # (B, N, H|1 * d|1)
         score = self.scale * ACTIVATIONS[self.act](score.unflatten(-1, self.gate_shape)).transpose(1, 2)
-        if self.head_shared == 'average':
-            score = score.mean(1, keepdim=True)  # (B, 1, N, d|1)
-        return heads * score if self.form == 'multiplicative' else heads + score
+        return score.mean(1, keepdim=True) if self.head_shared == 'average' else score
+
+    def _gated(self, heads: Tensor, inputs: Inputs) -> Tensor:
+        """Apply the gate to queries, keys, values or heads ``(B, H, N, d)``; it is computed from the matching input."""
+        gate = self.compute_gate(inputs)
+        multiplies = self.form == 'multiplicative'
+        note(self, 'gate', gate, 'heads', unchanged=1 if multiplies else 0)
+        return heads * gate if multiplies else heads + gate
 
     def _gated_at(self, position: str, x: Tensor, inputs: Inputs) -> Tensor:
         """Apply the gate to ``x`` if the gate acts at ``position``; return ``x`` unchanged otherwise."""
@@ -180,12 +175,7 @@ class SDPAGate(DenseGate):
         query = self._gated_at('G4', query, inputs)
         key = self._gated_at('G3', key, inputs)
         value = self._gated_at('G2', value, inputs)
-        heads = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=self.drop_rate)
-        return self._gated_at('G1', heads, inputs)
-
-    def weighed_values(self, value: Tensor, inputs: Inputs) -> Tensor:
-        """Return the values that attention weights multiply, for figures; with the gate applied if it acts at G2."""
-        return self._gated_at('G2', value, inputs)
+        return self._gated_at('G1', super().attend(query, key, value, inputs, bias), inputs)
 
     @property
     def acts_after_projection(self) -> bool:
@@ -202,13 +192,6 @@ class SDPAGate(DenseGate):
         if self.position != 'G5':
             return output
         return self._gated(self.split_heads(output), inputs).transpose(1, 2).flatten(2)
-
-    def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the attention weights ``(B, H, N, M)`` for figures; gates on values or outputs do not change them."""
-        query = self._gated_at('G4', query, inputs)
-        key = self._gated_at('G3', key, inputs)
-        logits = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
-        return (logits if bias is None else logits + bias).softmax(-1)
 
 
 def _check_identity(form: str, act: str, scale: float) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
-from torch import Tensor
-
-from mmgate.layers.base.map import GatedMapAttention, MapGate, Size
+from mmgate.layers.base.map import GatedMapAttention, MapGate
 from mmgate.registry import MODELS
 
 
@@ -17,12 +14,6 @@ class SoftmaxGate(MapGate):
     Agent and linear attention differ from this baseline in the attention only, while PVT's own attention also reduces
     the keys' map and Swin's divides the map into windows. The cost is O(N^2 d) operations, in torch's fused attention.
     """
-
-    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Attend in each head by torch's softmax attention, and return the tokens ``(B, N, C)``."""
-        q, k, v = (self.split_heads(t) for t in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, dropout_p=self.drop_rate, scale=self.scale)
-        return out.transpose(1, 2).flatten(2)
 
 
 @MODELS.register_module()

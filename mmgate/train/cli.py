@@ -182,7 +182,7 @@ def add_gate_statistics(runner: Any) -> None:
     """
     named = any(type(hook).__name__ == STATISTICS for hook in runner.hooks)
     wanted = runner.cfg.get('gate_statistics', True) and not named and not isinstance(runner, FlexibleRunner)
-    if wanted and any(isinstance(module, Gate) and module.gate_readings for module in runner.model.modules()):
+    if wanted and any(isinstance(module, Gate) for module in runner.model.modules()):
         # By its name, because mmgate.analysis imports this package.
         runner.register_hook(dict(type=f'mmgate.{STATISTICS}', interval=500, per='type'))
 

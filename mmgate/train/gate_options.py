@@ -67,7 +67,7 @@ def put_gates(cfg: Config, rules: Iterable[str], *, gates: str | None = None, tr
         cfg: Config of any mm package, vanilla or gated. It is changed, and the files that it inherits are not. Dumped
             into a file, it is a config that runs by itself.
         rules: Texts of ``--gate``, see :func:`mmgate.rules.read_rules`. They join the rules that the config has.
-        gates: File of gates, which brings its rules; it replaces the gates of the config.
+        gates: Gates file, which places its gates; it replaces the gates of the config.
         train: What trains, see :func:`mmgate.train_only_gates`.
 
     Returns:
@@ -79,7 +79,7 @@ def put_gates(cfg: Config, rules: Iterable[str], *, gates: str | None = None, tr
     """
     added = [rule for text in rules for rule in read_rules(text)]
     if added and gates:
-        raise ConfigError(f'--gates {gates} brings its rules; leave --gate away, or the file.')
+        raise ConfigError(f'--gates {gates} places its gates; leave --gate away, or the file.')
     if not (added or gates):
         _refuse_rules_of_no_gated_model(cfg)
     if not (added or gates or train):

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from mmgate.analysis.figures import style
 from mmgate.analysis.probes.measures import roll_back
-from mmgate.analysis.probes.recording import record
 from mmgate.analysis.probes.relevance import head_mean, shares_of
-from mmgate.analysis.probes.statistics import Kept
+from mmgate.notes import Kept
+from mmgate.recording import record
 from projects.dgt.data import PAD, encode, vocabulary_of, words_of
 from projects.dgt.model import ATTENTIONS, TextClassifier, compared
 from projects.dgt.study import DATA, parts, setting_of, train
@@ -38,7 +38,7 @@ def rollout(model: TextClassifier, words: Tensor) -> Tensor:
     Source: Abnar and Zuidema, Quantifying attention flow in transformers (arXiv 2005.00928), Eq. 1; M-DGSA, Fig. 3.
     """
     model.eval()
-    with record(model, ['attention'], accumulate=lambda path, name: Kept(head_mean)) as recording:
+    with record(model, ['attention'], accumulate=lambda first: Kept(head_mean)) as recording:
         model(words[None])
     relevance = torch.full((len(words),), 1 / len(words))
     for layer in reversed(range(len(model.blocks))):

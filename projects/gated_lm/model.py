@@ -70,7 +70,7 @@ class CausalAttention(nn.Module):
 
     def forward(self, x: Tensor, look: bool = False) -> tuple[Tensor, Look | None]:
         """Return the output ``(B, N, C)`` for tokens ``(B, N, C)``, and with ``look`` what the attention did."""
-        score = None if self.gate is None else self.gate.read_gate('gate', x, x, x)
+        score = None if self.gate is None else self.gate.compute_gate((x, x, x))
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = (t.transpose(1, 2) for t in (self.q_norm(q), self.k_norm(k), v))  # (B, H|Hk, N, d)
         q, k, v = self._gated('G4', q, score), self._gated('G3', k, score), self._gated('G2', v, score)

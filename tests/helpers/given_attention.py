@@ -8,42 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmgate.hosts.readings import reads
+from mmgate import note
 
 SIDE = 3
 TOKENS = 1 + SIDE**2
 
 
-class Given(nn.Module):
-    """An attention whose weights ``(images, B, H, N, M)`` are given."""
+class GivenAttention(nn.Module):
+    """A stranger's attention, whose weights ``(images, B, H, N, M)`` are given, and where its windows lie."""
 
-    def __init__(self, weights: Tensor, geometry: tuple[int, ...] | None = None) -> None:
+    def __init__(self, weights: Tensor, geometry: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.weights, self.geometry = weights, geometry
 
     def forward(self, image: int) -> None:
-        """Attend to nothing."""
-
-
-class Placed(Given):
-    """The same, with the place where its windows lie."""
-
-
-class Valued(Given):
-    """The same, with values ``(images, B, H|h, M, d)``."""
-
-    def __init__(self, weights: Tensor, values: Tensor) -> None:
-        super().__init__(weights)
-        self.values = values
-
-
-def given_weights(module: Given, given: dict[str, int]) -> Tensor:
-    return module.weights[given['image']]
-
-
-reads(Given, attention=given_weights)
-reads(Placed, attention=given_weights, geometry=lambda module, given: torch.tensor(module.geometry))
-reads(Valued, attention=given_weights, values=lambda module, given: module.values[given['image']])
+        note(self, 'attention', lambda: self.weights[image])
+        if self.geometry:
+            note(self, 'geometry', torch.tensor(self.geometry))
 
 
 class Layer(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ from shapes import write_shapes
 from torch import Tensor, nn
 
 import mmgate
+from mmgate import note
 from mmgate.analysis.hooks import GateStatisticsHook
 from mmgate.errors import ConfigError
-from mmgate.layers import SDPAGate
+from mmgate.layers.base.dense import DenseGate
+from mmgate.layers.base.gate import Sizes
 from mmgate.registry import HOOKS
 from mmgate.train import cli
 from mmgate.train.cli import build_runner
@@ -115,13 +118,22 @@ def test_one_record_for_each_type() -> None:
         GateStatisticsHook(per='head')
 
 
-class Tempered(SDPAGate):
-    """A gate of a user whose only reading has a name of the user's choice."""
+class Tempered(DenseGate):
+    """A gate of a user, whose only note has a name of the user's choice."""
 
-    gate_readings = {'temperature': 'heads'}
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.temperature = nn.Parameter(torch.ones(1, self.num_heads, 1, 1))
+
+    def reset_gate(self) -> None:
+        nn.init.ones_(self.temperature)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Any, bias: Tensor | None) -> Tensor:
+        note(self, 'temperature', self.temperature, 'heads', unchanged=1)
+        return super().attend(query / self.temperature, key, value, inputs, bias)
 
 
-def test_a_reading_of_any_name_is_logged() -> None:
+def test_a_note_of_any_name_is_logged() -> None:
     model, (batch, *_) = gated(dict(type=Tempered))
     runner = Runner(model)
     step(GateStatisticsHook(interval=1, per='type'), runner, batch)
@@ -142,7 +154,7 @@ def test_the_last_iteration_is_recorded_and_nothing_to_see_is_said_once() -> Non
     hook = GateStatisticsHook(interval=1)
     for _ in range(2):
         step(hook, vanilla, batch.clone().requires_grad_())
-    assert len(vanilla.warnings) == 1 and not vanilla.images
+    assert len(vanilla.lines) == 1 and not vanilla.images
 
 
 def one_step(tmp_path: Path) -> Config:

@@ -15,6 +15,8 @@ from torch import nn
 import mmgate
 from mmgate.errors import ConfigError
 
+PLACE = dict(type=PLUG['type'])
+
 
 @pytest.fixture
 def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -37,11 +39,16 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             lambda path: torch.save({}, path, _use_new_zipfile_serialization=False),
             'whole checkpoint, no file of gates',
         ),
-        (lambda path: describe_anew(path, version=7, more=1), 'of version 7, not 1'),
-        (lambda path: describe_anew(path, rules='x', more=1), 'damaged'),
-        (lambda path: describe_anew(path, gates=['x.gml.weight']), 'tensors are missing'),
-        (lambda path: describe_anew(path, rules={'': [dict(PLUG, path='*.mlp')]}), 'do not fit'),
-        (lambda path: describe_anew(path, rules={'': [dict(PLUG, ratio=0.5)]}), 'do not fit'),
+        (lambda path: describe_anew(path, version=7, more=1), 'of version 7; this mmgate reads 1 and 2'),
+        (lambda path: describe_anew(path, places='x'), 'damaged'),
+        (lambda path: describe_anew(path, places={'0.attn': dict(ratio=0.5)}), 'tensors or types of gates are missing'),
+        (lambda path: describe_anew(path, gates=['x.gml.weight']), 'tensors or types of gates are missing'),
+        (
+            lambda path: describe_anew(path, places={'0.mlp': PLACE, '2.attn': PLACE}),
+            r'gates of 0\.mlp, 2\.attn, where',
+        ),
+        (lambda path: describe_anew(path, places={'0': PLACE}), 'do not fit'),
+        (lambda path: describe_anew(path, places={'0.attn': dict(PLACE, ratio=0.5)}), 'do not fit'),
     ],
     ids=[
         'missing',
@@ -51,8 +58,10 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         'old checkpoint',
         'version',
         'description',
+        'type',
         'tensors',
         'path',
+        'no attention',
         'option',
     ],
 )

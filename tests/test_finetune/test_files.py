@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.finetuned import HOSTS, PLUG, config, gated, layers, outputs, snapshot, train, vanilla
+from helpers.finetuned import HOSTS, PLUG, config, describe_anew, gated, layers, outputs, snapshot, train, vanilla
 from mmengine.registry import MODELS
 from safetensors.torch import load_file
 from torch import nn
@@ -73,20 +73,101 @@ def test_a_file_holds_what_was_trained(host: str, trained: str, tmp_path: Path, 
         assert all(torch.equal(t, plain.state_dict()[name]) for name, t in model.state_dict().items())
 
 
-def test_another_host_is_told_by_its_first_differences(tmp_path: Path) -> None:
-    file = tmp_path / 'g.safetensors'
-    mmgate.save_gates(gated('segformer'), file)
+def test_a_model_for_other_classes_takes_the_gates(tmp_path: Path, warned: list[str]) -> None:
+    """A head that trained with them stays out, with one warning; other sizes inside the attention are an error."""
+    model, file = gated('segformer', train='gates'), tmp_path / 'g.safetensors'
+    model.decode_head.conv_seg.requires_grad_(True)
+    mmgate.save_gates(model, file)
     cfg = copy.deepcopy(config('segformer'))
     cfg.decode_head.num_classes = 7
-    with pytest.raises(ConfigError, match=r'decode_head\.conv_seg\.weight is \(7, 256, 1, 1\) instead of (?!.*more)'):
-        mmgate.load_gates(MODELS.build(cfg), file)
-    cfg.decode_head.channels = 64
-    with pytest.raises(ConfigError, match=r'; .*; .* and \d+ more\. Give the config'):
-        mmgate.load_gates(MODELS.build(cfg), file)
-    other = vanilla('segformer')
-    mmgate.swap_attention(other, dict(path='backbone.**', type='PLuGMultiheadAttention'))
-    with pytest.raises(ConfigError, match='Leave `attention` away'):
+    other = MODELS.build(cfg)
+    assert set(mmgate.load_gates(other, file)) == mmgate.gate_parameters(model).keys()
+    assert 'decode_head.conv_seg.weight is (7, 256, 1, 1) instead of (' in warned[0]
+    assert len([said for said in warned if 'are left out' in said]) == 1
+    other.init_weights()
+    other.load_state_dict(vanilla('segformer').backbone.state_dict(prefix='backbone.'), strict=False)
+    found = mmgate.gate_parameters(other)
+    assert all(torch.equal(gate, found[name]) for name, gate in mmgate.gate_parameters(model).items())
+    mmgate.train_only_gates(model, 'attention')
+    mmgate.save_gates(model, file)
+    cfg.backbone.embed_dims = 16
+    other = MODELS.build(cfg)
+    with pytest.raises(ConfigError, match=r'attention of other sizes .* is \(48, 16\) instead of .* and \d+ more'):
         mmgate.load_gates(other, file)
+    assert not mmgate.gate_parameters(other)
+
+
+def test_gates_that_a_model_has_are_those_of_the_file(tmp_path: Path) -> None:
+    model, file = layers(), tmp_path / 'g.safetensors'
+    mmgate.save_gates(model, file)
+    for rule in (dict(PLUG, gml='product'), dict(PLUG, path='0.attn', type='mmgate.SDPAGatedMultiheadAttention')):
+        other = layers(rule)
+        kept = snapshot(other)
+        with pytest.raises(ConfigError, match=r'0\.attn has .* instead of .*PLuG.*Leave `attention` away'):
+            mmgate.load_gates(other, file)
+        assert all(torch.equal(tensor, kept[name]) for name, tensor in other.state_dict().items())
+    mmgate.save_gates(layers(dict(PLUG, path='0.attn')), file)
+    with pytest.raises(ConfigError, match=r'1\.attn has .* instead of None'):
+        mmgate.load_gates(model, file)
+
+
+def test_layers_that_were_cut(tmp_path: Path) -> None:
+    """A file has the places that are left, by their names now, and fits a model that was cut alike."""
+    model, file, x = layers(dict(PLUG, path='1.attn')), tmp_path / 'g.safetensors', torch.randn(1, 3, 16)
+    del model[0]
+    mmgate.save_gates(model, file)
+    other = layers(())
+    del other[0]
+    mmgate.load_gates(other, file)
+    assert torch.equal(other(x), model(x))
+    assert mmgate.restore_attention(other) == ['0.attn']
+    mmgate.save_gates(layers(), file)
+    with pytest.raises(
+        ConfigError, match=r'holds gates of 1\.attn, where this model has no attention.* layers were cut'
+    ):
+        mmgate.load_gates(other, file)
+
+
+def test_gates_of_a_part_are_in_the_file_of_the_whole(tmp_path: Path) -> None:
+    """A part that was built with gates is filled; gates that are not there yet are put in."""
+    rules, file, x = dict(PLUG, path='0.attn'), tmp_path / 'g.safetensors', torch.randn(1, 3, 16)
+    model, other = (nn.ModuleDict(dict(backbone=layers(rules), head=layers(()))) for _ in range(2))
+    mmgate.swap_attention(model, dict(PLUG, path='head.1.attn', gml='product'))
+    for parameter in mmgate.gate_parameters(model).values():
+        nn.init.normal_(parameter)
+    mmgate.save_gates(model, file)
+    plain = nn.ModuleDict(dict(backbone=layers(()), head=layers(())))
+    for loaded in (other, plain):
+        assert set(mmgate.load_gates(loaded, file)) == mmgate.gate_parameters(model).keys()
+        for part in model:
+            torch.testing.assert_close(loaded[part](x), model[part](x), rtol=0, atol=0)
+    assert mmgate.restore_attention(plain) == ['backbone.0.attn', 'head.1.attn']
+
+
+def test_a_file_of_version_1(tmp_path: Path) -> None:
+    """It has patterns instead of places, in which ``**`` was any text; here by the names that 0.2.0 gave its fields."""
+    file, x = tmp_path / 'g.safetensors', torch.randn(1, 3, 16)
+    sdpa = dict(type='mmgate.SDPAGatedMultiheadAttention')
+    model = nn.Sequential(layers([dict(PLUG, path='0.attn'), dict(sdpa, path='1.attn')]))
+    mmgate.save_gates(model, file)
+    old = dict(version=1, host='Sequential', shapes={'0.1.attn.out_proj.bias': [16]}, places=None)
+    rules = [
+        dict(PLUG, path=['0**attn']),
+        dict(type=PLUG['type'], gml='product', path=['8.*', '*.norm']),
+        dict(sdpa, path=['**']),
+    ]
+    describe_anew(file, **old, rules={'0': [rules[0], rules[2]]})
+    for _ in range(2):  # into a vanilla model, and into one that has the gates
+        other = nn.Sequential(layers(()))
+        for _ in range(2):
+            mmgate.load_gates(other, file)
+            torch.testing.assert_close(other(x), model(x), rtol=0, atol=0)
+        assert mmgate.restore_attention(other) == ['0.0.attn', '0.1.attn']
+    with pytest.raises(ConfigError, match=r"0\.0\.attn has .*'product'.* instead of .*PLuG"):
+        mmgate.load_gates(nn.Sequential(layers(dict(PLUG, gml='product'))), file)
+    describe_anew(file, rules={'0': rules})
+    with pytest.raises(ConfigError, match='a rule in it finds no attention in this model: .*product'):
+        mmgate.load_gates(nn.Sequential(layers(())), file)
 
 
 def test_equal_rules_are_told_as_equal(tmp_path: Path) -> None:
@@ -108,7 +189,7 @@ def test_equal_rules_are_told_as_equal(tmp_path: Path) -> None:
     assert all(torch.equal(p, added[name]) for name, p in mmgate.gate_parameters(again).items())
 
 
-def test_calls_are_replayed_one_after_the_other(tmp_path: Path) -> None:
+def test_gates_of_several_calls_are_one_file(tmp_path: Path) -> None:
     rules = [dict(PLUG, path='0.attn'), dict(path='**', type='mmgate.SDPAGatedMultiheadAttention')]
     model, file, x = layers(rules), tmp_path / 'g.safetensors', torch.randn(1, 3, 16)
     for saved, other in ((model, layers(())), (nn.Sequential(model), nn.Sequential(layers(())))):
@@ -128,7 +209,7 @@ def test_what_trains_is_saved_wherever_it_was_said(wrap: Any, tmp_path: Path) ->
 
 @pytest.mark.parametrize('norm', [nn.utils.weight_norm, nn.utils.parametrizations.orthogonal])
 def test_gates_of_a_parametrized_model_go_into_a_file_and_come_off(norm: Any, tmp_path: Path) -> None:
-    """The gates go into a file for models that are parametrized alike, and come off."""
+    """The gates go into a file for models that are parametrized or not, and come off."""
     model, other, x, file = layers(), layers(()), torch.randn(1, 3, 16), tmp_path / 'g.safetensors'
     names = list(mmgate.gate_parameters(model))
     for one in (model, other):
@@ -139,6 +220,9 @@ def test_gates_of_a_parametrized_model_go_into_a_file_and_come_off(norm: Any, tm
     assert set(load_file(file)) == set(names)
     mmgate.load_gates(other, file)
     torch.testing.assert_close(other(x), model(x))
+    assert set(mmgate.load_gates(layers(()), file)) == set(names)
+    mmgate.train_only_gates(model, 'attention')
+    mmgate.save_gates(model, file)
     with pytest.raises(ConfigError, match=r'0\.attn\.out_proj\..* is missing instead of'):
         mmgate.load_gates(layers(()), file)
     for one in (model, other):

@@ -12,12 +12,13 @@ import pytest
 import torch
 from conftest import ROOT
 from helpers import zoo
+from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models.backbones.swin import ShiftWindowMSA
 from mmengine.registry import MODELS
 from mmengine.structures import BaseDataElement
 from torch import Tensor, nn
 
-import mmgate.registry
+import mmgate
 from mmgate import swap_attention
 from mmgate.analysis.complexity import count_model
 from mmgate.analysis.figures.gates import draw_gates
@@ -69,20 +70,29 @@ def macs(model: nn.Module, x: Tensor) -> int:
     return count_model(copy.deepcopy(model), x).macs  # which freezes what it counts
 
 
-def test_the_guide_for_contributors_works_when_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """CONTRIBUTING.md's examples, followed literally: both layers, and the rules that name them.
+def test_gates_that_are_written_by_the_guide(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The classes of docs/extend.md in hosts of each kind: they train, are counted, and drawn."""
+    guide = (ROOT / 'docs/extend.md').read_text()
+    monkeypatch.setattr(mmgate.MODELS, '_module_dict', dict(mmgate.MODELS.module_dict))
+    blocks = [part.split('```')[0] for part in guide.split('```python\n')[1:]]
+    exec('\n'.join(block for block in blocks if 'class Attention' not in block and 'swap_attention' not in block), {})
+    host = nn.ModuleDict(dict(attn=MultiScaleDeformableAttention(16, 4, 2, 3, batch_first=True, dropout=0.0)))
+    nn.init.normal_(host['attn'].attention_weights.weight)
+    maps = dict(
+        spatial_shapes=torch.tensor([[4, 4], [2, 2]]),
+        level_start_index=torch.tensor([0, 16]),
+        reference_points=torch.rand(2, 20, 2, 2),
+    )
+    tokens = torch.randn(2, 20, 16)
+    before = host['attn'](tokens, **maps)
+    swap_attention(host, dict(path='attn', type='LevelGate'))
+    torch.testing.assert_close(host['attn'](tokens, **maps), before)
+    host['attn'](tokens, **maps).square().sum().backward()
+    assert all(parameter.grad.abs().sum() > 0 for _, parameter in named_gate_parameters(host))
 
-    They train, are counted, and drawn where there is something to read.
-    """
-    guide = (ROOT / 'CONTRIBUTING.md').read_text()
-    layers = [part.split('```')[0] for part in guide.split('```python\n')[1:]]
-    rules = [eval(part.split('`')[0]) for part in guide.split('`attention=')[1:]]
-    monkeypatch.setattr(mmgate.registry.MODELS, '_module_dict', dict(mmgate.registry.MODELS.module_dict))
-    for layer in layers:
-        exec(layer, {'__name__': 'guide'})
-    over_map, dense = rules
+    dense = dict(path='encoder.layers.*.self_attn', type='HeadGate', factor=0.5)
     swin = dict(type='mmgate.Gated', host='mmdet.SwinTransformer', depths=(2, 2, 2, 2))
-    model = MODELS.build(dict(swin, attention=dict(over_map, path=over_map['path'].replace('backbone.', ''))))
+    model = MODELS.build(dict(swin, attention=dict(path='stages.0.**.attn', type='MeanGate')))
     attn = model.stages[0].blocks[1].attn
     assert isinstance(attn, ShiftWindowMSA) and type(attn.gate).__name__ == 'MeanGate'
     image = torch.randn(1, 3, 64, 64)

@@ -13,13 +13,12 @@ from helpers.projects import SHAPES, STARTS, Attention, MSDeformAttn, deformable
 from helpers.repositories import PLACES, Layer
 from torch import Tensor, nn
 
-from mmgate import adapts, gate_parameters, restore_attention, swap_attention
-from mmgate.analysis.probes.attention import POINTS
-from mmgate.analysis.probes.recording import record
+from mmgate import adapts, gate_parameters, record, restore_attention, swap_attention
 from mmgate.hosts.table import _ADAPTERS, adapter_for, gates_for, host_names
 from mmgate.layers import PLuGMultiScaleDeformableAttention
 from mmgate.layers.base.gate import Gate, Sizes
 from mmgate.layers.base.gated import GatedModule
+from mmgate.notes import POINTS
 
 DEFORMABLE = ('MultiScaleDeformableAttention', 'PLuGMultiScaleDeformableAttention')
 PLUG = DEFORMABLE[1]

@@ -1,4 +1,4 @@
-"""torch's attention, and mmcv's: keys and values of other widths, and what is read of a call."""
+"""torch's attention, and mmcv's: keys and values of other widths, and what is recorded of a call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from helpers.gated import GATES, gated_copy, learning
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from torch import nn
 
-from mmgate.hosts.readings import readings_of
+from mmgate import record
 
 
 @pytest.mark.parametrize('gate', GATES)
@@ -30,10 +30,15 @@ def test_attention_over_keys_and_values_of_other_widths_starts_as_the_vanilla_on
 
 
 @pytest.mark.parametrize('appended', [{}, dict(add_bias_kv=True), dict(add_zero_attn=True)], ids=str)
-def test_weights_and_values_that_are_read_make_the_output(appended: dict[str, bool]) -> None:
+def test_weights_and_values_that_are_recorded_make_the_output(appended: dict[str, bool]) -> None:
     """Those of the keys that torch appends among them."""
     module = filled(nn.MultiheadAttention(8, 2, batch_first=True, **appended), 0.5)
     given = {name: torch.randn(2, count, 8) for name, count in dict(query=3, key=5, value=5).items()}
-    weights, values = (readings_of(module)[name](module, given) for name in ('attention', 'values'))
+    mask = torch.tensor([[False, False, True, False, False]] * 3)
+    with record(module) as recording:
+        recorded = module(**given, attn_mask=mask)
+    weights, values = (recording[''][name].last for name in ('attention', 'values'))
     heads = (weights @ values).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(module.out_proj(heads), module(**given)[0])
+    expected = module(**given, attn_mask=mask)
+    torch.testing.assert_close(module.out_proj(heads), expected[0])
+    torch.testing.assert_close(recorded, expected)

@@ -78,10 +78,10 @@ def test_lambda_starts_where_it_was_set() -> None:
     x = torch.randn(3, 50, 64)
     gate = DifferentialV2Gate(Sizes(64, 4), init='identity', lambda_init=0.1)
     gate.reset_gate()
-    torch.testing.assert_close(gate.read_gate('gate', x), torch.full((3, 4, 50, 1), 0.1))
+    torch.testing.assert_close(gate._lambda(x), torch.full((3, 4, 50, 1), 0.1))
     gate = DifferentialV2Gate(Sizes(64, 4), lambda_init=0.1)
     gate.reset_gate()
-    found = gate.read_gate('gate', x)
+    found = gate._lambda(x)
     assert 0.08 < found.median() < 0.12 and found.std() > 0.02
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.equations import C, Call, D, H, linear, opened, split
 
+from mmgate import record
 from mmgate.layers import PLuGMultiheadAttention
 
 
@@ -40,7 +41,9 @@ def test_dense_plug_is_its_equations(options: dict[str, Any], backend: str) -> N
     (a, c), (b, e) = layer.attn.gate.gml.weight, layer.attn.gate.gml.bias
     squash = {'hardtanh': lambda x: x.clamp(-1, 1), 'softsign': lambda x: x / (1 + x.abs())}
     factor = squash.get(options.get('activation', 'tanh'), torch.tanh)((a * r + b) * (c * r + e))
-    torch.testing.assert_close(layer.attn.gate.read_gate('gate', *call.inputs), factor)
+    with record(layer, 'gate') as recording:
+        call.run(layer)
+    torch.testing.assert_close(recording['attn']['gate'].last, factor)
     factor = factor + options.get('residual', True)
     logits = call.q @ call.k.mT / D**0.5
     if 'position' in options:

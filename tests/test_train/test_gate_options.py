@@ -179,7 +179,7 @@ def test_without_the_options_nothing_changes() -> None:
     ('argv', 'said'),
     [
         (['--train', 'gates'], '--train gates: the model of .* has no gates; give --gate or --gates'),
-        (['--gate', 'a=PLuGMultiheadAttention', '--gates', 'x'], '--gates x brings its rules; leave --gate away'),
+        (['--gate', 'a=PLuGMultiheadAttention', '--gates', 'x'], '--gates x places its gates; leave --gate away'),
         (['--gate', 'a=Nothing'], '--gate a=Nothing: .* is not registered'),
         (['--gates', 'absent.safetensors'], 'absent.safetensors'),
     ],

@@ -72,7 +72,7 @@ def test_no_config_no_difference() -> None:
     model, content = gated(dict(PLUG, gml='sum')), checkpoint(PLUG)
     for meta in (None, {}, dict(cfg=None), dict(cfg='not python ('), dict(cfg='x = open(1)'), dict(cfg='model = 3')):
         assert other_options(model, dict(content, meta=meta)) == ''
-    # A file of gates brings its rules.
+    # A gates file places its gates.
     assert other_options(model, checkpoint(PLUG, cfg=dict(type='mmgate.Gated', host='A', gates='g.safetensors'))) == ''
     assert other_options(model, content['state_dict']) == ''
 

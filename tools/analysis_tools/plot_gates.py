@@ -7,7 +7,7 @@ import mmgate  # noqa: F401
 from mmgate.analysis.figures.gates import draw_gates
 from mmgate.analysis.loading import load_models, parser, write_csv
 from mmgate.analysis.probes.gates import gate_statistics, mean_maps
-from mmgate.analysis.probes.recording import GATES
+from mmgate.notes import GATES
 from mmgate.train import cli
 
 

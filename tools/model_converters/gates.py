@@ -87,8 +87,7 @@ def _merge(checkpoint: str, gates: str, out: str) -> int:
     content = read_gates(gates)
     whole = _load(checkpoint)
     state = copy(whole.get('state_dict', whole))  # with the versions of modules that state dicts carry
-    shapes = {name: list(tensor.shape) for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
-    content.refuse_other(gates, checkpoint, shapes)
+    content = content.fitted(gates, {name: one for name, one in state.items() if isinstance(one, torch.Tensor)})
     content.warn_of_other_values(gates, state)
     state.update(content.tensors)
     beside = f'{out}.part'

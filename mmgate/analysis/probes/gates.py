@@ -10,14 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmgate.analysis.probes.attention import gate_at
-from mmgate.analysis.probes.recording import GATES, class_tokens, predict, record
+from mmgate.analysis.probes.recording import class_tokens, predict, record
 from mmgate.analysis.probes.statistics import RunningStatistics
-from mmgate.layers.base.gate import Gate
+from mmgate.notes import GATES, Note
 
 LEVELS = 'levels'
-# The mean map of a gate's values, by the axes along which they differ. The gate's class declares these in
-# ``gate_readings``.
+# The mean map of a gate's values, by the axes along which they differ, which the gate notes with them.
 MAPS = {
     'pairs': lambda x: x.mean((0, 1)),  # of (B, H|1, N, M)
     LEVELS: lambda x: x.mean((0, 1, 4)),  # of (B, Q, H|1, L|1, P|1), see level_means for others
@@ -46,7 +44,7 @@ class GateMap:
 
     @property
     def name(self) -> str:
-        """The name of the reading, as the gates' class declares it."""
+        """The name by which the gates note their values."""
         return self.gates[0].name
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -63,9 +61,13 @@ class GateMap:
 class LayerGate:
     """Statistics of one gate of one layer, gathered over the images of a data set.
 
+    Args:
+        first: The gate's first note.
+
     Attributes:
         path: Path of the layer.
-        name: Name of the reading, which the gate declares.
+        name: Name of the note.
+        kind: Name of the gate's class.
         axes: The gate has a value for each of these: ``'pairs'``, ``'levels'``, ``'heads'``, or others without a map.
         unchanged: The value at which attention is as without the gate; None if there is none.
         statistics: Statistics over all values.
@@ -74,13 +76,14 @@ class LayerGate:
 
     class_tokens = 0
 
-    def __init__(self, path: str, name: str, gate: Gate) -> None:
-        self.path = path
-        self.name = name
-        self.axes = gate.gate_readings[name]
-        self.unchanged = gate.unchanged_value(name)
+    def __init__(self, first: Note) -> None:
+        self.path = first.path
+        self.name = first.name
+        self.kind = type(first.owner).__name__
+        self.axes = first.axes
+        self.unchanged = first.unchanged
         self.statistics = RunningStatistics(self.unchanged)
-        self._num_points: Any = getattr(gate, 'num_points', 1)
+        self._num_points: Any = getattr(first.owner, 'num_points', 1)
         self._maps = torch.zeros(())  # sum over images
         self._count = 0
 
@@ -131,11 +134,11 @@ def level_means(x: Tensor, num_points: Sequence[int]) -> Tensor:
 
 def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[LayerGate]:
     """Run a model over batches and return the statistics of each of its gates, in the order of the layers."""
-    gates: dict[str, Any] = dict(model.named_modules())
-    with record(model, [GATES], accumulate=lambda path, name: LayerGate(path, name, gate_at(gates[path]))) as recording:
+    with record(model, [GATES], accumulate=LayerGate) as recording:
         for batch in batches:
             predict(model, batch)
-    found = [gate for path in sorted(recording, key=list(gates).index) for gate in recording[path].values()]
+    order = [path for path, _ in model.named_modules()]
+    found = [gate for path in sorted(recording, key=order.index) for gate in recording[path].values()]
     maps = {gate.path: gate.coefficients for gate in found if gate.axes == 'pairs'}
     square = {path: len(x) for path, x in maps.items() if x is not None and x.shape[0] == x.shape[1]}
     extra = class_tokens(model, square)

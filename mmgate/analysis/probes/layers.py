@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from mmgate.analysis.probes.measures import row_shares
-from mmgate.analysis.probes.recording import ACTIVATION, GATES, class_tokens, nearest, predict, record
-from mmgate.analysis.probes.statistics import Kept, RunningStatistics
+from mmgate.analysis.probes.recording import ACTIVATION, class_tokens, nearest, predict, record
+from mmgate.analysis.probes.statistics import RunningStatistics
+from mmgate.notes import GATES, Kept, Note
 
 NAN = float('nan')
 
@@ -34,8 +35,8 @@ def _activations(states: Tensor) -> Tensor:
 _REDUCED = {'attention': _shares, ACTIVATION: _activations}
 
 
-def _accumulate(path: str, name: str) -> Kept | RunningStatistics:
-    return Kept(_REDUCED[name]) if name in _REDUCED else RunningStatistics()
+def _accumulate(first: Note) -> Kept | RunningStatistics:
+    return Kept(_REDUCED[first.name]) if first.name in _REDUCED else RunningStatistics()
 
 
 def sinks(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -121,7 +122,7 @@ def kv_ranks(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict[s
 
     Source: SAGA, Figs. 1 and 5.
     """
-    with record(model, ['kv'], accumulate=lambda path, name: Kept(_ranks)) as recording:
+    with record(model, ['kv'], accumulate=lambda first: Kept(_ranks)) as recording:
         for batch in batches:
             predict(model, batch)
     rows = []

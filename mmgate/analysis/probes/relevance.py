@@ -24,8 +24,8 @@ from mmgate.analysis.probes.recording import (
     predicted,
     record,
 )
-from mmgate.analysis.probes.statistics import Kept
 from mmgate.errors import ConfigError
+from mmgate.notes import Kept
 
 _DECODER = re.compile(r'(^|\.)(transformer_)?decoder\.layers\.\d+\.(self|cross)_attn(\.|$)')
 _ENCODER = re.compile(r'(^|\.)encoder\.layers\.')
@@ -49,7 +49,7 @@ def query_rows(weights: Tensor) -> Tensor:
 def record_maps(model: nn.Module, reduce: Callable[[Tensor], Tensor] = head_mean) -> AbstractContextManager[Recording]:
     """Return a context that records attention maps (by default means over heads), their layout, and predictions."""
     names = ('attention', 'geometry', 'map_size', PREDICTIONS)
-    return record(model, names, accumulate=lambda path, name: Kept(reduce) if name == 'attention' else Kept())
+    return record(model, names, accumulate=lambda first: Kept(reduce) if first.name == 'attention' else Kept())
 
 
 def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from mmgate.analysis.probes.attention import POINTS
 from mmgate.analysis.probes.recording import PREDICTIONS, Recording, Sample, best_queries, predicted, record
 from mmgate.analysis.probes.relevance import padded_size
 from mmgate.errors import ConfigError
+from mmgate.notes import POINTS
 from mmgate.ops.deformable.uneven import padded
 
 

@@ -1,8 +1,6 @@
-"""Accumulators for recorded tensors: keep all of them, or only running statistics, so that memory stays bounded."""
+"""Accumulator of running statistics of recorded tensors, in constant memory."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -10,27 +8,6 @@ from torch import Tensor
 
 EDGES = np.linspace(-4, 4, 401)  # of histograms
 NEAR_ZERO = 0.1  # a gate below it, in absolute value, counts as 0: closed, or, PLuG's, without effect
-
-
-class Kept:
-    """Accumulator that keeps every recorded tensor on the CPU, in the list ``tensors``, in the order of the passes.
-
-    Args:
-        reduce: Function applied to every tensor first.
-    """
-
-    def __init__(self, reduce: Callable[[Tensor], Tensor] = lambda x: x) -> None:
-        self.reduce = reduce
-        self.tensors: list[Tensor] = []
-
-    def add(self, x: Tensor) -> None:
-        """Keep a copy of a tensor, because the model may write into the tensor later."""
-        self.tensors.append(self.reduce(x.detach()).to('cpu', copy=True))
-
-    @property
-    def last(self) -> Tensor:
-        """The tensor that the last forward pass added."""
-        return self.tensors[-1]
 
 
 class RunningStatistics:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from mmgate.layers.base.gate import Gate, Sizes
 from mmgate.layers.base.gated import GatedModule
 from mmgate.layers.base.mmcv_or_torch import MMCVMultiScaleDeformableAttention
+from mmgate.notes import note
 from mmgate.ops.backend import check_backend
-from mmgate.ops.deformable import ms_deform_attn
+from mmgate.ops.deformable import attention_weights, ms_deform_attn, offset_locations
 from mmgate.ops.deformable.uneven import axes_of_samples, points_of_levels
 from mmgate.ops.layout import broadcasts_to, check_layout
 from mmgate.registry import MODELS
@@ -78,7 +79,6 @@ class DeformableHost(GatedModule):
         offsets: Tensor,
         logits: Tensor,
         reference_points: Tensor,
-        gating: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """Sample the values at each query's points, weighted by the softmax of the gated logits: ``(B, Q, H d)``.
 
@@ -91,9 +91,27 @@ class DeformableHost(GatedModule):
                 numbers of points, N in all.
             logits: Logits of the sampling points ``(B, Q, H, L, P)``, or ``(B, Q, H, N)``.
             reference_points: Reference points or boxes ``(B, Q, L|1, 2 or 4)``, 0 to 1.
-            gating: Result of :meth:`DeformableGate.modulate`, where the host has it already.
+
+        It notes for figures the sampling locations ``(B, Q, H, L, P, 2)`` as (x, y), 0 to 1 over a level with its
+        padding; the weights ``(B, Q, H, L, P)``; the reference points, a place for each level; the shapes of the levels
+        and their numbers of points ``(L,)``. If the levels have different numbers of points, locations are
+        ``(B, Q, H, N, 2)`` and weights ``(B, Q, H, N)``: the points of the first level, then those of the second, and
+        so on.
         """
+        gating = self.gate.modulate(query)
         num_points = self.gate.num_points
+        levels = len(spatial_shapes)
+        uneven = None if isinstance(num_points, int) else num_points
+        counts = [num_points] * levels if isinstance(num_points, int) else num_points
+
+        def points() -> Tensor:
+            return reference_points.expand(-1, -1, levels, -1)
+
+        note(self.gate, 'locations', lambda: offset_locations(offsets, points(), spatial_shapes, uneven))
+        note(self.gate, 'weights', lambda: attention_weights(logits, **gating))
+        note(self.gate, 'reference_points', points)
+        note(self.gate, 'spatial_shapes', spatial_shapes)
+        note(self.gate, 'num_points', lambda: torch.tensor(counts))
         return ms_deform_attn(
             value,
             spatial_shapes,
@@ -101,9 +119,9 @@ class DeformableHost(GatedModule):
             offsets,
             logits,
             reference_points=reference_points,
-            num_points=None if isinstance(num_points, int) else num_points,
+            num_points=uneven,
             backend=self.gate.backend,
-            **(self.gate.modulate(query) if gating is None else gating),
+            **gating,
         )
 
 

@@ -8,8 +8,10 @@ and value projections, calls the gate, and applies the host's output projection.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -17,6 +19,7 @@ from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import Gate, Sizes
 from mmgate.layers.base.gated import GatedModule, gated_class, is_off, record_of
 from mmgate.layers.base.mmcv_or_torch import MultiheadAttention
+from mmgate.notes import note, noted
 from mmgate.ops.layout import broadcasts_to, check_layout
 from mmgate.ops.masks import merge_masks
 from mmgate.ops.tracing import is_exporting
@@ -32,7 +35,8 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 class DenseGate(Gate):
     """Base class of gates in dense attention; a subclass computes gate and attention in :meth:`attend`.
 
-    The host keeps its projections.
+    The host keeps its projections. By itself it is softmax attention without a gate, with which vanilla attention is
+    recorded.
 
     Args:
         sizes: Sizes of the host's attention.
@@ -76,24 +80,13 @@ class DenseGate(Gate):
             value: Projected values ``(B, H, M, d)``.
             inputs: Query, key and value before projection, ``(B, N|M, C)``.
             bias: Bias of the logits, broadcastable to ``(B, H, N, M)``, -inf where a key is masked; or None.
+
+        Figures draw the weights ``(B, H, N, M)`` and the values ``(B, H, M, d)`` that they multiply, if the method
+        notes them as ``'attention'`` and ``'values'``. torch's module returns the weights that are noted.
         """
-        raise TypeError(f'{type(self).__name__} computes no attention; use a subclass.')
-
-    def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Return the attention weights ``(B, H, N, M)`` for figures; the arguments are those of :meth:`attend`.
-
-        Where a gate does not have them, torch's module returns None for its weights.
-        """
-        raise TypeError(f'{type(self).__name__} computes no attention; use a subclass.')
-
-    def weighed_values(self, value: Tensor, inputs: Inputs) -> Tensor:
-        """Return the values ``(B, H, M, d)`` that attention weights multiply, for figures; a gate may change them.
-
-        Args:
-            value: Projected values ``(B, H, M, d)``.
-            inputs: Query, key and value before projection.
-        """
-        return value
+        note(self, 'attention', lambda: softmax_map(query, key, bias))
+        note(self, 'values', value)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=self.drop_rate)
 
     def finish(self, output: Tensor, query: Tensor, inputs: Inputs) -> Tensor:
         """Return the output after the output projection; a gate that acts there overrides this to change it.
@@ -121,6 +114,12 @@ class DenseGate(Gate):
         if self.adds_queries:
             return 'adds a second set of queries'
         return 'splits heads into two streams' if self.two_streams else ''
+
+
+def softmax_map(query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute the weights ``(B, H, N, M)`` of softmax attention, which fused kernels do not form."""
+    logits = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+    return (logits if bias is None else logits + bias).softmax(-1)
 
 
 class WithSizes(Protocol):
@@ -217,9 +216,20 @@ class DenseHost(GatedModule):
         return gate.finish(out_proj(gate.merge_heads(heads)), query, inputs)
 
 
-def check_scale(host: WithScale) -> None:
+def is_plain(gate: Any) -> bool:
+    """Return True for attention without a gate, with which a vanilla host is recorded."""
+    return type(gate) is DenseGate
+
+
+def usual_factor(host: WithScale) -> float:
+    """Return the factor by which an attention's logits exceed those with the usual scale ``1 / sqrt(d)``."""
+    usual = (host.embed_dims // host.num_heads) ** -0.5
+    return 1.0 if host.scale == usual else host.scale / usual
+
+
+def check_scale(host: WithScale, gate: Any) -> None:
     """Raise ConfigError if an attention scales its logits by another number than ``1 / sqrt(d)``, which gates use."""
-    if host.scale != (host.embed_dims // host.num_heads) ** -0.5:
+    if usual_factor(host) != 1 and not is_plain(gate):
         raise ConfigError(f'this {type(host).__name__} has another qk_scale than 1 / sqrt(d).')
 
 
@@ -247,9 +257,9 @@ class GatedTorchAttention(DenseHost):
         )
 
     @classmethod
-    def check_host(cls, host: nn.MultiheadAttention) -> None:
+    def check_gate(cls, host: nn.MultiheadAttention, gate: Any) -> None:
         """Raise ConfigError if torch appends a key (``bias_k``, zeros), for which a gate has no input."""
-        if host.bias_k is not None or host.add_zero_attn:
+        if (host.bias_k is not None or host.add_zero_attn) and not is_plain(gate):
             raise ConfigError(
                 'no input belongs to the key that add_bias_kv or add_zero_attn appends; leave them at False.'
             )
@@ -292,7 +302,7 @@ class GatedTorchAttention(DenseHost):
 
         Returns:
             The output, and the weights ``(B, N, M)`` or ``(B, H, N, M)``, without dropout; or None for the weights if
-            ``need_weights=False`` or if the gate has no :meth:`.DenseGate.attention_map`.
+            ``need_weights=False`` or if the gate notes none in its :meth:`.DenseGate.attend`.
 
         Raises:
             TypeError: An input is no tensor.
@@ -324,18 +334,20 @@ class GatedTorchAttention(DenseHost):
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         inputs = (query, key, value)
         q, k, v = self.project(inputs)
+        for _ in range(k.shape[2] - key.shape[1]):  # which torch has appended
+            attn_mask = None if attn_mask is None else F.pad(attn_mask, (0, 1))
+            key_padding_mask = None if key_padding_mask is None else F.pad(key_padding_mask, (0, 1))
         bias, dead = merge_masks(attn_mask, key_padding_mask, q.shape[0], self.num_heads, q.dtype)
         full = (*q.shape[:3], k.shape[2])
         if bias is not None and not is_exporting() and not broadcasts_to(bias.shape, full):
             masks = (mask for mask in (attn_mask, key_padding_mask) if mask is not None)
             shapes = ' and '.join(str(tuple(mask.shape)) for mask in masks)
             raise ValueError(f'attn_mask and key_padding_mask must fit (B, H, N, M) = {tuple(full)}, got {shapes}.')
-        output = self.attend_merged((q, k, v), inputs, self.out_proj, bias, dead)
-        weights = None
         if need_weights is None:
             need_weights = not self._is_wrapped
-        if need_weights and type(self.gate).attention_map is not DenseGate.attention_map:
-            weights = self.gate.attention_map(q, k, inputs, bias)
+        attend = partial(self.attend_merged, (q, k, v), inputs, self.out_proj, bias, dead)
+        output, weights = noted(self.gate, 'attention', attend) if need_weights else (attend(), None)
+        if weights is not None:
             weights = weights if dead is None else weights.masked_fill(dead, 0.0)
             weights = weights.mean(1) if average_attn_weights else weights
         output = output.transpose(0, 1)
@@ -351,7 +363,14 @@ class GatedTorchAttention(DenseHost):
         weights = separate if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         projected = (F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
-        query, key, value = (self.gate.split_heads(x) for x in projected)
+        query, key, value = projected
+        if self.bias_k is not None:
+            key = torch.cat([key, self.bias_k.expand(len(key), 1, -1)], 1)
+            value = torch.cat([value, self.bias_v.expand(len(value), 1, -1)], 1)
+        if self.add_zero_attn:
+            key = F.pad(key, (0, 0, 0, 1))
+            value = F.pad(value, (0, 0, 0, 1))
+        query, key, value = (self.gate.split_heads(x) for x in (query, key, value))
         return query, key, value
 
 

@@ -10,7 +10,7 @@ and then draws every :class:`Gate` from a random stream of the gate's name.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -80,7 +80,8 @@ class Gate(nn.Module):
 
     A subclass takes :class:`Sizes` and keyword-only options; a rule may set these options and nothing else. The kind of
     a gate is the method that it has: ``modulate`` (:class:`~mmgate.layers.base.deformable.DeformableGate`), ``attend``
-    (:class:`~mmgate.layers.base.dense.DenseGate`) or ``mix`` (:class:`~mmgate.layers.base.map.MapGate`).
+    (:class:`~mmgate.layers.base.dense.DenseGate`) or ``mix`` (:class:`~mmgate.layers.base.map.MapGate`). The base class
+    of a kind is that attention without a gate. Figures show what the method hands to :func:`mmgate.note`.
 
     Args:
         sizes: Sizes of the host's attention.
@@ -92,12 +93,6 @@ class Gate(nn.Module):
         undecayed: Names of the parameters, or of the children with parameters, without weight decay, which would only
             pull them to zero: scalars, norms, positions, and biases of logits or that hold the gate's start. Linear
             layers and convolutions decay, weight and bias, as the host's do.
-        gate_readings: Readings that figures and statistics show of the gate. The key is the reading's name, which
-            :meth:`read_gate` takes; any name will do that no other reading of attention has. The value says what each
-            number belongs to, and with it the shape of the reading: ``'pairs'`` of queries and keys, ``(B, H|1, N,
-            M)``; ``'levels'``, ``(B, Q, H|1, L|1, P|1)``, or ``(B, Q, H|1, N|1)`` with N points in all where levels
-            have different numbers of them; ``'heads'``, ``(B, H|1, N|1, d|1)``; or ``'channels'``, ``(B, N, C)``. B may
-            be 1 where the reading does not depend on the image.
         identity_start: True if, by default, the gated attention starts as the vanilla one.
         trial_rate: Learning rate with which the gate moves in a short training of a trained model, as a multiple of the
             model's: the default of a trial.
@@ -110,7 +105,6 @@ class Gate(nn.Module):
     """
 
     undecayed: tuple[str, ...] = ()
-    gate_readings: Mapping[str, str] = {}
     identity_start = False
     trial_rate = 1.0
     operator: str | None = None
@@ -150,27 +144,6 @@ class Gate(nn.Module):
         if before and not any(parameter.is_meta for parameter in self.parameters()):
             draw_gate(self.drawn_as, self)
         return self
-
-    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
-        """Return the gate's values for given inputs, for figures and statistics.
-
-        A gate that ``attend`` or ``mix`` computes from the projected query, key or value cannot be read: this method
-        gets the inputs of the projections.
-
-        Args:
-            name: Name of the reading in :attr:`gate_readings`.
-            *inputs: Tensors from which the gate is computed. Dense attention: query, key and value before their
-                projection, ``(B, N|M, C)``. Attention over a map: its tokens ``(B, N, C)``. Deformable attention: the
-                query ``(B, Q, C)`` with its position embedding.
-        """
-        raise TypeError(f'{type(self).__name__} does not say how its gate is read.')
-
-    def unchanged_value(self, name: str) -> float | None:
-        """Return the value of the gate at which attention is as without it, such as 0 or 1; None if there is none.
-
-        ``name`` is a reading in :attr:`gate_readings`.
-        """
-        return None
 
     def prepare_count(self) -> None:
         """Prepare the gate for counting multiply-accumulates: leave out computations that do not count.

@@ -59,8 +59,6 @@ class GatedModule(nn.Module):
         vits: Patterns of packages, modules and classes of vision transformers, each for one part of a dotted name, with
             ``*`` for any letters. A host is in a vision transformer if a pattern matches its class or that of a module
             around it.
-        over_channels: True if the channels of a head attend to each other instead of tokens. Then there are no
-            attention weights or gates of tokens to record.
     """
 
     gate: Any
@@ -68,7 +66,6 @@ class GatedModule(nn.Module):
     host_signature: ClassVar[bool] = False
     own_gates: ClassVar[str] = ''
     vits: ClassVar[tuple[str, ...]] = ('backbones', 'mmpretrain', 'timm')
-    over_channels: ClassVar[bool] = False
     switch: Switch | None = None
 
     if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from mmgate.layers.base.gate import Gate, Sizes, StateDict
 from mmgate.layers.base.gated import GatedModule
 from mmgate.layers.base.mmcv_or_torch import build_dropout
 from mmgate.layers.parts.options import integer, number
+from mmgate.notes import note
 from mmgate.ops.layout import check_layout
 from mmgate.ops.tracing import is_compiling
 
@@ -29,7 +30,7 @@ MAPS = 'maps'
 class MapGate(Gate):
     """Base class of gates that replace the attention over a map's tokens; a subclass mixes them in :meth:`mix`.
 
-    The host keeps its projections.
+    The host keeps its projections. By itself it is softmax attention over all tokens.
 
     Position terms in a checkpoint of another resolution are resized on loading, as a forward pass resizes them
     for a map of another size.
@@ -67,19 +68,15 @@ class MapGate(Gate):
             k: Projected keys ``(B, N, C)``.
             v: Projected values ``(B, N, C)``.
             hw_shape: Height and width of the map, ``N = class_tokens + H W``.
+
+        Figures draw what it notes: ``'attention'`` ``(B, H, N, N)``, ``'values'``, ``'agents'``, ``'kv'``, and as
+        ``'geometry'`` the layout of the tokens, see :mod:`mmgate.analysis.probes.places`.
         """
-        raise TypeError(f'{type(self).__name__} mixes no tokens; use a subclass.')
-
-    def read_map(self, name: str, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Return a map of this attention for figures; ``name`` is one of :meth:`map_readings`.
-
-        The other arguments are those of :meth:`mix`.
-        """
-        raise TypeError(f'{type(self).__name__} has no reading {name!r}.')
-
-    def map_readings(self) -> tuple[str, ...]:
-        """Return the names of the maps for figures: some of ``'attention'``, ``'agents'``, ``'kv'``, ``'geometry'``."""
-        return ()
+        q, k, v = (self.split_heads(t) for t in (q, k, v))
+        note(self, 'attention', lambda: (q @ k.transpose(-1, -2) * self.scale).softmax(-1))
+        note(self, 'values', v)
+        heads = F.scaled_dot_product_attention(q, k, v, dropout_p=self.drop_rate, scale=self.scale)
+        return self.merge_heads(heads)
 
     def map_of(self, tokens: int) -> Size:
         """Guess height and width of a map from its number of tokens, class token included.

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import GatedMapAttention, Size
-from mmgate.ops.linear_attention import linear_angular_attention
+from mmgate.notes import note
+from mmgate.ops.linear_attention import key_value_map, linear_angular_attention
 from mmgate.registry import MODELS
 
 from ..parts.options import check_option
@@ -46,17 +47,15 @@ class LinearAngularGate(LinearGate):
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
         """Attend in each head by linear angular attention, and return the tokens ``(B, N, C)``."""
-        return self.merge_heads(linear_angular_attention(*(self.split_heads(t) for t in (q, k, v))))
+        q, k, v = (self.split_heads(t) for t in (q, k, v))
+        note(self, 'kv', lambda: key_value_map(F.normalize(k, dim=-1), v))
+        return self.merge_heads(linear_angular_attention(q, k, v))
 
     def convolve(self, v: Tensor, hw_shape: Size) -> Tensor:
         """Convolve the values ``(B, N, C)`` along the tokens, or over the map with ``convolution='map'``."""
         if self.along_tokens:
             return self.merge_heads(self.dwc(self.split_heads(v)))
         return super().convolve(v, hw_shape)
-
-    def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
-        """Return the keys' features ``(B, H, N, d)`` for figures of ``K^T V``, see :meth:`.LinearGate.key_features`."""
-        return F.normalize(self.split_heads(k), dim=-1)
 
 
 @MODELS.register_module()

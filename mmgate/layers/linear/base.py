@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import Sizes, StateDict, start_linear
 from mmgate.layers.base.map import MapGate, Size
+from mmgate.notes import note
 from mmgate.ops.linear_attention import key_value_map, rotate
 
 from ..parts.options import height_and_width, integer
@@ -85,16 +86,11 @@ class LinearGate(MapGate):
             nn.init.zeros_(self.position_encoding)
         start_linear(*(getattr(self, name) for name in self.gate_layers))
 
-    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
-        """Return the gate called ``name`` for each token and channel, ``(B, N, C)``."""
-        return getattr(self, name)(inputs[0])
-
-    def unchanged_value(self, name: str) -> float | None:
-        """Return 1, at which gates change nothing: they multiply keys, values and the output."""
-        return 1
-
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Compute linear attention without the convolution, ``(B, N, C)``; the arguments are those of :meth:`mix`."""
+        """Compute linear attention without the convolution, ``(B, N, C)``; the arguments are those of :meth:`mix`.
+
+        It calls :meth:`note_map` with what it multiplies.
+        """
         raise TypeError(f'{type(self).__name__} mixes no tokens; use a subclass.')
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
@@ -102,30 +98,16 @@ class LinearGate(MapGate):
         out = self.attend(x, q, self._with_positions(k, hw_shape), v, hw_shape)
         if self.dwc is not None:
             out = out + self.convolve(v, hw_shape)
-        gate_out = getattr(self, 'gate_out', None)
-        return out if gate_out is None else out * gate_out(x)
+        if getattr(self, 'gate_out', None) is None:
+            return out
+        gate = self.gate_out(x)
+        note(self, 'gate_out', gate, 'channels', unchanged=1)
+        return out * gate
 
-    def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
-        """Return the features of the keys ``(B, H, N, d)``, the K in the attention's ``K^T V``, for figures."""
-        raise TypeError(f'{type(self).__name__} has no map K^T V.')
-
-    def map_readings(self) -> tuple[str, ...]:
-        """Return the names of what figures can show: ``'kv'``, the map ``K^T V``, if there are :meth:`key_features`."""
-        return ('kv',) if type(self).key_features is not LinearGate.key_features else ()
-
-    def read_map(self, name: str, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Return the map ``K^T V / N`` ``(B, H, d, d)`` for figures; the arguments are those of :meth:`mix`."""
-        return self.key_value_map(x, q, self._with_positions(k, hw_shape), v, hw_shape)
-
-    def key_value_map(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Compute the map ``K^T V / N`` ``(B, H, d, d)`` from gated keys, with their positions, and gated values."""
-        if 'gate_k' in self.gate_readings:
-            k = k * self.read_gate('gate_k', x)
-        if 'gate_v' in self.gate_readings:
-            v = v * self.read_gate('gate_v', x)
+    def note_map(self, k: Tensor, v: Tensor) -> None:
+        """Note for figures the map ``K^T V / N`` ``(B, H, d, d)`` of features of the keys and of values, by heads."""
         # Features that are powers are in 32 bits where the values have 16.
-        keys = self.key_features(q, k, hw_shape)
-        return key_value_map(keys, self.split_heads(v).to(keys.dtype))
+        note(self, 'kv', lambda: key_value_map(k, v.to(k.dtype)))
 
     def convolve(self, v: Tensor, hw_shape: Size) -> Tensor:
         """Convolve the values ``(B, N, C)`` over the map; the class token gets zeros."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from mmgate.layers.base.map import GatedMapAttention, Size
-from mmgate.ops.linear_attention import efficient_attention
+from mmgate.notes import note
+from mmgate.ops.linear_attention import efficient_attention, key_value_map
 from mmgate.registry import MODELS
 
 from .base import LinearGate
@@ -22,11 +23,9 @@ class EfficientGate(LinearGate):
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
         """Attend in each head by efficient attention, and return the tokens ``(B, N, C)``."""
-        return self.merge_heads(efficient_attention(*(self.split_heads(t) for t in (q, k, v))))
-
-    def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
-        """Return the keys' features ``(B, H, N, d)`` for figures of ``K^T V``, see :meth:`.LinearGate.key_features`."""
-        return self.split_heads(k).softmax(-2) * k.shape[-2]
+        q, k, v = (self.split_heads(t) for t in (q, k, v))
+        note(self, 'kv', lambda: key_value_map(k.softmax(-2) * k.shape[-2], v))
+        return self.merge_heads(efficient_attention(q, k, v))
 
 
 @MODELS.register_module()

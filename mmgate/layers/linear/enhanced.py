@@ -29,11 +29,8 @@ class EnhancedLinearGate(LinearGate):
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
         """Attend in each head by linear attention with ReLU features, and return the tokens ``(B, N, C)``."""
         q, k, v = (self.split_heads(t) for t in (q.relu(), k.relu(), v))
+        self.note_map(k, v)
         return self.merge_heads(kernel_attention(q, k, v))
-
-    def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
-        """Return the keys' features ``(B, H, N, d)`` for figures of ``K^T V``, see :meth:`.LinearGate.key_features`."""
-        return self.split_heads(k.relu())
 
 
 @MODELS.register_module()

@@ -58,11 +58,9 @@ class FocusedLinearGate(LinearGate):
         """Sharpen queries and keys, attend in each head, and return the tokens ``(B, N, C)``."""
         scale = F.softplus(self.focus_scale)
         q, k = (focused_features((t.relu() + EPS) / scale, self.power) for t in (q, k))
-        return self.merge_heads(kernel_attention(*(self.split_heads(t) for t in (q, k, v))))
-
-    def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
-        """Return the keys' features ``(B, H, N, d)`` for figures of ``K^T V``, see :meth:`.LinearGate.key_features`."""
-        return self.split_heads(focused_features((k.relu() + EPS) / F.softplus(self.focus_scale), self.power))
+        q, k, v = (self.split_heads(t) for t in (q, k, v))
+        self.note_map(k, v)
+        return self.merge_heads(kernel_attention(q, k, v))
 
 
 @MODELS.register_module()

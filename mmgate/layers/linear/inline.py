@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import GatedMapAttention, Size
-from mmgate.ops.linear_attention import inline_attention
+from mmgate.notes import note
+from mmgate.ops.linear_attention import inline_attention, key_value_map
 from mmgate.registry import MODELS
 
 from .base import LinearGate
@@ -56,8 +57,9 @@ class InLineGate(LinearGate):
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
         """Attend in each head and add the values, convolved with kernels that depend on the image."""
-        heads = inline_attention(*(self.split_heads(t) for t in (q, k, v)), scale=self.scale)
-        out = self.merge_heads(heads)
+        heads = [self.split_heads(t) for t in (q, k, v)]
+        note(self, 'kv', lambda: key_value_map(heads[1] - heads[1].mean(-2, keepdim=True), heads[2]))
+        out = self.merge_heads(inline_attention(*heads, scale=self.scale))
         batch = len(x)
         # An empty batch would make a convolution of no groups.
         if self.local is None or not batch:
@@ -67,10 +69,6 @@ class InLineGate(LinearGate):
         images = v[:, self.class_tokens :].transpose(1, 2).reshape(1, batch * self.embed_dims, *hw_shape)
         local = F.conv2d(images, weight.to(images.dtype), padding=KERNEL // 2, groups=batch * self.embed_dims)
         return out + self.after_class_token(local.view(batch, self.embed_dims, -1).transpose(1, 2))
-
-    def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
-        """Return the keys' features ``(B, H, N, d)`` for figures of ``K^T V``, see :meth:`.LinearGate.key_features`."""
-        return self.split_heads(k - k.mean(-2, keepdim=True))
 
 
 @MODELS.register_module()

@@ -47,11 +47,9 @@ class MLLAGate(LinearGate):
         q = F.elu(q) + 1
         k = F.elu(k) + 1
         tokens = (self.rotate(q, hw_shape), self.rotate(k, hw_shape), v, q, k)
-        return self.merge_heads(kernel_attention(*(self.split_heads(t) for t in tokens)))
-
-    def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
-        """Return the keys' features ``(B, H, N, d)`` for figures of ``K^T V``, see :meth:`.LinearGate.key_features`."""
-        return self.split_heads(self.rotate(F.elu(k) + 1, hw_shape))
+        turned_q, turned_k, v, q, k = (self.split_heads(t) for t in tokens)
+        self.note_map(turned_k, v)
+        return self.merge_heads(kernel_attention(turned_q, turned_k, v, q, k))
 
 
 @MODELS.register_module()

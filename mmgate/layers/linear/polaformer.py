@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import GatedMapAttention, Size
+from mmgate.notes import note
 from mmgate.ops.linear_attention import key_value_map, polarity_attention, polarity_features
 from mmgate.registry import MODELS
 
@@ -41,7 +42,6 @@ class PolaFormerGate(LinearGate):
     # One half of the channels is for each polarity.
     head_multiple = 2
     undecayed = (*LinearGate.undecayed, 'focus_scale', 'power')
-    gate_readings = {'gate_out': 'channels'}
 
     def __init__(
         self,
@@ -66,20 +66,18 @@ class PolaFormerGate(LinearGate):
         """Attend in each head to parts of the same and of opposite sign, and return the tokens ``(B, N, C)``."""
         scale = F.softplus(self.focus_scale)
         q, k, v = (self.split_heads(t) for t in (q / scale, k / scale, v))
-        return self.merge_heads(polarity_attention(q, k, v, 1 + self.alpha * self.power.sigmoid()))
+        power = 1 + self.alpha * self.power.sigmoid()
+        note(self, 'kv', lambda: _polar_map(k, v, power))
+        return self.merge_heads(polarity_attention(q, k, v, power))
 
-    def key_value_map(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Compute the map ``K^T V / N`` ``(B, H, 2 d, d)`` for queries of both signs, for figures."""
-        key = self.split_heads(k / F.softplus(self.focus_scale))
-        positive, negative = polarity_features(key, 1 + self.alpha * self.power.sigmoid())
-        same, opposite = self.split_heads(v).to(positive.dtype).chunk(2, -1)
-        map_same = key_value_map(torch.cat([positive, negative], -1), same)
-        map_opposite = key_value_map(torch.cat([negative, positive], -1), opposite)
-        return torch.cat([map_same, map_opposite], -1)
 
-    def map_readings(self) -> tuple[str, ...]:
-        """Return the names of what figures can show of this attention: ``'kv'``, the map ``K^T V``."""
-        return ('kv',)
+def _polar_map(k: Tensor, v: Tensor, power: Tensor) -> Tensor:
+    """Compute the map ``K^T V / N`` ``(B, H, 2 d, d)`` of keys and values by heads, for queries of both signs."""
+    positive, negative = polarity_features(k, power)
+    same, opposite = v.to(positive.dtype).chunk(2, -1)
+    map_same = key_value_map(torch.cat([positive, negative], -1), same)
+    map_opposite = key_value_map(torch.cat([negative, positive], -1), opposite)
+    return torch.cat([map_same, map_opposite], -1)
 
 
 @MODELS.register_module()

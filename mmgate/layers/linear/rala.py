@@ -25,7 +25,6 @@ class RALAGate(LinearGate):
     """
 
     gate_layers = ('gate_out',)
-    gate_readings = {'gate_out': 'channels'}
     default_dwc = 5
     # One half of the pairs of channels turns by row, the other by column.
     head_multiple = 4
@@ -35,12 +34,8 @@ class RALAGate(LinearGate):
         q, k, v = (self.split_heads(t) for t in (F.elu(q) + 1, F.elu(k) + 1, v))
         k = rank_augmented_keys(q, k, scale=self.scale)
         turned_q, turned_k = (self.rotate(t, hw_shape, inclusive=True) for t in (q, k))
+        self.note_map(turned_k, v)
         return self.merge_heads(kernel_attention(turned_q, turned_k, v, q, k))
-
-    def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
-        """Return the keys' features ``(B, H, N, d)`` for figures of ``K^T V``, see :meth:`.LinearGate.key_features`."""
-        query, key = (F.elu(self.split_heads(t)) + 1 for t in (q, k))
-        return self.rotate(rank_augmented_keys(query, key, scale=self.scale), hw_shape, inclusive=True)
 
 
 @MODELS.register_module()

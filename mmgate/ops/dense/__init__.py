@@ -12,9 +12,9 @@ from ..backend import OPERATORS, Backend, check_backend, run_operator
 from ..custom_op import outside_graphs
 from . import chunked, reference, triton_dense
 from .pairs import Modulation, Pairs, checked
-from .reference import attention_map
+from .reference import attention_map, raw_gates
 
-__all__ = ['attention_map', 'check_gate_backend', 'plug_attention']
+__all__ = ['attention_map', 'check_gate_backend', 'plug_attention', 'raw_gates']
 
 
 @outside_graphs

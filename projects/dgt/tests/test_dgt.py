@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip('scipy', reason='the report takes Student intervals from scipy, which is not installed')
 
+from mmgate.ops.differential import differential_map
 from projects.dgt import data, figures, study
 from projects.dgt.model import ATTENTIONS, TABLE_2, Block, TextClassifier, compared, count_parameters
 
@@ -142,13 +143,13 @@ def test_rollout_of_a_text_is_that_of_its_signed_maps():
     model = TextClassifier(30, 3, attention='m_dgsa', **SMALL).eval()
     words = torch.randint(2, 30, (7,))
     maps = []
+
+    def keep(module, args, kwargs):
+        query, key, _ = module.project(args)
+        maps.append(differential_map(query, key, module.gate._gate(args[0])).detach()[0])
+
     for block in model.blocks:
-        block.attention.register_forward_pre_hook(
-            lambda module, args, kwargs: maps.append(
-                module.gate.attention_map(*module.project(args)[:2], args, None).detach()[0]
-            ),
-            with_kwargs=True,
-        )
+        block.attention.register_forward_pre_hook(keep, with_kwargs=True)
     model(words[None])
     assert any(x.min() < 0 for x in maps)
     first, last = (0.5 * (torch.eye(7) + (x / x.abs().sum(-1, keepdim=True)).mean(0)) for x in maps)

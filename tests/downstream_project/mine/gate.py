@@ -5,14 +5,12 @@ from mmdet.registry import MODELS
 from torch import nn
 
 import mmgate
-from mmgate.layers.base.gate import Gate, Sizes
-from mmgate.layers.base.gated import GatedModule
 
 from .host import Pooling
 
 
 @MODELS.register_module()
-class Tempered(Gate):
+class Tempered(mmgate.Gate):
     identity_start = True
 
     def __init__(self, sizes, *, strength=1.0):
@@ -29,10 +27,10 @@ class Tempered(Gate):
 
 
 @mmgate.adapts(Tempered, Pooling)
-class TemperedPooling(GatedModule):
+class TemperedPooling(mmgate.GatedModule):
     @classmethod
     def sizes(cls, host):
-        return Sizes(host.mix.in_features, heads=1)
+        return mmgate.Sizes(host.mix.in_features, heads=1)
 
     def forward(self, x):
         pooled = self.mix(x.mean((2, 3)))  # (B, C)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.given_attention import SIDE, TOKENS, Given, Model, attention, batches
+from helpers.given_attention import SIDE, TOKENS, GivenAttention, Model, attention, batches
 from torch import Tensor
 
 from mmgate.analysis.probes.cka import alignment, attention_cka, dependence_of, dependences, products
@@ -47,7 +47,7 @@ def test_layers_of_one_class_token_row_have_a_cka_of_one(images: int) -> None:
     """Whatever their other rows are."""
     one, other, unrelated = (attention(images, 1, 2, TOKENS, TOKENS) for _ in range(3))
     other[..., 0, :] = one[..., 0, :]
-    model = Model(Given(one), Given(other), Given(unrelated))
+    model = Model(GivenAttention(one), GivenAttention(other), GivenAttention(unrelated))
     paths, found = attention_cka(model, batches(images))
     assert paths == ['layers.0', 'layers.1', 'layers.2']
     assert found[0, 1] == pytest.approx(1) and np.diag(found) == pytest.approx(1)
@@ -57,10 +57,10 @@ def test_layers_of_one_class_token_row_have_a_cka_of_one(images: int) -> None:
 def test_cka_without_a_class_token_is_of_the_mean_query() -> None:
     one, other = (attention(8, 1, 2, SIDE**2, SIDE**2) for _ in range(2))
     other += (one - other).mean(-2, keepdim=True)
-    found = attention_cka(Model(Given(one), Given(other), class_token=False), batches(8))[1]
+    found = attention_cka(Model(GivenAttention(one), GivenAttention(other), class_token=False), batches(8))[1]
     assert found[0, 1] == pytest.approx(1)
 
 
 def test_cka_refuses_what_has_no_samples() -> None:
     with pytest.raises(ConfigError, match='needs 4 images or more, got 3'):
-        attention_cka(Model(Given(attention(3, 1, 2, TOKENS, TOKENS))), batches(3))
+        attention_cka(Model(GivenAttention(attention(3, 1, 2, TOKENS, TOKENS))), batches(3))

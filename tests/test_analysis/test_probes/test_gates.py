@@ -12,7 +12,6 @@ from torch import nn
 
 from mmgate.analysis.figures.gates import _apart
 from mmgate.analysis.probes.gates import gate_statistics, mean_maps
-from mmgate.layers import SDPAGate
 
 # options of the gate, what its map is of, the map's shape for two layers, and the gate that changes nothing
 GATES: dict[str, tuple[dict[str, Any], str, tuple[int, int], int | None]] = {
@@ -55,7 +54,7 @@ def test_a_map_of_pairs_keeps_each_pair_and_the_class_token_apart() -> None:
     gate[..., range(1, 7), range(1, 7)] = -1
     gate[:, :, 0] = 0.5
     for layer in model:
-        layer.gate.read_gate = lambda name, *inputs: gate[..., : inputs[0].shape[1], : inputs[0].shape[1]]
+        layer.gate.gml.forward = lambda raw: gate[..., : raw.shape[-1], : raw.shape[-1]]
     images = [torch.randn(1, tokens, 8) for tokens in (1 + TOKENS, 1 + TOKENS, 4)]  # the last has other pairs
     (found,) = mean_maps(gate_statistics(model, images))
     np.testing.assert_array_equal(found.values, gate[0, 0])
@@ -70,16 +69,3 @@ def test_a_map_of_pairs_keeps_each_pair_and_the_class_token_apart() -> None:
 def test_a_gate_shared_by_the_heads_has_no_map() -> None:
     gates = gate_statistics(*gated(dict(type='SDPAGatedMultiheadAttention', head_shared='average')))
     assert len(gates) == 2 and mean_maps(gates) == []
-
-
-class HalfGate(SDPAGate):
-    """A user's gate, which changes nothing at another value than those here."""
-
-    def unchanged_value(self, name: str) -> float | None:
-        return 0.5
-
-
-def test_a_gate_declares_the_value_that_changes_nothing() -> None:
-    gates = gate_statistics(*gated(dict(type=HalfGate)))
-    assert [gate.unchanged for gate in gates] == [0.5, 0.5]
-    assert all(gate.row()['moved'] == gate.statistics.distance > 0 for gate in gates)

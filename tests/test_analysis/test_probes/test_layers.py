@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers.given_attention import TOKENS, Given, Layer, Model, batches
+from helpers.given_attention import TOKENS, GivenAttention, Layer, Model, batches
 
 from mmgate.analysis.probes.layers import effective_rank, matrix_rank, sinks
 
@@ -38,11 +38,11 @@ def test_first_token_score_beside_the_most_attended(first: float, sink: int) -> 
     weights[..., 7] += 0.4 - first
     states = torch.ones(1, TOKENS, 4)
     states[0, 0, 1], states[0, 3, 2] = -7, 50
-    (found,) = sinks(Model(Layer(Given(weights), states)), batches(1))
+    (found,) = sinks(Model(Layer(GivenAttention(weights), states)), batches(1))
     assert found['sink_share'] == pytest.approx(0.6)
     assert found['first_token_share'] == pytest.approx(0.6 if sink == 0 else 0.2)
     assert (found['maximum_activation'], found['first_token_activation']) == (50, 7)
-    (without,) = sinks(Model(Layer(Given(weights), states), class_token=False), batches(1))
+    (without,) = sinks(Model(Layer(GivenAttention(weights), states), class_token=False), batches(1))
     assert np.isnan([without['first_token_share'], without['first_token_activation']]).all()
     assert without['sink_share'] == found['sink_share'] and without['uniform'] == pytest.approx(1 / TOKENS)
 
@@ -51,6 +51,8 @@ def test_each_window_has_its_own_sink() -> None:
     """Four windows, each with all attention of a head on another key; what has become infinite is not nothing."""
     weights = torch.full((1, 4, 2, TOKENS, TOKENS), 1 / TOKENS)
     weights[0, :, 0] = torch.eye(TOKENS)[:4, None]
-    (found,) = sinks(Model(Layer(Given(weights), torch.full((1, TOKENS, 4), torch.inf)), class_token=False), batches(1))
+    (found,) = sinks(
+        Model(Layer(GivenAttention(weights), torch.full((1, TOKENS, 4), torch.inf)), class_token=False), batches(1)
+    )
     assert found['largest_head_share'] == 1 and found['sink_share'] == pytest.approx(0.5 + 0.5 / TOKENS)
     assert found['maximum_activation'] == torch.inf

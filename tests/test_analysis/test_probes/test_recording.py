@@ -14,12 +14,13 @@ from mmcv.ops import MultiScaleDeformableAttention
 from torch import Tensor, nn
 
 import mmgate
-from mmgate.analysis.probes.attention import POINTS
+from mmgate import note
 from mmgate.analysis.probes.gates import gate_statistics, mean_maps
 from mmgate.analysis.probes.layers import sinks
-from mmgate.analysis.probes.recording import best_queries, class_tokens, readable, record, require
+from mmgate.analysis.probes.recording import best_queries, class_tokens, record, require
 from mmgate.errors import ConfigError
-from mmgate.layers import SAGAAttention, SDPAGate
+from mmgate.layers import SDPAGate
+from mmgate.notes import POINTS
 
 
 def deformable() -> tuple[nn.Module, dict[str, Any]]:
@@ -40,13 +41,13 @@ def flat(output: Any) -> Tensor:
 
 @pytest.mark.parametrize('training', [False, True], ids=['eval', 'train'])
 def test_recording_changes_nothing(training: bool) -> None:
-    """Output, gradients and what random numbers are left are the same bits; every reading arrives; no hook stays."""
+    """Output, gradients and what random numbers are left are the same bits; every note arrives; no hook stays."""
     found = []
     for records in (False, True):
         model, given = deformable()
         model.train(training)
         torch.manual_seed(1)
-        with record(model, [*readable(model), 'activation']) if records else nullcontext({}) as recording:
+        with record(model, [*POINTS, 'gate', 'activation']) if records else nullcontext({}) as recording:
             output = flat(model(**given))
         if records:
             assert {name for readings in recording.values() for name in readings} == {*POINTS, 'gate', 'activation'}
@@ -58,30 +59,25 @@ def test_recording_changes_nothing(training: bool) -> None:
 
 
 def test_refusal_names_what_there_is() -> None:
-    message = r'agent maps needs a model with agent tokens .*; ModuleDict has sampling points .*, gates '
+    model, given = deformable()
+    model.test_step = lambda batch: [model(**batch)]
+    message = r'agent maps needs a model with agent tokens .*; ModuleDict has gates .*, sampling points '
     with pytest.raises(ConfigError, match=message):
-        require(deformable()[0], ['agents'], 'A picture of agent maps')
-    with pytest.raises(ValueError, match='speed cannot be recorded; there are gate, '):
-        record(nn.Linear(1, 1), ['speed']).__enter__()
+        require(model, given, ['agents'], 'A picture of agent maps')
+    require(model, given, ['agents', 'gates'], 'A picture of agent maps')
 
 
-class TwoReadings(SDPAGate):
-    """A gate of a user with a reading by a name that no gate of mmgate has."""
+class Tempered(SDPAGate):
+    """A gate of a user, which notes one more number, by a name that no gate of mmgate has."""
 
-    gate_readings = {'gate': 'heads', 'temperature': 'heads'}
-
-    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
-        gate = super().read_gate('gate', *inputs)
-        return gate if name == 'gate' else 7 + torch.zeros(1, self.num_heads, 1, 1)
-
-    def unchanged_value(self, name: str) -> float | None:
-        return None
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Any, bias: Tensor | None) -> Tensor:
+        note(self, 'temperature', lambda: 7 + torch.zeros(1, self.num_heads, 1, 1), 'heads', unchanged=6.5)
+        return super().attend(query, key, value, inputs, bias)
 
 
-def test_every_reading_that_a_gate_declares_is_recorded() -> None:
+def test_every_note_of_a_strangers_gate_reaches_figures() -> None:
     """By its name, and with all others of gates, in statistics, maps and rows."""
-    model, batches = gated(dict(type=TwoReadings))
-    assert readable(model)['temperature'] == ['0', '1']
+    model, batches = gated(dict(type=Tempered))
     for wanted in (['temperature'], ['gates']):
         with record(model, wanted) as recording:
             model.test_step(batches[0])
@@ -91,47 +87,14 @@ def test_every_reading_that_a_gate_declares_is_recorded() -> None:
         }
         assert recording['0']['temperature'].last.unique() == 7
     statistics = gate_statistics(model, batches)
-    assert [(gate.path, gate.name) for gate in statistics] == [
-        ('0', 'gate'), ('0', 'temperature'), ('1', 'gate'), ('1', 'temperature')
-    ]  # fmt: skip
+    assert {(gate.path, gate.name, gate.unchanged) for gate in statistics} == {
+        ('0', 'gate', 1), ('0', 'temperature', 6.5), ('1', 'gate', 1), ('1', 'temperature', 6.5)
+    }  # fmt: skip
+    assert {gate.row()['moved'] for gate in statistics if gate.name == 'temperature'} == {0.5}
     maps = {found.name: found.values for found in mean_maps(statistics)}
     assert maps['temperature'].tolist() == [[7, 7], [7, 7]] and 0 < maps['gate'].max() < 1
     assert {row['reading'] for found in mean_maps(statistics) for row in found.rows()} == set(maps)
     assert [row['gate_sparsity'] for row in sinks(model, batches)] == [0, 0]
-
-
-@pytest.mark.parametrize(
-    'readings, message',
-    [
-        ({'attention': 'heads'}, 'TwoReadings declares the reading attention in gate_readings'),
-        ({'gates': 'heads'}, 'declares the reading gates in gate_readings, the name of another'),
-        ({'activation': 'heads'}, 'declares the reading activation in gate_readings'),
-        ({'gate': 'head'}, "the reading gate with the axes 'head' in gate_readings; choose one of pairs"),
-        (['gate'], r"TwoReadings.gate_readings must be a dict of names and axes, got \['gate'\]"),
-    ],
-)
-def test_readings_that_a_gate_may_not_declare(readings: Any, message: str) -> None:
-    model, _ = gated(dict(type=TwoReadings))
-    model[0].gate.gate_readings = readings
-    with pytest.raises(ConfigError, match=message):
-        readable(model)
-
-
-def test_a_second_reading_of_deformable_attention_and_of_maps() -> None:
-    model, given = deformable()
-    model['a'].gate.gate_readings = {'gate': 'levels', 'double': 'levels'}
-    read = model['a'].gate.read_gate
-    model['a'].gate.read_gate = lambda name, *inputs: read('gate', *inputs) * (2 if name == 'double' else 1)
-    with record(model, ['gate', 'double']) as recording:
-        model(**given)
-    once, twice = (recording['a'][name].last for name in ('gate', 'double'))
-    assert once.any() and torch.equal(2 * once, twice)
-    layer = SAGAAttention(8, 2, map_size=(2, 3))
-    layer.gate.gate_readings = dict(layer.gate.gate_readings, mine='channels')
-    layer.gate.mine = nn.Linear(8, 8)
-    with record(layer, ['mine']) as recording:
-        layer(torch.randn(1, 6, 8), (2, 3))
-    assert recording['']['mine'].last.shape == (1, 6, 8)
 
 
 def test_class_tokens_join_where_they_join() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import needs_mmpretrain
-from helpers.given_attention import SIDE, TOKENS, Given, Model, Placed, attention
+from helpers.given_attention import SIDE, TOKENS, GivenAttention, Model, attention
 from mmengine.hub import get_config
 from mmengine.registry import MODELS, init_default_scope
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ def test_heads_that_disagree_cancel_out_but_by_their_sizes() -> None:
 def test_rollout_of_signed_maps_is_signed() -> None:
     """The class token's row, two layers deep, with the sizes of each head's rows summing to 1."""
     weights = [attention(1, 1, 2, TOKENS, TOKENS) - attention(1, 1, 2, TOKENS, TOKENS) for _ in range(2)]
-    model = Model(*(Given(x) for x in weights))
+    model = Model(*(GivenAttention(x) for x in weights))
     with record_maps(model) as recording:
         model.test_step(dict(image=0))
     found = relevance_map(recording, (9, 9))
@@ -59,19 +59,19 @@ def test_maps_of_heads_keep_their_signs() -> None:
     """The class token's row of each head, inhibition below 0."""
     weights = attention(1, 1, 2, TOKENS, TOKENS)
     weights[:, :, 1] *= -1
-    path, maps, _ = head_maps(Model(Given(weights), Given(-weights)), dict(image=0), layer=0)
+    path, maps, _ = head_maps(Model(GivenAttention(weights), GivenAttention(-weights)), dict(image=0), layer=0)
     assert path == 'layers.0' and maps.shape == (2, SIDE, SIDE)
     np.testing.assert_array_equal(maps, weights[0, 0, :, 0, 1:].view(2, SIDE, SIDE))
     assert maps[0].min() > 0 > maps[1].max()
     with pytest.raises(ConfigError, match='--layer 2: Model has 2 attentions over an image'):
-        head_maps(Model(Given(weights), Given(-weights)), dict(image=0), layer=2)
+        head_maps(Model(GivenAttention(weights), GivenAttention(-weights)), dict(image=0), layer=2)
 
 
 def test_maps_of_heads_in_windows_lie_where_they_are() -> None:
     """Four windows of 2 x 2; each attends to its own first token, which the second head inhibits."""
     weights = torch.zeros(1, 4, 2, 4, 4)
     weights[:, :, 0, :, 0], weights[:, :, 1, :, 0] = 1, -1
-    _, maps, _ = head_maps(Model(Placed(weights, (4, 4, 2, 0)), class_token=False), dict(image=0))
+    _, maps, _ = head_maps(Model(GivenAttention(weights, (4, 4, 2, 0)), class_token=False), dict(image=0))
     expected = np.zeros((4, 4))
     expected[::2, ::2] = 1
     np.testing.assert_array_equal(maps, [expected, -expected])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mmgate.analysis.probes.statistics import EDGES, Kept, RunningStatistics
+from mmgate.analysis.probes.statistics import EDGES, RunningStatistics
+from mmgate.notes import Kept
 
 
 def test_running_statistics_are_numpys() -> None:

@@ -15,7 +15,7 @@ from helpers.gated import gated_attention
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from torch import Tensor, fx, nn
 
-from mmgate import restore_attention, swap_attention
+from mmgate import record, restore_attention, swap_attention
 from mmgate.layers import (
     DGSAGate,
     DifferentialGate,
@@ -25,6 +25,7 @@ from mmgate.layers import (
     PLuGMultiheadAttention,
     SDPAGate,
     SDPAGatedMultiheadAttention,
+    plug_dense,
 )
 from mmgate.layers.base import dense
 from mmgate.layers.base.dense import DenseGate
@@ -191,7 +192,7 @@ def test_one_sequence_of_wrong_sizes() -> None:
 
 def test_mmcvs_attention_asks_for_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would be a second map of all pairs, whose output it drops."""
-    monkeypatch.setattr(PLuGGate, 'attention_map', lambda *_: pytest.fail('weights are computed'))
+    monkeypatch.setattr(plug_dense, 'attention_map', lambda *_, **__: pytest.fail('weights are computed'))
     model = nn.ModuleDict(dict(host=MultiheadAttention(C, H)))
     swap_attention(model, dict(path='host', type='PLuGMultiheadAttention'))
     for attention in (model['host'], PLuGMultiheadAttention(C, H)):
@@ -249,8 +250,10 @@ def test_weights_are_those_of_the_output(name: str) -> None:
     def by_value(heads: Tensor) -> Tensor:
         return torch.stack([torch.autograd.grad(heads[:, :, n].sum(), value, retain_graph=True)[0] for n in range(N)])
 
-    actual = by_value(module.gate.attend(query, key, value, x, bias))  # (N, B, H, M, d)
-    expected = by_value(weights @ module.gate.weighed_values(value, x))
+    with record(module, 'values', graph=True) as recording:
+        heads = module.gate.attend(query, key, value, x, bias)
+    actual = by_value(heads)  # (N, B, H, M, d)
+    expected = by_value(weights @ recording['']['values'].last)
     assert actual.abs().amax(-2).min() > 0
     torch.testing.assert_close(actual * expected.sum(-2, keepdim=True), expected * actual.sum(-2, keepdim=True))
 
@@ -443,5 +446,7 @@ def test_bad_sizes_and_masks() -> None:
 def test_rows_of_the_differential_transformers_map_sum_to_what_lambda_leaves() -> None:
     module = DifferentialGate(Sizes(C, H), lambda_init=0.3, learnable=False)
     query, key = torch.randn(2, 2, H, N, C // H)
-    sums = module.attention_map(query, key, (query, key, key), None).sum(-1)
+    with record(module, 'attention') as recording:
+        module.attend(query, key, key, (query, key, key), None)
+    sums = recording['']['attention'].last.sum(-1)
     torch.testing.assert_close(sums, torch.full_like(sums, 0.7))

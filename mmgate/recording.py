@@ -1,0 +1,166 @@
+"""Record what attention notes - weights, gates, sampling points - during a real forward pass, gated or vanilla.
+
+Gated attention notes what it computes. Vanilla attention computes in the code of its package. For the time of a
+recording it runs on the forward of its adapter instead, with a gate without parameters: the same function, equal to
+rounding, whose notes are those of a gated one. That holds in the recording thread alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from threading import Lock, get_ident
+from typing import Any
+
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from mmgate.errors import ConfigError
+from mmgate.hosts.table import Adapter, adapter_for
+from mmgate.layers.base.deformable import DeformableGate
+from mmgate.layers.base.dense import DenseGate
+from mmgate.layers.base.gate import CHILD, Gate
+from mmgate.layers.base.gated import RECORD, Record, gated_class, is_on, record_of
+from mmgate.notes import POINTS, WEIGHTS, Kept, Note, Recorder, Recording, recording_by
+from mmgate.ops.tracing import is_compiling
+
+# By kind of attention without a gate, what it notes.
+PLAIN: dict[type[Gate], tuple[str, ...]] = {DeformableGate: POINTS, DenseGate: WEIGHTS}
+FORWARD = 'forward'
+_lock = Lock()
+
+
+@contextmanager
+def record(
+    model: nn.Module,
+    names: Iterable[str] | None = None,
+    *,
+    accumulate: Callable[[Note], Any] = lambda first: Kept(),
+    graph: bool = False,
+) -> Iterator[Recording]:
+    """Record what the attention of a model notes in a ``with`` block, in this thread.
+
+    ``with mmgate.record(model, ['gate', 'attention']) as recording: model(images)`` leaves the tensors in
+    ``recording[path]['gate'].tensors``. The path is that of the module with the gate:
+    ``'encoder.layers.0.self_attn'`` for deformable attention, and ``'encoder.layers.0.self_attn.attn'`` for mmdet's
+    dense attention, where mmcv's module holds torch's and the gate is in torch's. Two gates in one attention have
+    their own paths.
+
+    The model runs once, and computes what it would without the block: gated attention bit by bit, vanilla attention
+    equal to rounding. A module that runs twice (in a shared layer, or in activation checkpointing) is recorded twice;
+    one inside a compiled graph, or whose ``forward`` was replaced on the very module, is not.
+
+    Args:
+        model: Any model; wrappers such as DistributedDataParallel have to be taken off.
+        names: Names of notes: ``'gate'`` and others of gates, or ``'gates'`` for all of them; ``'attention'`` and
+            ``'values'`` of dense attention; :data:`.notes.POINTS` of deformable attention; ``'agents'``, ``'kv'``, and
+            whatever else modules note. By default all.
+        accumulate: Returns an accumulator, whose ``add`` gets the tensors, for the first note of a path and a name; by
+            default one that keeps them on the CPU.
+        graph: True keeps the tensors' graph.
+
+    Yields:
+        The accumulators by path and name; what did not run is missing.
+    """
+    wanted = None if names is None else set([names] if isinstance(names, str) else names)
+    paths = {id(module): note_path(path, module) for path, module in model.named_modules()}
+    with ExitStack() as stack:
+        plain = set()
+        for path, module in list(model.named_modules()):
+            found = _installed(module, wanted)
+            if found is not None:
+                plain.add(id(module))
+                stack.callback(found.leave)
+                gates = found.gate.named_modules(prefix=f'{path}.{CHILD}'.lstrip('.'))
+                paths.update({id(gate): note_path(name, gate) for name, gate in gates})
+        # In evaluation torch's encoder layer reads the weights of its attention without calling it.
+        if any(
+            isinstance(layer, nn.TransformerEncoderLayer) and id(layer.self_attn) in plain for layer in model.modules()
+        ):
+            stack.enter_context(_NoFastPath())
+        recorder = Recorder(paths, wanted, accumulate, graph)
+        stack.enter_context(recording_by(recorder))
+        yield recorder.recording
+
+
+def plain_adapter(module: nn.Module) -> tuple[type[Gate], Adapter] | None:
+    """Return the kind and the adapter with which attention without a gate, or whose gate is off, can be recorded."""
+    if is_on(module):
+        return None
+    has_own = module._modules.get(CHILD) is not None and record_of(module) is None
+    for kind in PLAIN:
+        found = adapter_for(kind, module)
+        if found is not None and not found[1] and (found[0].own_gates or not has_own):
+            return kind, found[0]
+    return None
+
+
+def note_path(path: str, module: nn.Module) -> str:
+    """Return the path of the notes of a module at a path: those of an attention's only gate have the attention's."""
+    around, _, name = path.rpartition('.')
+    return around if isinstance(module, Gate) and name == CHILD else path
+
+
+class _NoFastPath(TorchFunctionMode):
+    """Mode of this thread that changes nothing, in which torch's transformer layers do not take their fast path."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _Plain:
+    """Method of a vanilla attention, for the time of a recording, that calls its adapter's ``forward`` instead.
+
+    It does so in threads that record; in others it calls the class's own.
+    """
+
+    def __init__(self, module: nn.Module, adapter: Adapter, gate: nn.Module) -> None:
+        self.module: Any = module
+        self.adapter = adapter
+        self.gate = gate
+        self.threads: list[int] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        if is_compiling() or get_ident() not in self.threads:
+            return type(module).forward(module, *args, **kwargs)
+        # A gated copy of the module for this call, which shares all tensors and children.
+        kind = gated_class(self.adapter, type(module))
+        gated = kind.__new__(kind)
+        state = {name: value for name, value in vars(module).items() if name not in (FORWARD, CHILD)}
+        state['_modules'] = {**module._modules, CHILD: self.gate.train(module.training)}
+        state[RECORD] = Record(self.adapter, type(module), '', {})
+        state['own_gate'] = module._modules.get(CHILD)
+        vars(gated).update(state)
+        return kind.forward(gated, *args, **kwargs)
+
+    def leave(self) -> None:
+        """Leave this thread's recording; the last one gives the module its own method back."""
+        with _lock:
+            self.threads.remove(get_ident())
+            if not self.threads:
+                del vars(self.module)[FORWARD]
+
+
+def _installed(module: nn.Module, names: set[str] | None) -> _Plain | None:
+    """Let a vanilla attention be recorded in this thread; None if nothing of it is wanted, or nothing can be."""
+    with _lock:
+        plain = vars(module).get(FORWARD)
+        if plain is None:
+            plain = _plain(module, names)
+        if not isinstance(plain, _Plain):
+            return None
+        plain.threads.append(get_ident())
+        vars(module)[FORWARD] = plain
+        return plain
+
+
+def _plain(module: nn.Module, names: set[str] | None) -> _Plain | None:
+    found = plain_adapter(module)
+    if found is None or not (names is None or names & {*PLAIN[found[0]]}):
+        return None
+    kind, adapter = found
+    try:
+        return _Plain(module, adapter, adapter.make_gate(module, kind))
+    except ConfigError:
+        return None
