@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import Lock, get_ident
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -33,7 +34,7 @@ _lock = Lock()
 @contextmanager
 def record(
     model: nn.Module,
-    names: Iterable[str] | None = None,
+    names: str | Iterable[str] | None = None,
     *,
     accumulate: Callable[[Note], Any] = lambda first: Kept(),
     graph: bool = False,
@@ -62,7 +63,7 @@ def record(
     Yields:
         The accumulators by path and name; what did not run is missing.
     """
-    wanted = None if names is None else set([names] if isinstance(names, str) else names)
+    wanted = None if names is None else {*([names] if isinstance(names, str) else names)}
     paths = {id(module): note_path(path, module) for path, module in model.named_modules()}
     with ExitStack() as stack:
         plain = set()
@@ -119,6 +120,7 @@ class _Plain:
         self.adapter = adapter
         self.gate = gate
         self.threads: list[int] = []
+        self.kept = {name: value for name, value in vars(module).items() if name == FORWARD}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
@@ -139,14 +141,17 @@ class _Plain:
         with _lock:
             self.threads.remove(get_ident())
             if not self.threads:
-                del vars(self.module)[FORWARD]
+                vars(self.module).update(self.kept)
+                if not self.kept:
+                    del vars(self.module)[FORWARD]
 
 
 def _installed(module: nn.Module, names: set[str] | None) -> _Plain | None:
     """Let a vanilla attention be recorded in this thread; None if nothing of it is wanted, or nothing can be."""
     with _lock:
         plain = vars(module).get(FORWARD)
-        if plain is None:
+        # transformers leaves a class's own method on the instance, which changes nothing.
+        if plain is None or plain == MethodType(type(module).forward, module):
             plain = _plain(module, names)
         if not isinstance(plain, _Plain):
             return None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmgate.hosts.table import adapts
 from mmgate.hosts.torch import adapt_reduced
 from mmgate.hosts.window import adapt_swin
-from mmgate.layers.base.dense import DenseGate, DenseHost, check_scale, usual_factor
+from mmgate.layers.base.dense import DenseGate, DenseHost, check_scale, factor_of
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import MapGate, MapHost, Size
 
@@ -27,7 +27,6 @@ adapt_reduced(EfficientMultiheadAttention, GlobalSubsampledAttention)
 class PlainScale(DenseHost):
     """Base of adapters that let gates into attention with the usual scale of the logits only, no own ``qk_scale``."""
 
-    embed_dims: int
     scale: float
 
     @classmethod
@@ -62,7 +61,7 @@ class GatedBEiTAttention(PlainScale):
         query, key, value = projected.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, N, d)
         position = self.relative_position_bias_table[self.relative_position_index]  # (N, N, H)
         position = position.permute(2, 0, 1)[None].to(query.dtype)
-        factor = usual_factor(self)
+        factor = factor_of(self.scale, query)
         return self.proj_drop(
             self.attend_gated((query, key, value), (x, x, x), self.proj, position, logit_factor=factor)
         )
@@ -99,7 +98,7 @@ class GatedLocallyGroupedSelfAttention(PlainScale):
             bias = -1000.0 * (padded != padded.transpose(1, 2)).to(query.dtype)[:, None]
             bias = bias.repeat(x.shape[0], 1, 1, 1)
         inputs = (windows, windows, windows)
-        out = self.attend_gated((query, key, value), inputs, self.proj, bias, logit_factor=usual_factor(self))
+        out = self.attend_gated((query, key, value), inputs, self.proj, bias, logit_factor=factor_of(self.scale, query))
         out = out.unflatten(0, (-1, rows, columns)).unflatten(3, (side, side)).transpose(2, 3)
         out = out.flatten(3, 4).flatten(1, 2)[:, :height, :width]  # (B, H, W, C)
         return self.proj_drop(out.flatten(1, 2))

@@ -283,15 +283,6 @@ class GatedRotaryAttention(TokenProjections):
 class GatedWindowAttention(SizedByProjections, GatedWindowMSA):
     """Adapter that lets dense gates into the windows' attention of timm's Swin."""
 
-    @classmethod
-    def check_gate(cls, host: Any, gate: Any) -> None:
-        """Accept every gate: timm's windows have no other scale of the logits."""
-
-    @property
-    def logit_factor(self) -> float:
-        """1, as timm's windows have no other scale of the logits."""
-        return 1.0
-
 
 def check_width(host: Any) -> None:
     """Raise ConfigError if the heads of an attention together have another width than its input."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
 from mmgate.hosts.table import adapts
-from mmgate.layers.base.dense import DenseGate, DenseHost, check_scale, usual_factor
+from mmgate.layers.base.dense import DenseGate, DenseHost, check_scale, factor_of
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import MapGate, MapHost, Size
 
@@ -22,7 +22,6 @@ class GatedWindowMSA(DenseHost):
     The relative position bias and the mask ``(nW, N, N)`` of shifted windows are added to the logits after the gate.
     """
 
-    embed_dims: int
     num_heads: int
     scale: float
     qkv: nn.Module
@@ -36,11 +35,6 @@ class GatedWindowMSA(DenseHost):
         """Raise ConfigError if an attention scales its logits by another number than ``1 / sqrt(d)``."""
         check_scale(host, gate)
 
-    @property
-    def logit_factor(self) -> float:
-        """The factor by which the logits exceed those with the usual scale."""
-        return usual_factor(self)
-
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend inside each of nW windows of an image, with the gate; ``x`` is ``(B nW, N, C)``, image by image."""
         query, key, value = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # (B nW, H, N, d)
@@ -50,7 +44,8 @@ class GatedWindowMSA(DenseHost):
         if mask is not None:
             bias = (bias + mask[:, None]).repeat(x.shape[0] // mask.shape[0], 1, 1, 1)
         bias = bias.to(query.dtype)
-        out = self.attend_gated((query, key, value), (x, x, x), self.proj, bias, logit_factor=self.logit_factor)
+        factor = factor_of(self.scale, query)
+        out = self.attend_gated((query, key, value), (x, x, x), self.proj, bias, logit_factor=factor)
         return self.proj_drop(out)
 
 

@@ -127,11 +127,13 @@ def test_gates_and_weights_of_dense_attention() -> None:
     weights = vanilla(**fed, output_attentions=True).encoder_attentions
     mmgate.swap_attention(model, dict(path='**.encoder.layers.*.self_attn', type='PLuGMultiheadAttention'))
     before = outputs(model, fed)
+    with record(model, 'gate'):
+        assert largest_difference(before, outputs(model, fed)) == 0
     with record(model, ('gate', 'attention')) as recording:
-        after = outputs(model, fed)
-    assert largest_difference(before, after) == 0
-    assert [*recording] == [f'model.encoder.layers.{i}.self_attn' for i in range(2)]
-    for found, expected in zip(recording.values(), weights, strict=True):
+        assert largest_difference(before, outputs(model, fed)) < 1e-5  # the decoder's attention is vanilla
+    gated = {path: found for path, found in recording.items() if 'gate' in found}
+    assert [*gated] == [f'model.encoder.layers.{i}.self_attn' for i in range(2)] and len(recording) == 6
+    for found, expected in zip(gated.values(), weights, strict=True):
         torch.testing.assert_close(found['attention'].last, expected, rtol=1e-4, atol=1e-6)
         assert found['gate'].last.shape == (2, 1, 6, 6)
 
@@ -162,3 +164,22 @@ def test_a_picture_of_sampling_points_is_drawn(tmp_path: Path) -> None:
     assert points.xy.shape == (2, 4, 4, 4, 2) and 0 < points.reference[0, 0] < 192
     picture = draw_sampling([('Deformable DETR', points, sample)], tmp_path / 'points.png')
     assert picture == tmp_path / 'points.png' and np.asarray(Image.open(picture)).std() > 10
+
+
+def test_vanilla_attention_of_the_interface_is_recorded() -> None:
+    """Also where it returns its weights, which stay what it returns, and leaves its config."""
+    for weights in ({}, dict(output_attentions=True)):
+        model, fed = build('detr'), feed('detr')
+        if weights:
+            model.set_attn_implementation('eager')
+        expected = outputs(model, {**fed, **weights})
+        configs = {id(module.config) for module in model.modules() if hasattr(module, 'config')}
+        with record(model, 'attention') as recording, torch.no_grad():
+            found = outputs(model, {**fed, **weights})
+            returned = model(**fed, **weights)
+        assert configs == {id(module.config) for module in model.modules() if hasattr(module, 'config')}
+        assert largest_difference(expected, found) < 1e-5
+        maps = [recording[f'model.encoder.layers.{i}.self_attn']['attention'].last for i in range(2)]
+        assert [len(of['attention'].tensors) for of in recording.values()] == [2] * 6
+        if weights:
+            assert all(torch.equal(*pair) for pair in zip(maps, returned.encoder_attentions, strict=True))

@@ -60,7 +60,7 @@ class Sample(Protocol):
 @contextmanager
 def record(
     model: nn.Module,
-    names: Iterable[str] | None = None,
+    names: str | Iterable[str] | None = None,
     *,
     accumulate: Callable[[Note], Any] = lambda first: Kept(),
 ) -> Iterator[Recording]:
@@ -77,7 +77,7 @@ def record(
     Yields:
         The accumulators by path of the module and name; what did not run is missing.
     """
-    wanted = None if names is None else {*names}
+    wanted = None if names is None else {*([names] if isinstance(names, str) else names)}
     hooks: list[tuple[nn.Module, Callable[..., None]]] = []
     for path, module in model.named_modules():
         place = place_of(module)

@@ -100,18 +100,19 @@ class DeformableHost(GatedModule):
         """
         gating = self.gate.modulate(query)
         num_points = self.gate.num_points
-        levels = len(spatial_shapes)
         uneven = None if isinstance(num_points, int) else num_points
-        counts = [num_points] * levels if isinstance(num_points, int) else num_points
 
         def points() -> Tensor:
-            return reference_points.expand(-1, -1, levels, -1)
+            return reference_points.expand(-1, -1, len(spatial_shapes), -1)
+
+        def counts() -> Tensor:
+            return torch.tensor(uneven or [num_points] * len(spatial_shapes))
 
         note(self.gate, 'locations', lambda: offset_locations(offsets, points(), spatial_shapes, uneven))
         note(self.gate, 'weights', lambda: attention_weights(logits, **gating))
         note(self.gate, 'reference_points', points)
         note(self.gate, 'spatial_shapes', spatial_shapes)
-        note(self.gate, 'num_points', lambda: torch.tensor(counts))
+        note(self.gate, 'num_points', counts)
         return ms_deform_attn(
             value,
             spatial_shapes,

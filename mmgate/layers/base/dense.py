@@ -133,8 +133,6 @@ class WithSizes(Protocol):
 class WithScale(Protocol):
     """Protocol of attention modules that keep the scale of their logits."""
 
-    embed_dims: int
-    num_heads: int
     scale: float
 
 
@@ -221,15 +219,15 @@ def is_plain(gate: Any) -> bool:
     return type(gate) is DenseGate
 
 
-def usual_factor(host: WithScale) -> float:
-    """Return the factor by which an attention's logits exceed those with the usual scale ``1 / sqrt(d)``."""
-    usual = (host.embed_dims // host.num_heads) ** -0.5
-    return 1.0 if host.scale == usual else host.scale / usual
+def factor_of(scale: float, query: Tensor) -> float:
+    """Return the factor by which logits of a scale exceed those with the usual one, for queries ``(B, H, N, d)``."""
+    usual = query.shape[-1] ** -0.5
+    return 1.0 if scale == usual else scale / usual
 
 
 def check_scale(host: WithScale, gate: Any) -> None:
     """Raise ConfigError if an attention scales its logits by another number than ``1 / sqrt(d)``, which gates use."""
-    if usual_factor(host) != 1 and not is_plain(gate):
+    if not is_plain(gate) and host.scale != gate.head_dim**-0.5:
         raise ConfigError(f'this {type(host).__name__} has another qk_scale than 1 / sqrt(d).')
 
 
