@@ -52,8 +52,10 @@ class _Here(threading.local):
         asked: Owner, name and list of each note that attention itself asks for, to return it.
     """
 
-    recorders: tuple[Recorder, ...] = ()
-    asked: tuple[tuple[nn.Module, str, list[Tensor]], ...] = ()
+    def __init__(self) -> None:
+        # Not attributes of the class, which torch.compile takes for constants.
+        self.recorders: tuple[Recorder, ...] = ()
+        self.asked: tuple[tuple[nn.Module, str, list[Tensor]], ...] = ()
 
 
 _here = _Here()

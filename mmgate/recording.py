@@ -21,7 +21,7 @@ from mmgate.hosts.table import Adapter, adapter_for
 from mmgate.layers.base.deformable import DeformableGate
 from mmgate.layers.base.dense import DenseGate
 from mmgate.layers.base.gate import CHILD, Gate
-from mmgate.layers.base.gated import RECORD, Record, gated_class, is_on, record_of
+from mmgate.layers.base.gated import RECORD, GatedModule, Record, gated_class, host_class, is_off
 from mmgate.notes import POINTS, WEIGHTS, Kept, Note, Recorder, Recording, recording_by
 from mmgate.ops.tracing import is_compiling
 
@@ -86,11 +86,12 @@ def record(
 
 def plain_adapter(module: nn.Module) -> tuple[type[Gate], Adapter] | None:
     """Return the kind and the adapter with which attention without a gate, or whose gate is off, can be recorded."""
-    if is_on(module):
+    if _is_on(module):
         return None
-    has_own = module._modules.get(CHILD) is not None and record_of(module) is None
+    vanilla = _as_vanilla(module)
+    has_own = vanilla._modules.get(CHILD) is not None
     for kind in PLAIN:
-        found = adapter_for(kind, module)
+        found = adapter_for(kind, vanilla)
         if found is not None and not found[1] and (found[0].own_gates or not has_own):
             return kind, found[0]
     return None
@@ -100,6 +101,21 @@ def note_path(path: str, module: nn.Module) -> str:
     """Return the path of the notes of a module at a path: those of an attention's only gate have the attention's."""
     around, _, name = path.rpartition('.')
     return around if isinstance(module, Gate) and name == CHILD else path
+
+
+def _is_on(module: nn.Module) -> bool:
+    return isinstance(module, GatedModule) and not is_off(module)
+
+
+def _as_vanilla(module: nn.Module) -> nn.Module:
+    """Return a vanilla copy of a module whose gate is off, which shares all tensors and children; else the module."""
+    if not isinstance(module, GatedModule):
+        return module
+    vanilla = host_class(module).__new__(host_class(module))
+    state = {name: value for name, value in vars(module).items() if name not in (RECORD, 'switch')}
+    state['_modules'] = {name: child for name, child in module._modules.items() if name != CHILD}
+    vars(vanilla).update({**state, **module.gating.hidden})
+    return vanilla
 
 
 class _NoFastPath(TorchFunctionMode):
@@ -124,15 +140,16 @@ class _Plain:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
-        if is_compiling() or get_ident() not in self.threads:
+        if is_compiling() or get_ident() not in self.threads or _is_on(module):
             return type(module).forward(module, *args, **kwargs)
         # A gated copy of the module for this call, which shares all tensors and children.
-        kind = gated_class(self.adapter, type(module))
+        vanilla = _as_vanilla(module)
+        kind = gated_class(self.adapter, type(vanilla))
         gated = kind.__new__(kind)
-        state = {name: value for name, value in vars(module).items() if name not in (FORWARD, CHILD)}
-        state['_modules'] = {**module._modules, CHILD: self.gate.train(module.training)}
-        state[RECORD] = Record(self.adapter, type(module), '', {})
-        state['own_gate'] = module._modules.get(CHILD)
+        state = {name: value for name, value in vars(vanilla).items() if name not in (FORWARD, CHILD)}
+        state['_modules'] = {**vanilla._modules, CHILD: self.gate.train(module.training)}
+        state[RECORD] = Record(self.adapter, '', {})
+        state['own_gate'] = vanilla._modules.get(CHILD)
         vars(gated).update(state)
         return kind.forward(gated, *args, **kwargs)
 
@@ -166,6 +183,6 @@ def _plain(module: nn.Module, names: set[str] | None) -> _Plain | None:
         return None
     kind, adapter = found
     try:
-        return _Plain(module, adapter, adapter.make_gate(module, kind))
+        return _Plain(module, adapter, adapter.make_gate(_as_vanilla(module), kind))
     except ConfigError:
         return None

@@ -102,6 +102,7 @@ no_both = pytest.mark.skipif(TORCH < (2, 2), reason="Dynamo of torch 2.1 does no
 
 @pytest.mark.parametrize('wrap', [pytest.param(name, marks=[no_both] * (name == 'both')) for name in PARTS])
 def test_gates_beside_wrapped_parts(wrap: str, tmp_path: Path) -> None:
+    torch._dynamo.reset()
     plain, model = layers(), layers()
     gated, vanilla = gradients(plain), gradients(layers(()))
     mmgate.train_only_gates(model)

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
     print(f'{args.config}, {height} x {width}')
     print(f'  trainable parameters  {counted.parameters / 1e6:10.3f} M')
     if counted.unused:
-        print(f"  unused, replaced by gates {counted.unused / 1e6:6.3f} M, frozen and not counted above")
+        print(f'  unused, replaced by gates {counted.unused / 1e6:6.3f} M, frozen and not counted above')
     print(f'  multiply-accumulates  {counted.macs / 1e9:10.3f} G')
     for name, macs in counted.by_module.items():
         if macs:

@@ -50,6 +50,7 @@ class GatedModule(nn.Module):
 
     Attributes:
         gate: Child that computes the gate.
+        gating: The record of a module that a rule has gated; else None.
         unused: Dotted names of the host's parameters, buffers and children that a gated forward does not use. They stay
             in the module and its state dict, frozen: the optimizer and DDP pass over them, the host's forward has them
             while the gate is off, and a checkpoint may lack them.
@@ -66,6 +67,7 @@ class GatedModule(nn.Module):
     host_signature: ClassVar[bool] = False
     own_gates: ClassVar[str] = ''
     vits: ClassVar[tuple[str, ...]] = ('backbones', 'mmpretrain', 'timm')
+    gating: Any = None
     switch: Switch | None = None
 
     if TYPE_CHECKING:
@@ -420,7 +422,7 @@ def device_of(*modules: nn.Module) -> torch.device | None:
 
 def record_of(module: nn.Module) -> Record | None:
     """Return the record of a gated module; None for a module that no rule has gated."""
-    return vars(module).get(RECORD)
+    return module.gating if isinstance(module, GatedModule) else None
 
 
 def gated_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
