@@ -22,8 +22,7 @@ from mmgate.layers.base.deformable import DeformableGate
 from mmgate.layers.base.dense import DenseGate
 from mmgate.layers.base.gate import CHILD, Gate
 from mmgate.layers.base.gated import RECORD, Record, gated_class, is_on, record_of
-from mmgate.notes import POINTS, WEIGHTS, Kept, Note, Recorder, Recording, recording_by
-from mmgate.ops.tracing import is_compiling
+from mmgate.notes import POINTS, WEIGHTS, Kept, Note, Recorder, Recording, in_graph, recording_by
 
 # By kind of attention without a gate, what it notes.
 PLAIN: dict[type[Gate], tuple[str, ...]] = {DeformableGate: POINTS, DenseGate: WEIGHTS}
@@ -124,7 +123,7 @@ class _Plain:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
-        if is_compiling() or get_ident() not in self.threads:
+        if in_graph() or get_ident() not in self.threads:
             return type(module).forward(module, *args, **kwargs)
         # A gated copy of the module for this call, which shares all tensors and children.
         kind = gated_class(self.adapter, type(module))
