@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mmgate.ops.tracing import is_compiling
+from mmgate.ops.custom_op import outside_graphs
 
 GATES = 'gates'  # stands for every note that has axes: for those of gates
 WEIGHTS = ('attention', 'values')  # notes of dense attention
@@ -22,6 +22,11 @@ POINTS = ('locations', 'weights', 'reference_points', 'spatial_shapes', 'num_poi
 AXES = ('', 'pairs', 'levels', 'heads', 'channels')
 
 Result = TypeVar('Result')
+
+# Below torch 2.3 this is True where torch.compile reads it, though nowhere else.
+in_graph: Callable[[], bool] = (
+    torch.compiler.is_compiling if hasattr(torch.compiler, 'is_compiling') else torch._utils.is_compiling
+)
 
 
 class Note(NamedTuple):
@@ -52,8 +57,8 @@ class _Here(threading.local):
         asked: Owner, name and list of each note that attention itself asks for, to return it.
     """
 
+    # Not as defaults of the class, in place of which torch.compile refuses to set them.
     def __init__(self) -> None:
-        # Not attributes of the class, which torch.compile takes for constants.
         self.recorders: tuple[Recorder, ...] = ()
         self.asked: tuple[tuple[nn.Module, str, list[Tensor]], ...] = ()
 
@@ -86,10 +91,10 @@ def note(
     """
     # The first question is one that torch.compile can trace; the second spares it a guard on recorders.
     asked = _here.asked
-    if not asked and (is_compiling() or not _here.recorders):
+    if not asked and (in_graph() or not _here.recorders):
         return
     takers = [found for of, called, found in asked if of is owner and called == name]
-    recorders = [] if is_compiling() else [one for one in _here.recorders if one.wants(owner, name, axes)]
+    recorders = [] if in_graph() else [one for one in _here.recorders if one.wants(owner, name, axes)]
     if takers:
         tensor: Any = value() if callable(value) else value
     elif recorders:
@@ -101,6 +106,7 @@ def note(
         recorder.take(owner, name, tensor, axes, unchanged)
 
 
+@outside_graphs
 def noted(owner: nn.Module, name: str, compute: Callable[[], Result]) -> tuple[Result, Tensor | None]:
     """Compute something; return it, and what ``owner`` noted by this name meanwhile, with its graph, or None.
 

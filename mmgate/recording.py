@@ -22,8 +22,7 @@ from mmgate.layers.base.deformable import DeformableGate
 from mmgate.layers.base.dense import DenseGate
 from mmgate.layers.base.gate import CHILD, Gate
 from mmgate.layers.base.gated import RECORD, GatedModule, Record, gated_class, host_class, is_off
-from mmgate.notes import POINTS, WEIGHTS, Kept, Note, Recorder, Recording, recording_by
-from mmgate.ops.tracing import is_compiling
+from mmgate.notes import POINTS, WEIGHTS, Kept, Note, Recorder, Recording, in_graph, recording_by
 
 # By kind of attention without a gate, what it notes.
 PLAIN: dict[type[Gate], tuple[str, ...]] = {DeformableGate: POINTS, DenseGate: WEIGHTS}
@@ -111,7 +110,8 @@ def _as_vanilla(module: nn.Module) -> nn.Module:
     """Return a vanilla copy of a module whose gate is off, which shares all tensors and children; else the module."""
     if not isinstance(module, GatedModule):
         return module
-    vanilla = host_class(module).__new__(host_class(module))
+    kind: Any = host_class(module)
+    vanilla = kind.__new__(kind)
     state = {name: value for name, value in vars(module).items() if name not in (RECORD, 'switch')}
     state['_modules'] = {name: child for name, child in module._modules.items() if name != CHILD}
     vars(vanilla).update({**state, **module.gating.hidden})
@@ -140,7 +140,7 @@ class _Plain:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
-        if is_compiling() or get_ident() not in self.threads or _is_on(module):
+        if in_graph() or get_ident() not in self.threads or _is_on(module):
             return type(module).forward(module, *args, **kwargs)
         # A gated copy of the module for this call, which shares all tensors and children.
         vanilla = _as_vanilla(module)

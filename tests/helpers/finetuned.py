@@ -80,7 +80,7 @@ class Layer(nn.Module):
         self.attn = nn.MultiheadAttention(16, 2, dropout, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.attn(x, x, x)[0]
+        return x + self.attn(x, x, x, need_weights=False)[0]
 
 
 PLUG = dict(path='*.attn', type='mmgate.PLuGMultiheadAttention')
