@@ -144,7 +144,7 @@ class _Plain:
             return type(module).forward(module, *args, **kwargs)
         # A gated copy of the module for this call, which shares all tensors and children.
         vanilla = _as_vanilla(module)
-        kind = gated_class(self.adapter, type(vanilla))
+        kind: Any = gated_class(self.adapter, type(vanilla))
         gated = kind.__new__(kind)
         state = {name: value for name, value in vars(vanilla).items() if name not in (FORWARD, CHILD)}
         state['_modules'] = {**vanilla._modules, CHILD: self.gate.train(module.training)}

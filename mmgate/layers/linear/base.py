@@ -100,7 +100,7 @@ class LinearGate(MapGate):
             out = out + self.convolve(v, hw_shape)
         if getattr(self, 'gate_out', None) is None:
             return out
-        gate = self.gate_out(x)
+        gate: Tensor = self.gate_out(x)  # type: ignore[operator]
         note(self, 'gate_out', gate, 'channels', unchanged=1)
         return out * gate
 
