@@ -21,7 +21,7 @@ from mmgate.hosts.table import Adapter, adapter_for
 from mmgate.layers.base.deformable import DeformableGate
 from mmgate.layers.base.dense import DenseGate
 from mmgate.layers.base.gate import CHILD, Gate
-from mmgate.layers.base.gated import RECORD, Record, gated_class, is_on, record_of
+from mmgate.layers.base.gated import RECORD, Record, gated_class, host_class, is_on, record_of
 from mmgate.notes import POINTS, WEIGHTS, Kept, Note, Recorder, Recording, in_graph, recording_by
 
 # By kind of attention without a gate, what it notes.
@@ -66,7 +66,7 @@ def record(
     paths = {id(module): note_path(path, module) for path, module in model.named_modules()}
     with ExitStack() as stack:
         plain = set()
-        for path, module in list(model.named_modules()):
+        for path, module in model.named_modules() if wanted is None or wanted & {*POINTS, *WEIGHTS} else ():
             found = _installed(module, wanted)
             if found is not None:
                 plain.add(id(module))
@@ -123,15 +123,16 @@ class _Plain:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
-        if in_graph() or get_ident() not in self.threads:
+        if in_graph() or get_ident() not in self.threads or is_on(module):
             return type(module).forward(module, *args, **kwargs)
         # A gated copy of the module for this call, which shares all tensors and children.
-        kind = gated_class(self.adapter, type(module))
+        vanilla = host_class(module)
+        kind: Any = gated_class(self.adapter, vanilla)
         gated = kind.__new__(kind)
         state = {name: value for name, value in vars(module).items() if name not in (FORWARD, CHILD)}
         state['_modules'] = {**module._modules, CHILD: self.gate.train(module.training)}
-        state[RECORD] = Record(self.adapter, type(module), '', {})
-        state['own_gate'] = module._modules.get(CHILD)
+        state[RECORD] = Record(self.adapter, vanilla, '', {})
+        state['own_gate'] = None if record_of(module) else module._modules.get(CHILD)
         vars(gated).update(state)
         return kind.forward(gated, *args, **kwargs)
 

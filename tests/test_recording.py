@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib import import_module
 from threading import Thread
 from typing import Any
@@ -441,6 +442,13 @@ def test_attention_whose_gate_is_off_is_recorded_as_vanilla() -> None:
         assert set(recording['attn']) == {'attention', 'values'}
         maps.append(recording['attn']['attention'].last)
     torch.testing.assert_close(maps[1], maps[0])
+    with ExitStack() as stack:
+        with mmgate.gates_disabled(gated):
+            stack.enter_context(record(gated))
+        given.update(x=given['x'] + 1)
+        on = gated(**given)  # the gate is on again
+    assert torch.equal(on, gated(**given)) and not torch.equal(on, vanilla(**given))
+    assert 'forward' not in vars(gated.attn) and len(maps) == 2
     with record(gated) as recording:
         gated(**given)
     assert 'gate' in recording['attn']
