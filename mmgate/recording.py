@@ -66,7 +66,7 @@ def record(
     paths = {id(module): note_path(path, module) for path, module in model.named_modules()}
     with ExitStack() as stack:
         plain = set()
-        for path, module in list(model.named_modules()):
+        for path, module in model.named_modules() if wanted is None or wanted & {*POINTS, *WEIGHTS} else ():
             found = _installed(module, wanted)
             if found is not None:
                 plain.add(id(module))

@@ -90,7 +90,7 @@ class GateStatisticsHook(Hook):
         self._open.close()
         if self._recording is None:
             return
-        gates: list[LayerGate] = [gate for readings in self._recording.values() for gate in readings.values()]
+        gates: list[LayerGate] = [gate for notes in self._recording.values() for gate in notes.values()]
         if not gates:  # the model has none, or none that notes its values, or it is compiled
             if not self._said:
                 runner.logger.info('GateStatisticsHook: no gate was seen in the forward pass, so nothing is logged.')

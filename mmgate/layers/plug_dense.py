@@ -99,7 +99,7 @@ class PLuGGate(DenseGate):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Compute attention with gated logits and return the heads ``(B, H, N, d)`` (Eq. 5 to 7)."""
         vectors = self.gate_vectors(inputs)
-        where: dict[str, Any] = dict(residual=self.residual, position=self.position)
+        where: Any = dict(residual=self.residual, position=self.position)
         note(self, 'gate', lambda: self.gml(raw_gates(*vectors)), 'pairs', unchanged=0 if self.residual else 1)
         note(self, 'attention', lambda: attention_map(query, key, *vectors, self.gml, bias, **where))
         note(self, 'values', value)

@@ -58,8 +58,8 @@ def sinks(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict[str,
     with_weights = {path: of['attention'] for path, of in recording.items() if 'attention' in of}
     extra = class_tokens(model, {path: int(shares.last[-1]) for path, shares in with_weights.items()})
     rows = []
-    for path, readings in recording.items():
-        gates = [found.sparsity for name, found in readings.items() if name not in _REDUCED]
+    for path, notes in recording.items():
+        gates = [found.sparsity for name, found in notes.items() if name not in _REDUCED]
         if path not in with_weights and not gates:
             continue
         shares = [NAN] * 5
@@ -126,8 +126,8 @@ def kv_ranks(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict[s
         for batch in batches:
             predict(model, batch)
     rows = []
-    for path, readings in recording.items():
-        matrix, effective, channels = torch.cat(readings['kv'].tensors, 1)
+    for path, notes in recording.items():
+        matrix, effective, channels = torch.cat(notes['kv'].tensors, 1)
         row: dict[str, Any] = dict(layer=path)
         for name, ranks in dict(matrix_rank=matrix, effective_rank=effective).items():
             row.update({name: float(ranks.mean()), f'{name}_std': float(ranks.std(correction=0))})

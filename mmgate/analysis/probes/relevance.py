@@ -174,10 +174,10 @@ def agent_rows(path: str, maps: np.ndarray) -> Iterator[dict[str, Any]]:
 def placed_maps(recording: Recording) -> list[tuple[str, Tensor, tuple[int, ...] | None]]:
     """Return for each recorded attention its path, its last map, and the layout of its tokens on the image, or None."""
     found = []
-    for path, readings in recording.items():
-        if 'attention' in readings:
+    for path, notes in recording.items():
+        if 'attention' in notes:
             geometry = nearest(recording, path, 'geometry')
-            found.append((path, readings['attention'].last, geometry and tuple(geometry.last.tolist())))
+            found.append((path, notes['attention'].last, geometry and tuple(geometry.last.tolist())))
     return found
 
 

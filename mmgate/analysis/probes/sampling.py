@@ -127,10 +127,10 @@ def layers_of(layers: Recording, part: str) -> list[str]:
     An encoder's has one query for each pixel of the maps.
     """
     found = []
-    for path, readings in layers.items():
-        if 'locations' in readings:
-            pixels = int(readings['spatial_shapes'].last.prod(-1).sum())
-            if (readings['locations'].last.shape[1] == pixels) == (part == 'encoder'):
+    for path, notes in layers.items():
+        if 'locations' in notes:
+            pixels = int(notes['spatial_shapes'].last.prod(-1).sum())
+            if (notes['locations'].last.shape[1] == pixels) == (part == 'encoder'):
                 found.append(path)
     return found
 
@@ -201,9 +201,9 @@ def chosen_points(
     is_encoder = part == 'encoder'
     if pixel and not is_encoder:
         raise ConfigError('--pixel chooses a query of the encoder; give --part encoder.')
-    readings = {name: found.last for name, found in layers[path].items()}
-    count = readings['locations'].shape[1]
-    level_count = len(readings['spatial_shapes'])
+    notes = {name: found.last for name, found in layers[path].items()}
+    count = notes['locations'].shape[1]
+    level_count = len(notes['spatial_shapes'])
     if level is not None and not 0 <= level < level_count:
         raise ConfigError(f'level {level} does not exist; the model has levels 0 to {level_count - 1}.')
     levels = list(range(level_count)) if level is None or is_encoder else [level]
@@ -214,11 +214,11 @@ def chosen_points(
     if chosen.max() >= count:
         raise ConfigError(f'query {chosen.max()} does not exist in {path}, which has {count}.')
     locations, weights, reference = (
-        readings[name][image, chosen].double() for name in ('locations', 'weights', 'reference_points')
+        notes[name][image, chosen].double() for name in ('locations', 'weights', 'reference_points')
     )
     num_points = None
     if weights.dim() == 3:  # of levels with different numbers of points
-        counts = readings['num_points'].tolist()
+        counts = notes['num_points'].tolist()
         locations = padded(locations, counts, np.nan, axis=2)
         weights = padded(weights, counts, 0.0, axis=2)
         num_points = tuple(counts[number] for number in levels)

@@ -332,7 +332,7 @@ class GatedTorchAttention(DenseHost):
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         inputs = (query, key, value)
         q, k, v = self.project(inputs)
-        for _ in range(k.shape[2] - key.shape[1]):  # which torch has appended
+        for _ in range(k.shape[2] - key.shape[1] if is_plain(self.gate) else 0):  # which torch has appended
             attn_mask = None if attn_mask is None else F.pad(attn_mask, (0, 1))
             key_padding_mask = None if key_padding_mask is None else F.pad(key_padding_mask, (0, 1))
         bias, dead = merge_masks(attn_mask, key_padding_mask, q.shape[0], self.num_heads, q.dtype)
@@ -361,15 +361,18 @@ class GatedTorchAttention(DenseHost):
         weights = separate if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         projected = (F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
+        gate = self.gate
         query, key, value = projected
-        if self.bias_k is not None:
-            key = torch.cat([key, self.bias_k.expand(len(key), 1, -1)], 1)
-            value = torch.cat([value, self.bias_v.expand(len(value), 1, -1)], 1)
-        if self.add_zero_attn:
-            key = F.pad(key, (0, 0, 0, 1))
-            value = F.pad(value, (0, 0, 0, 1))
-        query, key, value = (self.gate.split_heads(x) for x in (query, key, value))
-        return query, key, value
+        if is_plain(gate):
+            key = self._appended(key, self.bias_k)
+            value = self._appended(value, self.bias_v)
+        return gate.split_heads(query), gate.split_heads(key), gate.split_heads(value)
+
+    def _appended(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Append to projected keys or values ``(B, M, C)`` what torch appends, which no gate knows an input of."""
+        if bias is not None:
+            x = torch.cat([x, bias.expand(len(x), 1, -1)], 1)
+        return F.pad(x, (0, 0, 0, 1)) if self.add_zero_attn else x
 
 
 class GatedMultiheadAttention(MultiheadAttention):

@@ -98,9 +98,10 @@ class LinearGate(MapGate):
         out = self.attend(x, q, self._with_positions(k, hw_shape), v, hw_shape)
         if self.dwc is not None:
             out = out + self.convolve(v, hw_shape)
-        if getattr(self, 'gate_out', None) is None:
+        layer: Any = getattr(self, 'gate_out', None)
+        if layer is None:
             return out
-        gate: Tensor = self.gate_out(x)  # type: ignore[operator]
+        gate = layer(x)
         note(self, 'gate_out', gate, 'channels', unchanged=1)
         return out * gate
 
