@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -83,11 +82,6 @@ def gates_disabled(model: nn.Module) -> AbstractContextManager[None]:
 
 def _is_compiled(module: nn.Module) -> bool:
     return hasattr(module, '_orig_mod') or getattr(module, '_compiled_call_impl', None) is not None
-
-
-def restore(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Remove all gates of several models; return their names, after the prefixes by which the models are given."""
-    return [f'{prefix}.{name}'.lstrip('.') for prefix, model in modules.items() for name in restore_attention(model)]
 
 
 def forget_trained(model: nn.Module) -> None:
