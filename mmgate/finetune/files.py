@@ -129,7 +129,11 @@ def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
             f'{path} holds other gates than this model has: {listed(other, separator="; ")}. Leave `attention` away, '
             'then they come from the file; a backbone that brings gates has to be built as it was.'
         )
-    missing = [dict(rule, path=place) for place, rule in wanted.items() if place not in there]
+    grouped: dict[str, Rule] = {}
+    for place, rule in wanted.items():
+        if place not in there:
+            grouped.setdefault(json.dumps(rule), {**rule, 'path': []})['path'].append(place)
+    missing = [*grouped.values()]
     if missing:
         refuse_replicated(wrapped)
     forget_trained(model)
@@ -230,7 +234,11 @@ def _pattern_of_version_1(prefix: str, paths: list[str]) -> re.Pattern[str]:
 def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     present = {vanilla: name for name, vanilla in vanilla_names(model).items()}
     named = {present.get(name, name): tensor for name, tensor in tensors.items()}
+    # What the file lacks of a host, another checkpoint may have filled.
+    lacks = [(module.gating, module.gating.lacks) for _, module in gated_modules(model)]
     unknown = model.load_state_dict(named, strict=False).unexpected_keys
+    for record, before in lacks:
+        record.lacks = before
     if unknown:
         raise ConfigError(f'the model has no {", ".join(unknown[:3])}')
 

@@ -16,6 +16,7 @@ from torch import nn
 
 import mmgate
 from mmgate.errors import ConfigError
+from mmgate.finetune import removal
 from mmgate.layers import PLuGGate
 
 ROUNDING = dict(rtol=1e-5, atol=1e-5)  # products round by where in memory their factors lie
@@ -187,6 +188,21 @@ def test_equal_rules_are_told_as_equal(tmp_path: Path) -> None:
     assert mmgate.load_gates(again, file)
     added = mmgate.gate_parameters(preset)
     assert all(torch.equal(p, added[name]) for name, p in mmgate.gate_parameters(again).items())
+
+
+def test_a_file_of_trained_attention_leaves_what_a_checkpoint_has_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What gates replace does not train, and so is not in the file."""
+    said: list[str] = []
+    monkeypatch.setattr(removal, 'log', lambda text, level: said.append(text))
+    model, file = gated('retinanet_pvtv2', train='attention'), tmp_path / 'g.safetensors'
+    mmgate.save_gates(model, file)
+    other = gated('retinanet_pvtv2')
+    other.load_state_dict(vanilla('retinanet_pvtv2').state_dict(), strict=False)
+    mmgate.load_gates(other, file)
+    mmgate.restore_attention(other)
+    assert not said
 
 
 def test_gates_of_several_calls_are_one_file(tmp_path: Path) -> None:
