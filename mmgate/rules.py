@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -109,7 +108,7 @@ def type_named(named: str | type[nn.Module], where: str) -> type[nn.Module]:
         ConfigError: The name is not registered; the message has similar ones, or all, and the way to import others.
         OptionError: The class has no gate.
     """
-    rule_type = named if inspect.isclass(named) else MODELS.get(named)
+    rule_type: Any = MODELS.get(named) if isinstance(named, str) else named
     if rule_type is None:
         ours_first = sorted(registered_gates(), key=lambda known: not known.__module__.startswith('mmgate.'))
         names = [known.__name__ for known in ours_first]

@@ -22,7 +22,6 @@ from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.layers.base.gate import Gate, draw_gate, random_stream
 from mmgate.layers.base.gated import (
     CHILD,
-    GatedModule,
     Record,
     bypass_of,
     computed_dtype,
@@ -31,9 +30,9 @@ from mmgate.layers.base.gated import (
     gated_modules,
     record_of,
 )
+from mmgate.layers.base.starts import initialise_gates_last
 from mmgate.listing import inventory
 from mmgate.rules import Rule, Rules, as_lines, parse_rules, path_regex
-from mmgate.starts import initialise_gates_last
 from mmgate.wrappers import named_part, named_parts, own_model, refuse_replicated, refuse_sharded
 
 # The number of hosts that a message lists.
@@ -308,13 +307,6 @@ def _gated_in(model: nn.Module, module: nn.Module) -> str | None:
 def _does_not_replace(model: nn.Module, rule: Rule, name: str, module: nn.Module) -> str:
     """Return the message for a module that a rule names and no adapter fits: why, and what the gate replaces."""
     said = f'{rule.where}: {name} is a {full_name(type(module))}'
-    if issubclass(rule.type, type(module)) and isinstance(module, GatedModule):
-        if rule.type is type(module):
-            return f'{said}, which no gate joins later. It was built with the gate.'
-        return (
-            f'{said}, which no gate joins later. Build it as type={rule.type.__name__!r}, or build the vanilla '
-            'attention and gate that.'
-        )
     return (
         f'{said}, which {rule.type.__name__} does not replace.{_hint(rule.type, module)} It '
         f'replaces{_near_hosts(rule.type, model, module)}\n{inventory(model)}'

@@ -14,8 +14,8 @@ from torch import nn
 from mmgate.errors import OptionError
 from mmgate.layers.base.gate import Gate
 from mmgate.layers.base.gated import gated_modules
+from mmgate.layers.base.starts import draw_gates
 from mmgate.rules import Rules
-from mmgate.starts import draw_gates
 from mmgate.swap import swap_attention
 
 

@@ -17,11 +17,11 @@ from mmengine.hub import get_config
 from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
-from mmgate import adapts, layers, restore_attention, swap_attention
+from mmgate import adapts, restore_attention, swap_attention
 from mmgate.errors import ConfigError
 from mmgate.hosts.table import _ADAPTERS
 from mmgate.layers import PLuGMultiScaleDeformableAttention
-from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention
+from mmgate.layers.base.dense import DenseGate
 from mmgate.layers.base.gate import Gate, Sizes
 from mmgate.layers.base.gated import GatedModule
 from mmgate.layers.plug import PLuGDeformableGate
@@ -242,20 +242,6 @@ def test_the_hosts_of_a_gate_are_lines_and_few() -> None:
     assert max(map(len, lines)) < 250
 
 
-def test_an_attention_of_mmgate_is_built_with_its_gate() -> None:
-    """A rule for one says so, instead of offering mmcv's, which has the same name."""
-    own = layers.MultiScaleDeformableAttention(16, 4, 2, 3)
-    model = nn.ModuleDict(dict(own=own, gated=layers.PLuGMultiScaleDeformableAttention(16, 4, 2, 3)))
-    for path, said in (
-        ('own', 'Build it as type=.PLuGMultiScaleDeformableAttention'),
-        ('gated', 'built with the gate'),
-    ):
-        with pytest.raises(ConfigError, match=f'no gate joins later.*{said}'):
-            swap_attention(model, dict(RULE, path=path))
-    with pytest.raises(ConfigError, match='which PLuGMultiheadAttention does not replace'):
-        swap_attention(model, dict(type='PLuGMultiheadAttention', path='own'))
-
-
 def test_a_downstream_adapter() -> None:
     class Mine(MultiScaleDeformableAttention):
         pass
@@ -407,15 +393,11 @@ def test_an_option_without_a_default(host: type[nn.Module], path: str) -> None:
             super().__init__(sizes)
             self.factor = factor
 
-    class ScaledMultiheadAttention(GatedMultiheadAttention):
-        gate_type = ScaledGate
-
-    for kind in (ScaledGate, ScaledMultiheadAttention):
-        model = nn.ModuleDict(dict(host=host(16, 4)))
-        swap_attention(model, dict(path='host', type=kind, factor=2.0))
-        assert model.get_submodule(path).gate.factor == 2.0
-        with pytest.raises(TypeError, match='cannot be made for host without factor; write it'):
-            swap_attention(nn.ModuleDict(dict(host=host(16, 4))), dict(path='host', type=kind))
+    model = nn.ModuleDict(dict(host=host(16, 4)))
+    swap_attention(model, dict(path='host', type=ScaledGate, factor=2.0))
+    assert model.get_submodule(path).gate.factor == 2.0
+    with pytest.raises(TypeError, match='cannot be made for host without factor; write it'):
+        swap_attention(nn.ModuleDict(dict(host=host(16, 4))), dict(path='host', type=ScaledGate))
 
 
 def test_adapts_says_what_is_wrong() -> None:

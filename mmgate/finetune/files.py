@@ -17,9 +17,9 @@ from mmgate.errors import ConfigError, listed
 from mmgate.hosts.table import adapter_for
 from mmgate.layers.base.gate import Gate
 from mmgate.layers.base.gated import gated_modules
+from mmgate.layers.base.starts import initialise_gates_last
 from mmgate.registry import MODELS
 from mmgate.rules import type_named
-from mmgate.starts import initialise_gates_last
 from mmgate.swap import swap_attention
 from mmgate.wrappers import (
     named_parts,

@@ -12,7 +12,7 @@ from mmgate._environment import log
 from mmgate.errors import ConfigError, listed
 from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.layers.base.gated import gated_modules, gates_off, refuse_removal, remove_gate
-from mmgate.starts import forget_initialisation
+from mmgate.layers.base.starts import forget_initialisation
 from mmgate.wrappers import own_model, without_wrappers
 
 from .training import unfreeze
@@ -62,8 +62,8 @@ def restore_attention(model: nn.Module) -> list[str]:
 def gates_disabled(model: nn.Module) -> AbstractContextManager[None]:
     """Return a context in which the gates of a model are off in this thread, so that it computes as the vanilla model.
 
-    The model stays as it is, with its gates in ``parameters()`` and state dicts, and other threads run it gated. An
-    attention that was built with a gate, not by a rule, stays gated. A copy that is made in the context is gated.
+    The model stays as it is, with its gates in ``parameters()`` and state dicts, and other threads run it gated. A copy
+    that is made in the context is gated.
 
     A gated module that is off raises RuntimeError inside activation checkpointing with gradients: the part would be
     computed again later, with its gate on.

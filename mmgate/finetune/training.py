@@ -12,9 +12,8 @@ from torch import nn
 from mmgate._environment import log
 from mmgate.errors import ConfigError
 from mmgate.frozen import averaged_copies
-from mmgate.layers.base.dense import GatedMultiheadAttention
 from mmgate.layers.base.gate import Gate, named_gate_parameters
-from mmgate.layers.base.gated import GatedModule, gated_modules
+from mmgate.layers.base.gated import gated_modules
 from mmgate.wrappers import unwrap_model, without_wrappers
 
 TRAINS = ('gates', 'attention', 'all')
@@ -151,6 +150,5 @@ def _rest(model: Any, mode: bool) -> nn.Module:
 
 
 def _gated_attention(model: nn.Module) -> list[nn.Module]:
-    """Return all gated attention modules of a model: modules that rules name, and instances of mmgate's classes."""
-    chosen = [model.get_submodule(module.gating.chosen_name(name)) for name, module in gated_modules(model)]
-    return [*chosen, *(part for part in model.modules() if isinstance(part, (GatedModule, GatedMultiheadAttention)))]
+    """Return all gated attention modules of a model, those that rules name."""
+    return [model.get_submodule(module.gating.chosen_name(name)) for name, module in gated_modules(model)]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mmgate.hosts.table import adapts, adapts_inside
-from mmgate.layers.base.deformable import DeformableGate, GatedDeformableAttention
+from mmgate.layers.base.deformable import DeformableGate, GatedDeformableAttention, UnevenDeformableAttention
 from mmgate.layers.base.dense import DenseGate
 from mmgate.layers.base.mmcv_or_torch import MMCVMultiScaleDeformableAttention, MultiheadAttention
 
-adapts(DeformableGate, MMCVMultiScaleDeformableAttention)(GatedDeformableAttention)
+adapts(DeformableGate, MMCVMultiScaleDeformableAttention, UnevenDeformableAttention)(GatedDeformableAttention)
 adapts_inside(DenseGate, 'attn', MultiheadAttention)

@@ -17,7 +17,7 @@ from mmgate import _environment
 from mmgate._environment import log
 from mmgate.errors import ConfigError
 from mmgate.hosts.interface import goes_through_interface
-from mmgate.layers.base.gate import Gate
+from mmgate.layers.base.gate import Gate, gate_options
 from mmgate.layers.base.gated import GatedModule, host_class
 from mmgate.registry import MODELS
 
@@ -61,12 +61,12 @@ def adapts(gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = N
         TypeError: An argument is neither a class nor a dotted name.
         LookupError: ``gate`` has no adapter for ``like``.
     """
-    for cls in (gate, *hosts, gate if like is None else like):
+    kind: Any = gate_of_type(gate) or gate
+    for cls in (kind, *hosts, kind if like is None else like):
         if not inspect.isclass(cls) and not (isinstance(cls, str) and cls in hosts):
             raise TypeError(f'adapts needs classes, got {cls!r}.')
         if isinstance(cls, str) and not all('.' in cls and part for part in cls.split('.')):
             raise TypeError(f'{cls!r} is no dotted name of a host class, such as vitdet.vit.Attention.')
-    kind = gate_of_type(gate) or gate
 
     def register(adapter: Any) -> Any:
         _ADAPTERS.update({(kind, host): adapter for host in hosts})
@@ -174,15 +174,8 @@ def has_hosts(kind: type) -> bool:
 
 
 def options_of(kind: type) -> dict[str, inspect.Parameter]:
-    """Return the options that a rule may set for a gate: its keyword-only arguments and those of its bases."""
-    found: dict[str, inspect.Parameter] = {}
-    for cls in (gate_of_type(kind) or kind).__mro__:
-        if '__init__' in vars(cls):
-            taken = inspect.signature(cls).parameters
-            found = {**{name: one for name, one in taken.items() if one.kind is one.KEYWORD_ONLY}, **found}
-            if all(one.kind is not one.VAR_KEYWORD for one in taken.values()):
-                break
-    return found
+    """Return the options that a rule of a type may set, see :func:`.gate_options`."""
+    return gate_options(gate_of_type(kind) or kind)
 
 
 def full_name(cls: type) -> str:

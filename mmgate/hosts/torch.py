@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from mmgate.hosts.table import adapts, adapts_inside
 from mmgate.layers.base.dense import DenseGate, DenseHost, GatedTorchAttention
 from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.map import MapGate, MapHost, Size
+from mmgate.layers.base.map import GatedMapAttention, MapAttention, MapGate, MapHost, Size
 
 # The attribute of torch's TransformerEncoder that keeps its ``use_nested_tensor`` while it is gated.
 VANILLA_CHOICE = 'use_nested_tensor_without_gates'
 
 adapts(DenseGate, nn.MultiheadAttention)(GatedTorchAttention)
+adapts(MapGate, MapAttention)(GatedMapAttention)
 # PEFT's layer around torch's module adds its updates to the weights before it calls it.
 adapts_inside(DenseGate, 'base_layer', 'peft.tuners.lora.layer.MultiheadAttention')
 

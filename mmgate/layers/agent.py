@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import Sizes, StateDict
-from mmgate.layers.base.map import GatedMapAttention, MapGate, Size
+from mmgate.layers.base.map import MapGate, Size, map_attention
 from mmgate.notes import note
 from mmgate.ops.agent import agent_attention, grid_interpolation_matrix, interpolation_matrix, keeps_constants
 from mmgate.ops.autocast import autocast_dtype, without_autocast
-from mmgate.registry import MODELS
 
 from .parts.options import check_option, height_and_width, integer, number
 from .parts.resizing import resize_axis
@@ -390,14 +389,7 @@ class AgentGate(MapGate):
         return torch.bmm(matrix.expand(len(x), -1, -1), x)
 
 
-@MODELS.register_module()
-class AgentAttention(GatedMapAttention):
-    """Agent attention as a module with projections; rules name this class as their ``type``.
-
-    It takes the options of :class:`AgentGate`.
-    """
-
-    gate_type = AgentGate
+AgentAttention = map_attention('AgentAttention', AgentGate)
 
 
 def _roll(x: Tensor, hw_shape: Size, shift: Size) -> Tensor:

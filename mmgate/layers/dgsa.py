@@ -6,11 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
+from mmgate.layers.base.dense import DenseGate, Inputs, dense_attention
 from mmgate.layers.base.gate import Sizes
 from mmgate.notes import note
 from mmgate.ops.differential import differential_attention, differential_map
-from mmgate.registry import MODELS
 
 from .parts.options import check_option, integer, number
 from .parts.rms_norm import RMSNorm
@@ -99,11 +98,4 @@ class DGSAGate(DenseGate):
         return output + inputs[0] if self.residual == 'input' else output
 
 
-@MODELS.register_module()
-class DifferentialGatedMultiheadAttention(GatedMultiheadAttention):
-    """mmcv's ``MultiheadAttention`` with M-DGSA's gate; rules name this class as their ``type``.
-
-    It takes the options of :class:`DGSAGate`.
-    """
-
-    gate_type = DGSAGate
+DifferentialGatedMultiheadAttention = dense_attention('DifferentialGatedMultiheadAttention', DGSAGate)

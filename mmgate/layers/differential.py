@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
+from mmgate.layers.base.dense import DenseGate, Inputs, dense_attention
 from mmgate.layers.base.gate import Sizes
 from mmgate.notes import note
 from mmgate.ops.differential import (
@@ -16,7 +16,6 @@ from mmgate.ops.differential import (
     shared_key_map,
     stream_maps,
 )
-from mmgate.registry import MODELS
 
 from .parts.options import check_option, integer, number
 from .parts.rms_norm import RMSNorm
@@ -99,14 +98,7 @@ class DifferentialGate(DenseGate):
         return self.head_norm(first - weight * second) * (1 - self.lambda_init)
 
 
-@MODELS.register_module()
-class DifferentialMultiheadAttention(GatedMultiheadAttention):
-    """mmcv's ``MultiheadAttention`` with differential attention; rules name this class as their ``type``.
-
-    It takes the options of :class:`DifferentialGate`.
-    """
-
-    gate_type = DifferentialGate
+DifferentialMultiheadAttention = dense_attention('DifferentialMultiheadAttention', DifferentialGate)
 
 
 class DifferentialV2Gate(DenseGate):
@@ -197,11 +189,4 @@ class DifferentialV2Gate(DenseGate):
         return factor * shared_key_attention(query, second, key, value, weight, bias, dropout=self.drop_rate)
 
 
-@MODELS.register_module()
-class DifferentialV2MultiheadAttention(GatedMultiheadAttention):
-    """mmcv's ``MultiheadAttention`` with differential attention, version 2; rules name this class as their ``type``.
-
-    It takes the options of :class:`DifferentialV2Gate`.
-    """
-
-    gate_type = DifferentialV2Gate
+DifferentialV2MultiheadAttention = dense_attention('DifferentialV2MultiheadAttention', DifferentialV2Gate)

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmgate.layers.base.deformable import DeformableGate, MultiScaleDeformableAttention
+from mmgate.layers.base.deformable import DeformableGate, deformable_attention
 from mmgate.layers.base.gate import Sizes
 from mmgate.notes import note
 from mmgate.ops.deformable import POSITIONS
 from mmgate.ops.deformable.uneven import spread
-from mmgate.registry import MODELS
 
 from .gml import GatingModulation
 from .parts.options import check_option
@@ -112,11 +111,4 @@ class PLuGDeformableGate(DeformableGate):
         return dict(gate=gate, residual=self.residual, position=self.position)
 
 
-@MODELS.register_module()
-class PLuGMultiScaleDeformableAttention(MultiScaleDeformableAttention):
-    """mmcv's multi-scale deformable attention with PLuG's gate; rules name this class as their ``type``.
-
-    It takes the options of :class:`PLuGDeformableGate`.
-    """
-
-    gate_type = PLuGDeformableGate
+PLuGMultiScaleDeformableAttention = deformable_attention('PLuGMultiScaleDeformableAttention', PLuGDeformableGate)

@@ -7,12 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
-from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
+from mmgate.layers.base.dense import DenseGate, Inputs, dense_attention
 from mmgate.layers.base.gate import Sizes
 from mmgate.notes import note
 from mmgate.ops.deformable import POSITIONS
 from mmgate.ops.dense import attention_map, check_gate_backend, plug_attention, raw_gates
-from mmgate.registry import MODELS
 
 from .gml import GatingModulation
 from .parts.options import check_option, number
@@ -123,11 +122,4 @@ class PLuGGate(DenseGate):
         )
 
 
-@MODELS.register_module()
-class PLuGMultiheadAttention(GatedMultiheadAttention):
-    """mmcv's ``MultiheadAttention`` with PLuG's gate; rules name this class as their ``type``.
-
-    It takes the options of :class:`PLuGGate`.
-    """
-
-    gate_type = PLuGGate
+PLuGMultiheadAttention = dense_attention('PLuGMultiheadAttention', PLuGGate)

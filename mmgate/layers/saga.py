@@ -8,11 +8,10 @@ from torch import Tensor
 
 from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.map import GatedMapAttention, Size
+from mmgate.layers.base.map import Size, map_attention
 from mmgate.notes import note
 from mmgate.ops.gated_linear import gated_linear_attention
 from mmgate.ops.linear_attention import key_value_map
-from mmgate.registry import MODELS
 
 from .linear.base import LinearGate
 from .parts.options import check_option
@@ -99,11 +98,4 @@ class SAGAGate(LinearGate):
         return self.split_heads(gate)
 
 
-@MODELS.register_module()
-class SAGAAttention(GatedMapAttention):
-    """SAGA's linear attention as a module with projections; rules name this class as their ``type``.
-
-    It takes the options of :class:`SAGAGate`.
-    """
-
-    gate_type = SAGAGate
+SAGAAttention = map_attention('SAGAAttention', SAGAGate)

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
-from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
+from mmgate.layers.base.dense import DenseGate, Inputs, dense_attention
 from mmgate.layers.base.gate import Sizes, StateDict
 from mmgate.notes import note
-from mmgate.registry import MODELS
 
 from .parts.options import check_option, integer, number
 
@@ -206,11 +205,4 @@ def _check_identity(form: str, act: str, scale: float) -> None:
         )
 
 
-@MODELS.register_module()
-class SDPAGatedMultiheadAttention(GatedMultiheadAttention):
-    """mmcv's ``MultiheadAttention`` with the SDPA gate; rules name this class as their ``type``.
-
-    It takes the options of :class:`SDPAGate`.
-    """
-
-    gate_type = SDPAGate
+SDPAGatedMultiheadAttention = dense_attention('SDPAGatedMultiheadAttention', SDPAGate)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mmgate.layers.base.map import GatedMapAttention, MapGate
-from mmgate.registry import MODELS
+from mmgate.layers.base.map import MapGate, map_attention
 
 
 class SoftmaxGate(MapGate):
@@ -16,11 +15,4 @@ class SoftmaxGate(MapGate):
     """
 
 
-@MODELS.register_module()
-class SoftmaxAttention(GatedMapAttention):
-    """Softmax attention over a map as a module with projections; rules name this class as their ``type``.
-
-    It takes the options of :class:`SoftmaxGate`.
-    """
-
-    gate_type = SoftmaxGate
+SoftmaxAttention = map_attention('SoftmaxAttention', SoftmaxGate)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from helpers.gated import gated_attention
 from mmgate import layers
+from mmgate.layers.base.deformable import DeformableHost
 from mmgate.layers.base.map import MapAttention
 
 C, HEADS = 16, 2
@@ -73,7 +74,7 @@ def call(layer: nn.Module, hw_shape: tuple[int, int]) -> Callable[[Tensor], Tens
     def run(x: Tensor) -> Tensor:
         if isinstance(layer, MapAttention):
             return layer(x, hw_shape)
-        if isinstance(layer, layers.MultiScaleDeformableAttention):
+        if isinstance(layer, DeformableHost):
             shapes = torch.tensor([(height - 1, width), (1, width)])
             points = torch.linspace(0.05, 0.95, height * width)[None, :, None, None].expand(-1, -1, 2, 2)
             floating = isinstance(x, Tensor) and x.is_floating_point()

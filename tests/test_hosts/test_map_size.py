@@ -104,14 +104,10 @@ def test_a_gate_behind_kwargs_is_read_as_its_base() -> None:
         def __init__(self, sizes: Sizes, *, extra: int, **options: Any) -> None:
             super().__init__(sizes, **options)
 
-    class Mine(GatedMapAttention):
-        gate_type = MyGate
-
-    for kind in (MyGate, Mine):
-        model = MODELS.build(PVT)
-        swap_attention(model, dict(type=kind, path='layers.0.**', bias=False, extra=1))
-        gate = model.layers[0][1][1].attn.gate
-        assert gate.map_size == (56, 56) and gate.an_bias is None
+    model = MODELS.build(PVT)
+    swap_attention(model, dict(type=MyGate, path='layers.0.**', bias=False, extra=1))
+    gate = model.layers[0][1][1].attn.gate
+    assert gate.map_size == (56, 56) and gate.an_bias is None
 
 
 class WithoutClassToken(MapGate):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from mmgate.layers.base.gate import Gate, Sizes
 from mmgate.layers.base.gated import GatedModule
 from mmgate.layers.base.mmcv_or_torch import MMCVMultiScaleDeformableAttention
+from mmgate.layers.base.named import attention_named
 from mmgate.notes import note
 from mmgate.ops.backend import check_backend
 from mmgate.ops.deformable import attention_weights, ms_deform_attn, offset_locations
 from mmgate.ops.deformable.uneven import axes_of_samples, points_of_levels
 from mmgate.ops.layout import broadcasts_to, check_layout
-from mmgate.registry import MODELS
 
 
 class DeformableGate(Gate):
@@ -221,102 +221,78 @@ class GatedDeformableAttention(DeformableHost):
         return self.dropout(output) + identity
 
 
-@MODELS.register_module()
-class MultiScaleDeformableAttention(GatedDeformableAttention, MMCVMultiScaleDeformableAttention):
-    """mmcv's multi-scale deformable attention, without a gate, computed by mmgate's operator instead of mmcv's.
-
-    Use it for the speed of :func:`mmgate.ops.ms_deform_attn`, or on a device for which mmcv has no compiled operator.
-    It has mmcv's parameters and no others.
+class UnevenDeformableAttention(MMCVMultiScaleDeformableAttention):
+    """mmcv's ``MultiScaleDeformableAttention`` with another number of sampling points in each level, as D-FINE has it.
 
     Args:
-        embed_dims: Channels C. Default 256.
-        num_heads: Heads H. Default 8.
-        num_levels: Feature levels L. Default 4.
-        num_points: Sampling points P of a head and level, or a list with the number for each level, as D-FINE has it.
-            Default 4.
-        im2col_step: As in mmcv.
-        dropout: Probability of dropout after the output projection.
-        batch_first: True for inputs ``(B, N, C)``, False for ``(N, B, C)``.
-        norm_cfg: Not used.
-        init_cfg: mmengine's initialisation config.
-        value_proj_ratio: Channels of the values over C.
-        **options: Options of :class:`DeformableGate`.
+        num_points: Sampling points of a head, one positive number for each level.
+        **options: Other arguments of mmcv's class, by name.
 
     Raises:
-        ConfigError: The backend is unknown, ``embed_dims`` is no multiple of ``num_heads``, or a list of numbers of
-            points does not have a positive one for each level.
-        TypeError: Neither mmcv's class nor the gate has an argument of that name.
-
-    Attributes:
-        gate_type: Class of the gate; this one changes no logit.
-
-    Source: Deformable DETR (arXiv 2010.04159), Eq. 3.
+        ConfigError: The numbers do not fit the levels.
     """
 
-    gate_type: type[DeformableGate] = DeformableGate
+    num_points: Any
 
-    def __init__(
-        self,
-        embed_dims: int = 256,
-        num_heads: int = 8,
-        num_levels: int = 4,
-        num_points: int | Sequence[int] = 4,
-        im2col_step: int = 64,
-        dropout: float = 0.1,
-        batch_first: bool = False,
-        norm_cfg: dict | None = None,
-        init_cfg: dict | None = None,
-        value_proj_ratio: float = 1.0,
-        **options: Any,
-    ) -> None:
-        # The gate is made, and its options are checked, before mmcv's constructor, which calls init_weights.
-        inputs = (embed_dims, embed_dims, embed_dims)
-        channels = int(embed_dims * value_proj_ratio)
+    def __init__(self, *, num_points: Sequence[int], num_levels: int = 4, **options: Any) -> None:
         points = points_of_levels(num_points, num_levels)
-        sizes = Sizes(channels, num_heads, inputs=inputs, levels=num_levels, points=points)
-        gate = self.gate_type(sizes, **options)
-        # mmcv has one number of points; with as many levels of one point its projections have the same outputs.
-        levels_of_mmcv, points_of_mmcv = (num_levels, points) if isinstance(points, int) else (sum(points), 1)
-        super().__init__(
-            embed_dims,
-            num_heads,
-            levels_of_mmcv,
-            points_of_mmcv,
-            im2col_step,
-            dropout,
-            batch_first,
-            norm_cfg,
-            init_cfg,
-            value_proj_ratio,
-        )
+        # With as many levels of one point mmcv's projections have the same outputs.
+        total = points * num_levels if isinstance(points, int) else sum(points)
+        super().__init__(num_levels=total, num_points=1, **options)
         self.num_levels = num_levels
         self.num_points = points
         self._start_offsets()
-        self.gate = gate
-        gate.reset_gate()
-
-    @torch.no_grad()
-    def _start_offsets(self) -> None:
-        """Initialise sampling offsets for levels with different numbers of points: 1, 2, ... pixels from the reference.
-
-        mmcv has put the points of levels with one point 1 pixel away.
-        """
-        if not isinstance(self.num_points, int):
-            bias = self.sampling_offsets.bias
-            steps = torch.cat([torch.arange(1, count + 1, device=bias.device) for count in self.num_points])  # (N,)
-            bias.view(self.num_heads, -1, 2).mul_(steps[:, None])
 
     def init_weights(self) -> None:
-        """Initialise as mmcv does, and the gate after that; detectors call this after xavier on all parameters."""
+        """Initialise as mmcv does, with the points of a level 1, 2, ... pixels from the reference."""
         num_levels = self.num_levels
         num_points = self.num_points
-        if not isinstance(num_points, int):
-            self.num_levels = sum(num_points)
+        counts = () if isinstance(num_points, int) else num_points
+        if counts:
+            self.num_levels = sum(counts)
             self.num_points = 1
         super().init_weights()
         self.num_levels = num_levels
         self.num_points = num_points
         self._start_offsets()
-        gate = self._modules.get('gate')
-        if isinstance(gate, Gate):
-            gate.init_weights()
+
+    @torch.no_grad()
+    def _start_offsets(self) -> None:
+        # mmcv has put the points of levels with one point 1 pixel away.
+        if not isinstance(self.num_points, int):
+            bias = self.sampling_offsets.bias
+            steps = torch.cat([torch.arange(1, count + 1, device=bias.device) for count in self.num_points])  # (N,)
+            bias.view(self.num_heads, -1, 2).mul_(steps[:, None])
+
+
+def build_deformable_attention(
+    embed_dims: int = 256,
+    num_heads: int = 8,
+    num_levels: int = 4,
+    num_points: int | Sequence[int] = 4,
+    *args: Any,
+    **options: Any,
+) -> nn.Module:
+    """Build mmcv's ``MultiScaleDeformableAttention`` or, without mmcv, our copy of its layers, with mmcv's arguments.
+
+    ``num_points`` may be a list with the number for each level.
+    """
+    points = points_of_levels(num_points, num_levels)
+    if isinstance(points, int):
+        return MMCVMultiScaleDeformableAttention(embed_dims, num_heads, num_levels, points, *args, **options)
+    if args:
+        raise TypeError('give the arguments after num_points by name where it is a list.')
+    return UnevenDeformableAttention(
+        embed_dims=embed_dims, num_heads=num_heads, num_levels=num_levels, num_points=points, **options
+    )
+
+
+def deformable_attention(name: str, gate: type[DeformableGate]) -> Callable[..., nn.Module]:
+    """Register and return a function that builds mmcv's deformable attention with a gate, see :func:`.named`."""
+    return attention_named(
+        name, gate, "mmcv's ``MultiScaleDeformableAttention``", build_deformable_attention, GatedDeformableAttention
+    )
+
+
+# mmcv's attention without a gate, computed by mmgate's operator instead of mmcv's.
+MultiScaleDeformableAttention = deformable_attention('MultiScaleDeformableAttention', DeformableGate)

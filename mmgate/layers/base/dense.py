@@ -17,17 +17,14 @@ from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import Gate, Sizes
-from mmgate.layers.base.gated import GatedModule, gated_class, is_off, record_of
+from mmgate.layers.base.gated import GatedModule, is_off
 from mmgate.layers.base.mmcv_or_torch import MultiheadAttention
+from mmgate.layers.base.named import attention_named, gate_alone
 from mmgate.notes import note, noted
 from mmgate.ops.layout import broadcasts_to, check_layout
 from mmgate.ops.masks import merge_masks
 from mmgate.ops.tracing import is_exporting
 
-# mmcv's default of ``dropout_layer``.
-NO_DROPOUT = dict(type='Dropout', drop_prob=0.0)
-# Options that mmcv's module hands on to torch's.
-TORCH_OPTIONS = ('bias', 'add_bias_kv', 'add_zero_attn', 'kdim', 'vdim', 'device', 'dtype')
 # Query, key and value before projection, (B, N|M, C) each.
 Inputs = tuple[Tensor, Tensor, Tensor]
 
@@ -265,8 +262,7 @@ class GatedTorchAttention(DenseHost):
     @property
     def _is_wrapped(self) -> bool:
         """True inside the attention of mmcv and its kin, which take the output alone and say so by no argument."""
-        record = record_of(self)
-        return record is None or record.child.rpartition('.')[2] == 'attn'
+        return self.gating.child.rpartition('.')[2] == 'attn'
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
@@ -375,62 +371,26 @@ class GatedTorchAttention(DenseHost):
         return F.pad(x, (0, 0, 0, 1)) if self.add_zero_attn else x
 
 
-class GatedMultiheadAttention(MultiheadAttention):
-    """mmcv's ``MultiheadAttention`` with a gate inside; a subclass names the gate in ``gate_type``.
+def build_multihead_attention(
+    embed_dims: int,
+    num_heads: int,
+    attn_drop: float = 0.0,
+    proj_drop: float = 0.0,
+    dropout_layer: dict | None = None,
+    *args: Any,
+    **options: Any,
+) -> nn.Module:
+    """Build mmcv's ``MultiheadAttention`` or, without mmcv, the module that replaces it, with mmcv's arguments."""
+    # mmcv writes a deprecated ``dropout`` into this dict, whose default its modules share.
+    dropout_layer = dict(dropout_layer or dict(type='Dropout', drop_prob=0.0))
+    return MultiheadAttention(embed_dims, num_heads, attn_drop, proj_drop, dropout_layer, *args, **options)
 
-    It takes mmcv's arguments, and those that mmcv hands on to torch's module.
 
-    Args:
-        embed_dims: Channels C.
-        num_heads: Heads H.
-        attn_drop: Probability of dropping an attention weight.
-        proj_drop: Dropout after the output projection.
-        dropout_layer: Dropout or drop path before the identity is added.
-        init_cfg: mmengine's initialisation config.
-        batch_first: True for inputs ``(B, N, C)``, False for ``(N, B, C)``.
-        dropout: mmcv's deprecated argument, which sets ``attn_drop`` and the probability in ``dropout_layer``.
-        **options: Options of the gate, and torch's ``bias``, ``add_bias_kv``, ``add_zero_attn``, ``kdim``, ``vdim``,
-            ``device`` and ``dtype``.
-
-    Attributes:
-        gate_type: Class of the gate.
-    """
-
-    gate_type: type[DenseGate]
-
-    def __init__(
-        self,
-        embed_dims: int,
-        num_heads: int,
-        attn_drop: float = 0.0,
-        proj_drop: float = 0.0,
-        dropout_layer: dict | None = NO_DROPOUT,
-        init_cfg: dict | None = None,
-        batch_first: bool = False,
-        *,
-        dropout: float | None = None,
-        **options: Any,
-    ) -> None:
-        torch_options = {name: options.pop(name) for name in TORCH_OPTIONS if name in options}
-        deprecated = {} if dropout is None else dict(dropout=dropout)
-        super().__init__(
-            embed_dims,
-            num_heads,
-            attn_drop,
-            proj_drop,
-            # mmcv writes a deprecated dropout into this dict, so it gets a copy.
-            dropout_layer and dict(dropout_layer),
-            init_cfg=init_cfg,
-            batch_first=batch_first,
-            **torch_options,
-            **deprecated,
-        )
-        make_gated(self.attn, self.gate_type, **options)
-
-    def init_weights(self) -> None:
-        """Initialise as mmcv does, and the gate after that; detectors call this after xavier on all parameters."""
-        super().init_weights()
-        self.attn.gate.init_weights()
+def dense_attention(name: str, gate: type[DenseGate]) -> Callable[..., nn.Module]:
+    """Register and return a function that builds mmcv's ``MultiheadAttention`` with a gate, see :func:`.named`."""
+    return attention_named(
+        name, gate, "mmcv's ``MultiheadAttention``", build_multihead_attention, GatedTorchAttention, 'attn'
+    )
 
 
 def make_gated(host: nn.MultiheadAttention, gate_type: type[DenseGate], **options: object) -> nn.MultiheadAttention:
@@ -444,9 +404,4 @@ def make_gated(host: nn.MultiheadAttention, gate_type: type[DenseGate], **option
     Raises:
         ConfigError: The gate does not fit.
     """
-    gate: Any = GatedTorchAttention.make_gate(host, gate_type, **options)
-    gate.to(device=host.out_proj.weight.device, dtype=host.out_proj.weight.dtype)
-    gate.reset_gate()
-    host.__class__ = gated_class(GatedTorchAttention, type(host))
-    host.add_module('gate', gate)
-    return host
+    return gate_alone(host, GatedTorchAttention, gate_type, dict(options, type=gate_type, path=''), **options)

@@ -9,6 +9,7 @@ and then draws every :class:`Gate` from a random stream of the gate's name.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -193,6 +194,18 @@ def gate_classes(kind: type[Gate] = Gate) -> Iterator[type[Gate]]:
     yield kind
     for derived in kind.__subclasses__():
         yield from gate_classes(derived)
+
+
+def gate_options(gate: type) -> dict[str, inspect.Parameter]:
+    """Return the options that a rule may set for a gate: its keyword-only arguments and those of its bases."""
+    found: dict[str, inspect.Parameter] = {}
+    for cls in gate.__mro__:
+        if '__init__' in vars(cls):
+            taken = inspect.signature(cls).parameters
+            found = {**{name: one for name, one in taken.items() if one.kind is one.KEYWORD_ONLY}, **found}
+            if all(one.kind is not one.VAR_KEYWORD for one in taken.values()):
+                break
+    return found
 
 
 def is_gate_key(key: str) -> bool:

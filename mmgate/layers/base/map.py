@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from math import isqrt
 from threading import get_ident
@@ -16,6 +17,7 @@ from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import Gate, Sizes, StateDict
 from mmgate.layers.base.gated import GatedModule
 from mmgate.layers.base.mmcv_or_torch import build_dropout
+from mmgate.layers.base.named import attention_named
 from mmgate.layers.parts.options import integer, number
 from mmgate.notes import note
 from mmgate.ops.layout import check_layout
@@ -232,9 +234,7 @@ def embedder_around(model: nn.Module, name: str) -> nn.Module | None:
 
 
 class MapAttention(nn.Module):
-    """Base class of attention over a map as a module with projections; a subclass mixes the tokens.
-
-    It does so in its :meth:`mix`, or by a gate.
+    """Softmax attention over a map as a module with projections; a subclass, or a gate, mixes the tokens otherwise.
 
     Args:
         embed_dims: Channels C, a multiple of ``num_heads``.
@@ -275,7 +275,9 @@ class MapAttention(nn.Module):
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
         """Mix the projected tokens of a map, ``(B, N, C)``; the arguments are those of :meth:`MapGate.mix`."""
-        raise TypeError(f'{type(self).__name__} mixes no tokens; use a subclass.')
+        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))  # (B, H, N, d)
+        dropout = self.attn_drop if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=self.scale).transpose(1, 2).flatten(2)
 
     def forward(self, x: Tensor, hw_shape: Size) -> Tensor:
         """Attend over the tokens ``(B, N, C)`` of a map of height and width ``hw_shape``.
@@ -290,56 +292,20 @@ class MapAttention(nn.Module):
         return self.dropout_layer(self.proj_drop(self.proj(self.mix(x, q, k, v, hw_shape))))
 
 
-class GatedMapAttention(MapHost, MapAttention):
-    """Base class of attention over a map with projections and a gate, for use by itself or as a rule's ``type``.
+class GatedMapAttention(MapHost):
+    """Adapter that lets attention over a map into :class:`MapAttention`."""
 
-    A subclass names the gate in ``gate_type``.
-
-    Args:
-        embed_dims: Channels C, a multiple of ``num_heads``.
-        num_heads: Heads H.
-        qkv_bias: True for a bias in the projections of query, key and value.
-        qk_scale: Factor of the logits; ``1 / sqrt(d)`` by default.
-        attn_drop: Probability of dropping an attention weight.
-        proj_drop: Probability of dropout after the output projection.
-        dropout_layer: Config of the dropout or drop path before the identity is added.
-        **options: Options of the gate.
-
-    Attributes:
-        gate_type: Class of the gate.
-    """
-
-    gate_type: type[MapGate]
-
-    def __init__(
-        self,
-        embed_dims: int,
-        num_heads: int,
-        *,
-        qkv_bias: bool = True,
-        qk_scale: float | None = None,
-        attn_drop: float = 0.0,
-        proj_drop: float = 0.0,
-        dropout_layer: dict | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            embed_dims,
-            num_heads,
-            qkv_bias=qkv_bias,
-            qk_scale=qk_scale,
-            attn_drop=attn_drop,
-            proj_drop=proj_drop,
-            dropout_layer=dropout_layer,
-        )
-        sizes = Sizes(embed_dims, num_heads, dropout=attn_drop, scale=self.scale, bias=qkv_bias)
-        self.gate = self.gate_type(sizes, **options)
-        self.gate.reset_gate()
-
-    def init_weights(self) -> None:
-        """Initialise the gate; detectors call this after xavier on all parameters. See :meth:`.Gate.init_weights`."""
-        self.gate.init_weights()
+    @classmethod
+    def sizes(cls, host: Any) -> Sizes:
+        """Read channels, heads and dropout off an attention module (the host), for its gate."""
+        bias = host.qkv.bias is not None
+        return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop, scale=host.scale, bias=bias)
 
     def forward(self, x: Tensor, hw_shape: Size | None = None, identity: Tensor | float | None = None) -> Tensor:
         """Attend over the tokens of a map, see :meth:`attend_gated`; a ViT gives no ``hw_shape``."""
         return self.attend_gated(x, hw_shape, identity)
+
+
+def map_attention(name: str, gate: type[MapGate]) -> Callable[..., nn.Module]:
+    """Register and return a function that builds :class:`MapAttention` with a gate, see :func:`.named`."""
+    return attention_named(name, gate, ':class:`.MapAttention`', MapAttention, GatedMapAttention)

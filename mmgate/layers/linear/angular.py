@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.map import GatedMapAttention, Size
+from mmgate.layers.base.map import Size, map_attention
 from mmgate.notes import note
 from mmgate.ops.linear_attention import key_value_map, linear_angular_attention
-from mmgate.registry import MODELS
 
 from ..parts.options import check_option
 from .base import LinearGate
@@ -58,11 +57,4 @@ class LinearAngularGate(LinearGate):
         return super().convolve(v, hw_shape)
 
 
-@MODELS.register_module()
-class LinearAngularAttention(GatedMapAttention):
-    """Linear angular attention as a module with projections; rules name this class as their ``type``.
-
-    It takes the options of :class:`LinearAngularGate`.
-    """
-
-    gate_type = LinearAngularGate
+LinearAngularAttention = map_attention('LinearAngularAttention', LinearAngularGate)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mmgate.layers.base.map import GatedMapAttention, Size
+from mmgate.layers.base.map import Size, map_attention
 from mmgate.notes import note
 from mmgate.ops.linear_attention import efficient_attention, key_value_map
-from mmgate.registry import MODELS
 
 from .base import LinearGate
 
@@ -28,11 +27,4 @@ class EfficientGate(LinearGate):
         return self.merge_heads(efficient_attention(q, k, v))
 
 
-@MODELS.register_module()
-class EfficientAttention(GatedMapAttention):
-    """Efficient attention as a module with projections; rules name this class as their ``type``.
-
-    It takes the options of :class:`EfficientGate`.
-    """
-
-    gate_type = EfficientGate
+EfficientAttention = map_attention('EfficientAttention', EfficientGate)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mmgate.layers.base.map import GatedMapAttention, Size
+from mmgate.layers.base.map import Size, map_attention
 from mmgate.ops.linear_attention import kernel_attention
-from mmgate.registry import MODELS
 
 from .base import LinearGate
 
@@ -33,11 +32,4 @@ class EnhancedLinearGate(LinearGate):
         return self.merge_heads(kernel_attention(q, k, v))
 
 
-@MODELS.register_module()
-class EnhancedLinearAttention(GatedMapAttention):
-    """Enhanced linear attention as a module with projections; rules name this class as their ``type``.
-
-    It takes the options of :class:`EnhancedLinearGate`.
-    """
-
-    gate_type = EnhancedLinearGate
+EnhancedLinearAttention = map_attention('EnhancedLinearAttention', EnhancedLinearGate)

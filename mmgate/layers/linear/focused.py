@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.map import GatedMapAttention, Size
+from mmgate.layers.base.map import Size, map_attention
 from mmgate.ops.linear_attention import EPS, focused_features, kernel_attention
-from mmgate.registry import MODELS
 
 from ..parts.options import number
 from .base import LinearGate
@@ -63,11 +62,4 @@ class FocusedLinearGate(LinearGate):
         return self.merge_heads(kernel_attention(q, k, v))
 
 
-@MODELS.register_module()
-class FocusedLinearAttention(GatedMapAttention):
-    """Focused linear attention as a module with projections; rules name this class as their ``type``.
-
-    It takes the options of :class:`FocusedLinearGate`.
-    """
-
-    gate_type = FocusedLinearGate
+FocusedLinearAttention = map_attention('FocusedLinearAttention', FocusedLinearGate)

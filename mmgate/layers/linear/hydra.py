@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mmgate.layers.base.map import GatedMapAttention, Size
+from mmgate.layers.base.map import Size, map_attention
 from mmgate.ops.linear_attention import hydra_attention
-from mmgate.registry import MODELS
 
 from .base import LinearGate
 
@@ -27,11 +26,4 @@ class HydraGate(LinearGate):
         return hydra_attention(q, k, v)
 
 
-@MODELS.register_module()
-class HydraAttention(GatedMapAttention):
-    """Hydra attention as a module with projections; rules name this class as their ``type``.
-
-    It takes the options of :class:`HydraGate`.
-    """
-
-    gate_type = HydraGate
+HydraAttention = map_attention('HydraAttention', HydraGate)

@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.map import GatedMapAttention, Size
+from mmgate.layers.base.map import Size, map_attention
 from mmgate.notes import note
 from mmgate.ops.linear_attention import inline_attention, key_value_map
-from mmgate.registry import MODELS
 
 from .base import LinearGate
 
@@ -71,11 +70,4 @@ class InLineGate(LinearGate):
         return out + self.after_class_token(local.view(batch, self.embed_dims, -1).transpose(1, 2))
 
 
-@MODELS.register_module()
-class InLineAttention(GatedMapAttention):
-    """InLine attention as a module with projections; rules name this class as their ``type``.
-
-    It takes the options of :class:`InLineGate`.
-    """
-
-    gate_type = InLineGate
+InLineAttention = map_attention('InLineAttention', InLineGate)

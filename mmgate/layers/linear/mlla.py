@@ -9,9 +9,8 @@ from torch import Tensor
 
 from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.map import GatedMapAttention, Size
+from mmgate.layers.base.map import Size, map_attention
 from mmgate.ops.linear_attention import kernel_attention
-from mmgate.registry import MODELS
 
 from .base import LinearGate
 
@@ -52,11 +51,4 @@ class MLLAGate(LinearGate):
         return self.merge_heads(kernel_attention(turned_q, turned_k, v, q, k))
 
 
-@MODELS.register_module()
-class MLLAAttention(GatedMapAttention):
-    """MLLA's linear attention as a module with projections; rules name this class as their ``type``.
-
-    It takes the options of :class:`MLLAGate`.
-    """
-
-    gate_type = MLLAGate
+MLLAAttention = map_attention('MLLAAttention', MLLAGate)

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.map import GatedMapAttention, Size
+from mmgate.layers.base.map import Size, map_attention
 from mmgate.notes import note
 from mmgate.ops.linear_attention import key_value_map, polarity_attention, polarity_features
-from mmgate.registry import MODELS
 
 from ..parts.options import number
 from .base import LinearGate
@@ -80,11 +79,4 @@ def _polar_map(k: Tensor, v: Tensor, power: Tensor) -> Tensor:
     return torch.cat([map_same, map_opposite], -1)
 
 
-@MODELS.register_module()
-class PolaFormerAttention(GatedMapAttention):
-    """PolaFormer's attention as a module with projections; rules name this class as their ``type``.
-
-    It takes the options of :class:`PolaFormerGate`.
-    """
-
-    gate_type = PolaFormerGate
+PolaFormerAttention = map_attention('PolaFormerAttention', PolaFormerGate)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmgate.layers.base.map import GatedMapAttention, Size
+from mmgate.layers.base.map import Size, map_attention
 from mmgate.ops.linear_attention import kernel_attention, rank_augmented_keys
-from mmgate.registry import MODELS
 
 from .base import LinearGate
 
@@ -38,11 +37,4 @@ class RALAGate(LinearGate):
         return self.merge_heads(kernel_attention(turned_q, turned_k, v, q, k))
 
 
-@MODELS.register_module()
-class RALAAttention(GatedMapAttention):
-    """Rank-augmented linear attention as a module with projections; rules name this class as their ``type``.
-
-    It takes the options of :class:`RALAGate`.
-    """
-
-    gate_type = RALAGate
+RALAAttention = map_attention('RALAAttention', RALAGate)

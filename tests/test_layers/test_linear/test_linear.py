@@ -23,18 +23,13 @@ from mmgate.layers import (
     RALAAttention,
     SAGAAttention,
 )
-from mmgate.layers.base.map import GatedMapAttention
 from mmgate.layers.linear.base import LinearGate
 from mmgate.ops import linear_attention as ops
 from mmgate.ops.gated_linear import gated_linear_attention_reference
 from mmgate.registry import MODELS
 
-LINEAR = {
-    name: (kind, options)
-    for name, (kind, options) in MAP.items()
-    if issubclass(kind, GatedMapAttention) and issubclass(kind.gate_type, LinearGate)
-}
-LAYERS: dict[str, tuple[type[GatedMapAttention], dict[str, Any]]] = {
+LINEAR = {name: (kind, options) for name, (kind, options) in MAP.items() if issubclass(kind.gate_type, LinearGate)}
+LAYERS: dict[str, tuple[Any, dict[str, Any]]] = {
     **LINEAR,
     'focused_squares': (FocusedLinearAttention, dict(map_size=(4, 4), power=2.0)),
     'inline_without_local': (InLineAttention, dict(local=False)),
@@ -81,24 +76,24 @@ def quadratic(layer: Any, x: Tensor, hw_shape: tuple[int, int], power: float) ->
 
     images = v.transpose(1, 2).reshape(len(x), C, *hw_shape)
     local = torch.zeros_like(images)
-    if isinstance(layer, HydraAttention):
+    if isinstance(layer.gate, HydraAttention.gate_type):
         out = ops.hydra_attention_reference(q, k, v)
-    elif isinstance(layer, EfficientAttention):
+    elif isinstance(layer.gate, EfficientAttention.gate_type):
         out = ops.efficient_attention_reference(heads(q), heads(k), heads(v))
-    elif isinstance(layer, LinearAngularAttention):
+    elif isinstance(layer.gate, LinearAngularAttention.gate_type):
         out = ops.linear_angular_attention_reference(heads(q), heads(k), heads(v))
-    elif isinstance(layer, EnhancedLinearAttention):
+    elif isinstance(layer.gate, EnhancedLinearAttention.gate_type):
         out = ops.kernel_attention_reference(heads(q.relu()), heads(k.relu()), heads(v))
-    elif isinstance(layer, FocusedLinearAttention):
+    elif isinstance(layer.gate, FocusedLinearAttention.gate_type):
         out = ops.kernel_attention_reference(heads(focused(q)), heads(focused(k)), heads(v))
-    elif isinstance(layer, PolaFormerAttention):
+    elif isinstance(layer.gate, PolaFormerAttention.gate_type):
         scale, power = F.softplus(gate.focus_scale), 1 + 4 * gate.power.sigmoid()
         out = ops.polarity_attention_reference(heads(q / scale), heads(k / scale), heads(v), power)
-    elif isinstance(layer, SAGAAttention):
+    elif isinstance(layer.gate, SAGAAttention.gate_type):
         gates = (part and heads(part(x).sigmoid()) for part in (gate.gate_k, gate.gate_v))
         out = gated_linear_attention_reference(heads(q), heads(k), heads(v), *gates)
         out = out if gate.scale_by_tokens else out * v.shape[1] * (C // HEADS) ** 0.5
-    elif isinstance(layer, InLineAttention):
+    elif isinstance(layer.gate, InLineAttention.gate_type):
         out = ops.inline_attention_reference(heads(q), heads(k), heads(v))
         if gate.local is not None:
             weights = gate.local(x.mean(1)[..., None]).view(len(x), C, 9, 1)
@@ -106,7 +101,7 @@ def quadratic(layer: Any, x: Tensor, hw_shape: tuple[int, int], power: float) ->
             local = (weights * patches).sum(2).view_as(images)
     else:
         q, k = F.elu(q) + 1, F.elu(k) + 1
-        if isinstance(layer, RALAAttention):  # in every head, the last power being 1
+        if isinstance(layer.gate, RALAAttention.gate_type):  # in every head, the last power being 1
             q, k = heads(q), heads(k)
             logits = q.mean(2, keepdim=True) @ k.mT / math.sqrt(C // HEADS)
             k = k * logits.softmax(-1).mT * k.shape[2]
@@ -115,7 +110,7 @@ def quadratic(layer: Any, x: Tensor, hw_shape: tuple[int, int], power: float) ->
             turned = [heads(turn(t, hw_shape, torch.arange(C // 4) / (C // 4))) for t in (q, k)]
             q, k = heads(q), heads(k)
         out = ops.kernel_attention_reference(*turned, heads(v), q, k)
-    if isinstance(layer, LinearAngularAttention) and gate.along_tokens:
+    if isinstance(layer.gate, LinearAngularAttention.gate_type) and gate.along_tokens:
         rows = v.reshape(len(x), -1, HEADS, C // HEADS)  # a kernel of 9 over the tokens for each head
         local = torch.zeros_like(rows)
         for head in range(HEADS):
