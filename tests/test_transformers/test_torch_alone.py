@@ -58,7 +58,7 @@ LAYERS = """
 import torch
 from mmgate import layers
 from mmgate.layers.base.deformable import DeformableGate
-from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, make_gated
+from mmgate.layers.base.dense import DenseGate, make_gated
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import MapGate
 x = torch.randn(2, 16, 32)
@@ -66,7 +66,8 @@ shapes, start = torch.tensor([[4, 4], [2, 2]]), torch.tensor([0, 16])
 made = 0
 for name in layers.__all__:
     kind = getattr(layers, name)
-    if issubclass(kind, layers.MultiScaleDeformableAttention):
+    builds = getattr(kind, 'gate_type', None) if not isinstance(kind, type) else None
+    if builds is not None and issubclass(builds, DeformableGate):
         points = dict(reference_points=torch.rand(2, 16, 2, 2), spatial_shapes=shapes, level_start_index=start)
         for count, steps in ((2, [1, 2, 1, 2]), ([1, 3], [1, 1, 2, 3])):
             module = kind(32, 4, 2, count, batch_first=True, dropout=0.0)
@@ -74,16 +75,16 @@ for name in layers.__all__:
             of_a_head = module.sampling_offsets.bias.view(4, -1, 2)[0]
             assert of_a_head.abs().amax(-1).tolist() == steps, (name, of_a_head)
             y = module(x, value=torch.randn(2, 20, 32), query_pos=x, **points)
-    elif issubclass(kind, GatedMultiheadAttention):
+    elif builds is not None and issubclass(builds, DenseGate):
         drop = dict(type='DropPath', drop_prob=0.5)
         y = kind(32, 4, batch_first=True, dropout_layer=drop)(x, query_pos=x)
-    elif issubclass(kind, DenseGate):
+    elif builds is None and issubclass(kind, DenseGate):
         y, _ = make_gated(torch.nn.MultiheadAttention(32, 4, batch_first=True), kind)(x, x, x)
-    elif issubclass(kind, DeformableGate):
+    elif builds is None and issubclass(kind, DeformableGate):
         gate = kind(Sizes(32, 4, levels=2, points=2))
         gate.reset_gate()
         y = x * gate.modulate(x)['gate'].mean()
-    elif issubclass(kind, MapGate):
+    elif builds is None and issubclass(kind, MapGate):
         try:
             gate = kind(Sizes(32, 4))
         except TypeError:
