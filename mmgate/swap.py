@@ -306,7 +306,7 @@ def _gated_in(model: nn.Module, module: nn.Module) -> str | None:
     for _, gated in gated_modules(model):
         inside = any(part is gated for part in module.modules())
         if inside or any(part is module for part in gated.modules()):
-            return next(type(one).__name__ for one in gated.gate.modules() if isinstance(one, Gate))
+            return type(gated.gates()[0]).__name__
     return None
 
 

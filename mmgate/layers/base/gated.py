@@ -141,7 +141,8 @@ class GatedModule(nn.Module):
 
     def gates(self) -> list[Gate]:
         """Return the module's gates: its child ``gate``, or the two in it if the attention goes both ways."""
-        return [module for module in self.gate.modules() if isinstance(module, Gate)]
+        # Not by self.gate, which timm's adapters have as None while it is off.
+        return [module for module in self._modules[CHILD].modules() if isinstance(module, Gate)]
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: object, **kwargs: object) -> None:
         lacking = {name: t.detach() for name, t in unused_tensors(self).items() if f'{prefix}{name}' not in state_dict}
