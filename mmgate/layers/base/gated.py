@@ -356,10 +356,12 @@ def remove_gate(module: Any) -> None:
     del module.switch
     for handle in record.handles:
         handle.remove()
-    unused = unused_tensors(module)
-    for name in record.froze:
-        unused[name].requires_grad_(True)
     del module._modules[CHILD]
+    unused = unused_tensors(module)
+    # Not where others have frozen the host since, as PEFT does, and detectors their teacher.
+    if all(tensor.requires_grad for name, tensor in module.named_parameters() if name not in unused):
+        for name in unused.keys() & record.froze:
+            unused[name].requires_grad_(True)
     module.__class__ = type(module).made_of[1]
     vars(module).update(record.hidden)
 
@@ -372,9 +374,12 @@ def is_off(module: GatedModule) -> bool:
 @contextmanager
 def gates_off(modules: Iterable[Any]) -> Iterator[None]:
     """Switch the gates of modules off in this thread inside a ``with`` block: the host's own forward runs."""
-    switches = [module.switch.here for module in modules if not is_off(module)]
-    for switch in switches:
-        switch.off = True
+    switches = []
+    for module in modules:
+        # A shallow copy shares the switch of its original.
+        if not is_off(module):
+            module.switch.here.off = True
+            switches.append(module.switch.here)
     try:
         yield
     finally:
