@@ -24,7 +24,7 @@ from torch.fx import Proxy
 from torch.utils import checkpoint
 
 from mmgate.errors import ConfigError
-from mmgate.layers.base.gate import CHILD, Gate, Sizes, StateDict, are_hidden
+from mmgate.layers.base.gate import CHILD, Gate, Sizes, StateDict, are_hidden, gates_hidden
 from mmgate.ops.tracing import is_compiling
 
 # The dtypes in which layers compute; quantised weights are stored in others.
@@ -155,11 +155,15 @@ class GatedModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the module's children as ``Module.named_children`` does; while a model is initialised, not the gate."""
-        hidden = are_hidden() or REPORT in vars(self)
+        """Yield the module's children as ``Module.named_children`` does; while gates are hidden, not the gate."""
         for name, child in super().named_children():
-            if name != CHILD or not hidden:
+            if name != CHILD or not are_hidden():
                 yield name, child
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """Apply a function as ``Module.apply`` does; while mmengine initialises a model around, not to the gate."""
+        with gates_hidden(are_hidden() or REPORT in vars(self)):
+            return super().apply(fn)
 
     def _replicate_for_data_parallel(self) -> Any:
         replica: Any = super()._replicate_for_data_parallel()
