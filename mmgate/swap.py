@@ -109,9 +109,9 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
         The names of the modules that the rules chose.
 
     The global random numbers stay where they were. From here on the model's ``init_weights`` gives parameters of the
-    host the numbers that they have in the vanilla model, see :func:`.starts.initialise_gates_last`. Gates in a part of
-    the model that is frozen as a whole, while others train, are frozen, too; the first ``model.train()`` warns of them
-    and of gates in a backbone's frozen stages.
+    host the numbers that they have in the vanilla model, see :func:`.starts.initialise_gates_last`. Gates of an
+    attention that is frozen in training (``requires_grad=False``, ``frozen_stages``), while other parts train, are
+    frozen, too, and a warning names them.
 
     Raises:
         OptionError: A rule is malformed, its type has no gate, or the gate lacks an option.
@@ -124,7 +124,7 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     refuse_replicated(model)
     model = own_model(model)
     parsed = parse_rules(rules)
-    return commit(model, parsed, make(model, find(model, parsed)))
+    return commit(model, make(model, find(model, parsed)))
 
 
 def find(model: nn.Module, rules: Sequence[Rule]) -> list[Found]:
@@ -268,7 +268,7 @@ def _refuse_missing_options(rule: Rule, host: Host, options: Mapping[str, Any]) 
         )
 
 
-def commit(model: nn.Module, rules: Sequence[Rule], made: Sequence[Made]) -> list[str]:
+def commit(model: nn.Module, made: Sequence[Made]) -> list[str]:
     """Put gates into their hosts, and prepare the model for its initialisation and training with them.
 
     Returns:
@@ -283,14 +283,9 @@ def commit(model: nn.Module, rules: Sequence[Rule], made: Sequence[Made]) -> lis
     refuse_unlike(model, {module: (one.rule.type, one.rule.options) for module, one in once.items()})
     resting = frozen_in_training(model, {one.host.path: one.host.module for one in once.values()})
     warn_of_frozen(model, resting)
-    records = [record for _, module in gated_modules(model) if (record := record_of(module)) is not None]
-    first = max((record.number for record in records), default=-1) + 1
     for one in once.values():
         host = one.host
-        number = first + rules.index(one.rule)
-        gate_module(
-            host.module, host.adapter, one.gate, Record(host.adapter, host.path, one.rule.given, number, host.child)
-        )
+        gate_module(host.module, host.adapter, one.gate, Record(host.adapter, host.path, one.rule.given, host.child))
         gated: Any = host.module
         gated.after_gating(model)
         # A tensor that is to train and gets no gradient, as in a teacher, ends a training by DDP.
