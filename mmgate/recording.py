@@ -48,7 +48,9 @@ def record(
 
     The model runs once, and computes what it would without the block: gated attention bit by bit, vanilla attention
     equal to rounding. A module that runs twice (in a shared layer, or in activation checkpointing) is recorded twice;
-    one inside a compiled graph, or whose ``forward`` was replaced on the very module, is not.
+    one inside a compiled graph, or whose ``forward`` was replaced on the very module, is not. torch's
+    ``TransformerEncoder`` packs no nested tensors meanwhile, so that its output for padded tokens is not 0. Copy or
+    save the model outside of the block, since the methods by which vanilla attention is recorded would go along.
 
     Args:
         model: Any model; wrappers such as DistributedDataParallel have to be taken off.

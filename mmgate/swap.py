@@ -108,9 +108,9 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
         The names of the modules that the rules chose.
 
     The global random numbers stay where they were. From here on the model's ``init_weights`` gives parameters of the
-    host the numbers that they have in the vanilla model, see :func:`.starts.initialise_gates_last`. Gates in a part of
-    the model that is frozen as a whole, while others train, are frozen, too; the first ``model.train()`` warns of them
-    and of gates in a backbone's frozen stages.
+    host the numbers that they have in the vanilla model, see :func:`.starts.initialise_gates_last`. Gates of an
+    attention that is frozen in training (``requires_grad=False``, ``frozen_stages``), while other parts train, are
+    frozen, too, and a warning names them.
 
     Raises:
         OptionError: A rule is malformed, its type has no gate, or the gate lacks an option.
@@ -300,7 +300,7 @@ def _gated_in(model: nn.Module, module: nn.Module) -> str | None:
     for _, gated in gated_modules(model):
         inside = any(part is gated for part in module.modules())
         if inside or any(part is module for part in gated.modules()):
-            return next(type(one).__name__ for one in gated.gate.modules() if isinstance(one, Gate))
+            return type(gated.gates()[0]).__name__
     return None
 
 

@@ -45,7 +45,7 @@ CROSSING = {
     'test_transformers/test_pages.py',
     'test_transformers/test_pattern.py',
     'test_transformers/test_peft.py',
-    'test_transformers/test_readings.py',
+    'test_transformers/test_recording.py',
     'test_transformers/test_rfdetr.py',
     'test_transformers/test_torch_alone.py',
     'test_transformers/test_ultralytics.py',

@@ -214,6 +214,15 @@ def test_what_a_layer_derives_for_evaluation_outlives_the_question(logged: list[
     assert torch.equal(model['first'].derived, torch.full((3,), 2.0)) and not model.training and not logged
 
 
+def test_what_a_part_in_eval_mode_derives_outlives_the_question_in_training(logged: list[str]) -> None:
+    """A frozen backbone in a model that trains."""
+    model = nn.ModuleDict(dict(first=Derives(), second=Net())).train()
+    model['first'].eval()
+    mmgate.swap_attention(model, dict(PLUG, path='second.backbone.attn'))
+    assert torch.equal(model['first'].derived, torch.full((3,), 2.0)) and not model['first'].training
+    assert model.training and model['second'].backbone.attn.training
+
+
 def test_rules_one_after_the_other_gate_a_frozen_model_as_all_at_once() -> None:
     """The first rule's gates train, and so do the second's."""
     model = nn.ModuleDict(dict(first=Net(), second=Net())).requires_grad_(False)

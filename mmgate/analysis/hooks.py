@@ -33,7 +33,7 @@ class GateStatisticsHook(Hook):
 
     All backends of the run's visualizer get them (local JSON and PNG, TensorBoard, W&B, MLflow). Tags of scalars are
     ``gate/<path>/<mean | std | sparsity | moved | moved_most | grad_norm>``; values of another name, such as SAGA's
-    ``gate_k``, has that name in front. Per type the path is the gate's class, and the values are means over its layers
+    ``gate_k``, have that name in front. Per type the path is the gate's class, and the values are means over its layers
     (the largest for ``moved_most``, the norm over all for ``grad_norm``); the log gets a line for each. ``moved`` and
     ``moved_most`` are the mean and the largest distance from the value at which attention is as without the gate, where
     there is one. The tag of the histograms' picture is ``gates``. One iteration in ``interval`` is logged, and the

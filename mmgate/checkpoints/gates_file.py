@@ -21,7 +21,7 @@ from .safetensors_file import check_safetensors, read_safetensors
 
 KEY = 'mmgate.gates'
 VERSION = 2
-# What is between the path of an attention and the name of a tensor of its gate.
+# Between the path of an attention and the name of a tensor of its gate.
 GATE = '.gate.'
 
 

@@ -64,6 +64,10 @@ def gates_disabled(model: nn.Module) -> AbstractContextManager[None]:
 
     The model stays as it is, with its gates in ``parameters()`` and state dicts, and other threads run it gated. A copy
     that is made in the context is gated.
+    torch's ``TransformerEncoder`` packs no nested tensors while it has gates, even if they are off: its output for
+    padded tokens is then not 0. timm's attention has no attribute ``gate`` inside, so that ``torch.export`` and
+    ``torch.func.functional_call`` find no module of this name: give them a copy of the model, after
+    :func:`restore_attention`.
 
     A gated module that is off raises RuntimeError inside activation checkpointing with gradients: the part would be
     computed again later, with its gate on.

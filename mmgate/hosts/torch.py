@@ -50,13 +50,13 @@ class GatedReducedAttention(MapHost):
 
 
 def switch_nested_tensors(model: nn.Module) -> None:
-    """Switch nested tensors in torch's transformer encoders off if an attention in them is gated, else back on.
+    """Set torch's transformer encoders to pack no nested tensors if an attention in them is gated, else as they were.
 
     ``TransformerEncoder`` packs padded sequences into nested tensors, which gated attention does not take. It decides
     so when it is built.
 
     Args:
-        model: A model whose gates have been switched on or off.
+        model: A model that has received gates, or whose gates were removed.
     """
     for encoder in model.modules():
         if not isinstance(encoder, nn.TransformerEncoder):

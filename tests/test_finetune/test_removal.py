@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
+import pytest
 import torch
 from helpers.finetuned import layers
+from mmdet.models.backbones.pvt import SpatialReductionAttention
 from torch import nn
+from torch.nn.utils import prune
 
 import mmgate
 
@@ -63,3 +67,41 @@ def test_methods_of_ones_own_on_a_model_stay() -> None:
     mmgate.swap_attention(model, dict(path='*.attn', type='PLuGMultiheadAttention'))
     mmgate.restore_attention(model)
     assert vars(model)['apply'] is apply and 'init_weights' not in vars(model)
+
+
+def test_a_shallow_copy_beside_its_original_is_off_with_it() -> None:
+    attn = layers()[0].attn
+    both, x = nn.ModuleList([attn, copy.copy(attn)]), torch.randn(1, 3, 16)
+    with mmgate.gates_disabled(both):
+        off = [module(x, x, x)[0] for module in both]
+    on = attn(x, x, x)[0]
+    assert torch.equal(*off) and not torch.equal(off[0], on) and torch.equal(both[1](x, x, x)[0], on)
+
+
+class Reduced(nn.Module):
+    """Attention with a layer that its gate replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = SpatialReductionAttention(16, 2, sr_ratio=2)
+
+
+@pytest.mark.parametrize('froze', [[], ['attn.attn.in_proj_weight'], None], ids=['none', 'one', 'all'])
+def test_what_was_frozen_after_gating_stays_frozen(froze: list[str] | None) -> None:
+    """A detector freezes its teacher, and PEFT what it updates, after the gates are in."""
+    model = Reduced()
+    mmgate.swap_attention(model, dict(type='AgentAttention', agent_num=4, map_size=(8, 8), path='attn'))
+    for name, parameter in model.named_parameters():
+        if froze is None or name in froze:
+            parameter.requires_grad_(False)
+    mmgate.restore_attention(model)
+    reduction = {parameter.requires_grad for name, parameter in model.named_parameters() if '.sr.' in name}
+    assert reduction == {froze == []}
+
+
+def test_gates_come_off_beside_a_layer_that_others_have_changed() -> None:
+    """Pruning gives the weight that the gate replaces another name."""
+    model = Reduced()
+    mmgate.swap_attention(model, dict(type='AgentAttention', agent_num=4, map_size=(8, 8), path='attn'))
+    prune.identity(model.attn.sr, 'weight')
+    assert mmgate.restore_attention(model) == ['attn'] and not mmgate.gate_parameters(model)

@@ -171,6 +171,20 @@ def test_gates_beside_random_weights_are_warned_of_once(
     assert [re.findall('moved from its start in (.*?)\\.', text) for text in said] == [[parts] for parts in named]
 
 
+def test_more_gates_are_no_training_that_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint may come after the last gate, and the warning is for what has none then."""
+    said: list[str] = []
+    model = Normed()
+    model.other = Layer()
+    mmgate.swap_attention(model, dict(path='layer.attn', type='mmgate.PLuGMultiheadAttention'))
+    mmgate.train_only_gates(model)
+    monkeypatch.setattr('mmgate.finetune.training.log', lambda text, *level: said.append(text))
+    mmgate.swap_attention(model, dict(path='other.attn', type='mmgate.PLuGMultiheadAttention'))
+    assert not said
+    model.train()
+    assert len(said) == 1 and 'drawn at random' in said[0]
+
+
 @pytest.mark.parametrize('train', ['gates', 'attention'])
 def test_gates_that_come_later_train_or_are_said_to_rest(train: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []

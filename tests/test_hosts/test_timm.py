@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +27,15 @@ from timm.layers.patch_embed import PatchEmbed
 from timm.models.eva import EvaAttention
 from timm.models.gcvit import WindowAttentionGlobal
 
-from mmgate import gate_parameters, gates_disabled, list_attention, restore_attention, swap_attention
+from mmgate import (
+    gate_parameters,
+    gates_disabled,
+    list_attention,
+    load_gates,
+    restore_attention,
+    save_gates,
+    swap_attention,
+)
 from mmgate.analysis.probes.recording import class_tokens, record
 from mmgate.errors import ConfigError
 from mmgate.hosts.timm import BY_IMAGE, shares_by_image
@@ -61,6 +70,20 @@ def test_a_model_starts_as_it_was_and_learns(name: str, rule: dict[str, Any]) ->
     assert len([part for part in copy.deepcopy(model).modules() if isinstance(part, Gate)]) == len(names)
     restore_attention(model)
     assert_same_anatomy(anatomy(model), before)
+
+
+def test_gates_that_are_off_are_in_the_model(tmp_path: Path) -> None:
+    """They are listed, saved and drawn; timm's forward sees no gate there."""
+    model, _ = build('vit')
+    swap_attention(model, dict(SDPA, path=PATHS['vit']))
+    listed = list_attention(model)
+    with gates_disabled(model):
+        assert list_attention(model) == listed
+        save_gates(model, tmp_path / 'gates.safetensors')
+        model.init_weights()
+        with pytest.raises(ConfigError, match='is gated already, by a SDPAGate'):
+            swap_attention(model, dict(PLUG, path=PATHS['vit']))
+        assert set(load_gates(model, tmp_path / 'gates.safetensors')) == set(gate_parameters(model))
 
 
 def test_a_checkpoint_of_timms_own_gates_loads_into_ours() -> None:

@@ -129,8 +129,11 @@ class Gate(nn.Module):
             raise TypeError(f'{type(self).__name__} does not say how its gate starts.')
 
     def init_weights(self) -> None:
-        """Initialise the gate unless a state dict has filled it; mmengine calls this for gates built without a rule."""
-        if not are_hidden() and not self.loaded:
+        """Initialise a gate that was built without a rule, unless a state dict has filled it; mmengine calls this.
+
+        That of a rule is drawn from its own random stream instead.
+        """
+        if not are_hidden() and not self.loaded and not self.drawn_as:
             self.reset_gate()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:

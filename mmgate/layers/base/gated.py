@@ -24,7 +24,7 @@ from torch.fx import Proxy
 from torch.utils import checkpoint
 
 from mmgate.errors import ConfigError
-from mmgate.layers.base.gate import CHILD, Gate, Sizes, StateDict, are_hidden
+from mmgate.layers.base.gate import CHILD, Gate, Sizes, StateDict, are_hidden, gates_hidden
 from mmgate.ops.tracing import is_compiling
 
 # The dtypes in which layers compute; quantised weights are stored in others.
@@ -141,7 +141,8 @@ class GatedModule(nn.Module):
 
     def gates(self) -> list[Gate]:
         """Return the module's gates: its child ``gate``, or the two in it if the attention goes both ways."""
-        return [module for module in self.gate.modules() if isinstance(module, Gate)]
+        # Not by self.gate, which timm's adapters have as None while it is off.
+        return [module for module in self._modules[CHILD].modules() if isinstance(module, Gate)]
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: object, **kwargs: object) -> None:
         lacking = {name: t.detach() for name, t in unused_tensors(self).items() if f'{prefix}{name}' not in state_dict}
@@ -154,11 +155,15 @@ class GatedModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the module's children as ``Module.named_children`` does; while a model is initialised, not the gate."""
-        hidden = are_hidden() or REPORT in vars(self)
+        """Yield the module's children as ``Module.named_children`` does; while gates are hidden, not the gate."""
         for name, child in super().named_children():
-            if name != CHILD or not hidden:
+            if name != CHILD or not are_hidden():
                 yield name, child
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """Apply a function as ``Module.apply`` does; while mmengine initialises a model around, not to the gate."""
+        with gates_hidden(are_hidden() or REPORT in vars(self)):
+            return super().apply(fn)
 
     def _replicate_for_data_parallel(self) -> Any:
         replica: Any = super()._replicate_for_data_parallel()
@@ -353,10 +358,12 @@ def remove_gate(module: Any) -> None:
     del module.switch
     for handle in record.handles:
         handle.remove()
-    unused = unused_tensors(module)
-    for name in record.froze:
-        unused[name].requires_grad_(True)
     del module._modules[CHILD]
+    unused = unused_tensors(module)
+    # Not where others have frozen the host since, as PEFT does, and detectors their teacher.
+    if all(tensor.requires_grad for name, tensor in module.named_parameters() if name not in unused):
+        for name in unused.keys() & record.froze:
+            unused[name].requires_grad_(True)
     module.__class__ = type(module).made_of[1]
     vars(module).update(record.hidden)
 
@@ -369,9 +376,12 @@ def is_off(module: GatedModule) -> bool:
 @contextmanager
 def gates_off(modules: Iterable[Any]) -> Iterator[None]:
     """Switch the gates of modules off in this thread inside a ``with`` block: the host's own forward runs."""
-    switches = [module.switch.here for module in modules if not is_off(module)]
-    for switch in switches:
-        switch.off = True
+    switches = []
+    for module in modules:
+        # A shallow copy shares the switch of its original.
+        if not is_off(module):
+            module.switch.here.off = True
+            switches.append(module.switch.here)
     try:
         yield
     finally:

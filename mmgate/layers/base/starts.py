@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from mmgate.layers.base.gate import Gate, draw_gate, gates_hidden
+from mmgate.layers.base.gate import CHILD, Gate, draw_gate, gates_hidden
 from mmgate.layers.base.gated import GatedModule, gated_modules
 
 
@@ -58,6 +58,6 @@ def _init_weights(model: Any, own: Any, *args: Any, **kwargs: Any) -> None:
 
 def draw_gates(module: GatedModule) -> None:
     """Initialise the gates of a gated module that no state dict has filled, from streams that depend on its name."""
-    for inner, part in module.gate.named_modules():
+    for inner, part in module._modules[CHILD].named_modules():
         if isinstance(part, Gate):
             draw_gate(f'{module.gating.name}.{inner}', part)

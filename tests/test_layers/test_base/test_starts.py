@@ -14,6 +14,7 @@ import torch
 from conftest import filled
 from helpers import zoo
 from helpers.zoo import ZOO
+from mmdet.models.backbones.pvt import SpatialReductionAttention
 from mmengine.model import BaseModule
 from mmengine.registry import MODELS, WEIGHT_INITIALIZERS, init_default_scope
 from mmengine.runner import save_checkpoint
@@ -167,6 +168,19 @@ def test_backbones_start_as_their_partners(name: str, wrapped: bool) -> None:
     restore_attention(gated[0])
     assert not any('_params_init_info' in vars(module) for module in gated[0].modules())
     assert list(dict(vanilla[0].named_modules())) == list(dict(gated[0].named_modules()))
+
+
+def test_gates_follow_a_model_whose_start_failed() -> None:
+    """mmengine leaves its report in all modules then."""
+    model = BaseModule(init_cfg=dict(type='Pretrained', checkpoint='absent.pth'))
+    model.attn = SpatialReductionAttention(16, 2, sr_ratio=2)
+    swap_attention(model, dict(path='attn', type='AgentAttention', **OPTIONS['AgentAttention']))
+    with pytest.raises(FileNotFoundError):
+        model.init_weights()
+    assert '_params_init_info' in vars(model.attn)
+    model.eval().double()
+    assert not model.attn.gate.training
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
 
 
 @pytest.mark.parametrize(
