@@ -214,6 +214,16 @@ def test_what_a_layer_derives_for_evaluation_outlives_the_question(logged: list[
     assert torch.equal(model['first'].derived, torch.full((3,), 2.0)) and not model.training and not logged
 
 
+def test_modes_that_were_set_on_parts_stay() -> None:
+    """A batch norm, for instance, that keeps its statistics in a model that trains."""
+    for mode in (True, False):
+        model = nn.ModuleDict(dict(first=Net(), second=Net())).train(mode)
+        model['first'].train(not mode)
+        modes = {name: module.training for name, module in model.named_modules()}
+        mmgate.swap_attention(model, dict(PLUG, path='**.attn'))
+        assert all(model.get_submodule(name).training == was for name, was in modes.items())
+
+
 def test_rules_one_after_the_other_gate_a_frozen_model_as_all_at_once() -> None:
     """The first rule's gates train, and so do the second's."""
     model = nn.ModuleDict(dict(first=Net(), second=Net())).requires_grad_(False)

@@ -93,6 +93,11 @@ def test_other_vanilla_values_are_warned_of(tmp_path: Path, warned: list[str]) -
         model.load_state_dict(state.state_dict(), strict=False)
         assert len(warned) == warnings
         warned.clear()
+    every = copy.deepcopy(plain)
+    for parameter in every.parameters():
+        parameter.data += 1
+    mmgate.load_gates(every, file)
+    assert '8 of 8 tensors that were compared differ' in warned.pop()
     describe_anew(file, values=None)
     mmgate.load_gates(other, file)
     assert not warned

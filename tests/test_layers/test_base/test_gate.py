@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -93,6 +94,27 @@ def test_a_gate_that_is_off_is_not_put_there_twice() -> None:
     model = gated('detr', (dense, SDPA))
     with gates_disabled(model), pytest.raises(ConfigError, match='layers.0 is gated already, by a SDPAGate'):
         swap_attention(model, dict(path='layers.0', **SDPA))
+
+
+def test_gates_are_hidden_from_the_hosts_initialisation_alone() -> None:
+    """Other threads see them meanwhile, and all do after an error in it."""
+    model = gated('detr', (dense, SDPA))
+    names = [name for name, _ in model.named_parameters()]
+    seen: list[list[str]] = []
+
+    def initialise() -> None:
+        seen.append([name for name, _ in model.named_parameters()])
+        with ThreadPoolExecutor(1) as other:
+            seen.append(other.submit(lambda: [name for name, _ in model.named_parameters()]).result())
+        raise KeyError
+
+    restore_attention(model)
+    model.init_weights = initialise
+    swap_attention(model, dict(path='layers.0', **SDPA))
+    with pytest.raises(KeyError):
+        model.init_weights()
+    assert seen == [[name for name in names if '.gate.' not in name], names]
+    assert [name for name, _ in model.named_parameters()] == names != seen[0]
 
 
 @pytest.mark.parametrize('gate', ['DifferentialGatedMultiheadAttention', 'PLuGMultiheadAttention'])
