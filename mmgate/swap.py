@@ -123,8 +123,7 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     refuse_sharded(model, 'takes no gates, which would not be sharded with it; gate the model first, then shard it.')
     refuse_replicated(model)
     model = own_model(model)
-    parsed = parse_rules(rules)
-    return commit(model, parsed, make(model, find(model, parsed)))
+    return commit(model, make(model, find(model, parse_rules(rules))))
 
 
 def find(model: nn.Module, rules: Sequence[Rule]) -> list[Found]:
@@ -268,7 +267,7 @@ def _refuse_missing_options(rule: Rule, host: Host, options: Mapping[str, Any]) 
         )
 
 
-def commit(model: nn.Module, rules: Sequence[Rule], made: Sequence[Made]) -> list[str]:
+def commit(model: nn.Module, made: Sequence[Made]) -> list[str]:
     """Put gates into their hosts, and prepare the model for its initialisation and training with them.
 
     Returns:
@@ -283,14 +282,9 @@ def commit(model: nn.Module, rules: Sequence[Rule], made: Sequence[Made]) -> lis
     refuse_unlike(model, {module: (one.rule.type, one.rule.options) for module, one in once.items()})
     resting = frozen_in_training(model, {one.host.path: one.host.module for one in once.values()})
     warn_of_frozen(model, resting)
-    records = [record for _, module in gated_modules(model) if (record := record_of(module)) is not None]
-    first = max((record.number for record in records), default=-1) + 1
     for one in once.values():
         host = one.host
-        number = first + rules.index(one.rule)
-        gate_module(
-            host.module, host.adapter, one.gate, Record(host.adapter, host.path, one.rule.given, number, host.child)
-        )
+        gate_module(host.module, host.adapter, one.gate, Record(host.adapter, host.path, one.rule.given, host.child))
         gated: Any = host.module
         gated.after_gating(model)
         # A tensor that is to train and gets no gradient, as in a teacher, ends a training by DDP.

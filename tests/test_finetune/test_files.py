@@ -173,6 +173,18 @@ def test_a_file_of_version_1(tmp_path: Path) -> None:
         mmgate.load_gates(nn.Sequential(layers(())), file)
 
 
+def test_a_file_of_version_1_with_a_rule_for_a_wrapper(tmp_path: Path) -> None:
+    """Its gates' tensors have the names of the attention inside."""
+    file = tmp_path / 'g.safetensors'
+    model, other = (nn.Sequential(nn.ModuleDict(dict(attn=MultiheadAttention(16, 2)))) for _ in range(2))
+    mmgate.swap_attention(model, dict(PLUG, path='0.attn'))
+    mmgate.save_gates(model, file)
+    describe_anew(file, version=1, host='Sequential', shapes={}, places=None, rules={'': [dict(PLUG, path=['*.attn'])]})
+    for _ in range(2):
+        assert set(mmgate.load_gates(other, file)) == mmgate.gate_parameters(model).keys()
+    assert mmgate.restore_attention(other) == ['0.attn']
+
+
 def places(file: Path) -> dict[str, Any]:
     """Return what a file says of its gates, by their places."""
     with safe_open(file, framework='pt') as opened:

@@ -199,7 +199,6 @@ class Record:
         adapter: Adapter of the host's family.
         name: Name of the module in the model that was swapped.
         rule: Rule that gated it.
-        number: Number of the rule among all rules of that model.
         child: Path to the module from the one that the rule chose; empty if the rule chose the module itself.
         notes: Values that the adapter keeps, by name.
         hidden: The host's plain attribute of the child's name, while the gate is in the module. timm's is None.
@@ -211,7 +210,6 @@ class Record:
     adapter: type[GatedModule]
     name: str
     rule: Mapping[str, Any]
-    number: int = 0
     child: str = ''
     notes: dict[str, Any] = field(default_factory=dict)
     hidden: dict[str, Any] = field(default_factory=dict)

@@ -132,6 +132,14 @@ def test_a_stream_is_of_the_seed_and_the_name(gate: str) -> None:
     assert not torch.equal(start(1, 'layers.0'), start(1, 'layers.1'))
 
 
+@pytest.mark.parametrize('seed', [-1, 2**63])
+def test_every_seed_of_torch_has_its_streams(seed: int) -> None:
+    """They lie between -2^63 and 2^64, and a sum of two may leave that range."""
+    torch.manual_seed(seed)
+    one, other = (gated('detr', (dense, dict(type='PLuGMultiheadAttention'))) for _ in range(2))
+    assert torch.equal(one.layers[0].gate.gate_q_proj.weight, other.layers[0].gate.gate_q_proj.weight)
+
+
 def test_mmcv_wrapper_initialises_by_itself_after_xavier() -> None:
     layer = PLuGMultiheadAttention(C, H, init='paper')
     of_two_dimensions(nn.init.xavier_normal_)(layer)
