@@ -214,6 +214,23 @@ def test_what_a_layer_derives_for_evaluation_outlives_the_question(logged: list[
     assert torch.equal(model['first'].derived, torch.full((3,), 2.0)) and not model.training and not logged
 
 
+class Quantised(nn.Module):
+    """A layer of 8 bits, which never trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(2), requires_grad=False)
+
+
+def test_quantised_layers_do_not_count_as_frozen() -> None:
+    """Gates in attention of such layers alone train; in attention that has frozen layers, too, they rest."""
+    frozen_norm = nn.LayerNorm(2).requires_grad_(False)
+    attention = dict(quantised=nn.Sequential(Quantised()), frozen=nn.Sequential(Quantised(), frozen_norm))
+    model = nn.ModuleDict(dict(attention, head=nn.Linear(2, 2)))
+    assert frozen.frozen_in_training(model, attention) == ['frozen']
+
+
 def test_modes_that_were_set_on_parts_stay() -> None:
     """A batch norm, for instance, that keeps its statistics in a model that trains."""
     for mode in (True, False):
