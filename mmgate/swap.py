@@ -122,8 +122,7 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     refuse_sharded(model, 'takes no gates, which would not be sharded with it; gate the model first, then shard it.')
     refuse_replicated(model)
     model = own_model(model)
-    parsed = parse_rules(rules)
-    return commit(model, make(model, find(model, parsed)))
+    return commit(model, make(model, find(model, parse_rules(rules))))
 
 
 def find(model: nn.Module, rules: Sequence[Rule]) -> list[Found]:

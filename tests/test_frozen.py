@@ -223,6 +223,33 @@ def test_what_a_part_in_eval_mode_derives_outlives_the_question_in_training(logg
     assert model.training and model['second'].backbone.attn.training
 
 
+class Quantised(nn.Module):
+    """A layer of 8 bits, which never trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(2), requires_grad=False)
+
+
+def test_quantised_layers_do_not_count_as_frozen() -> None:
+    """Gates in attention of such layers alone train; in attention that has frozen layers, too, they rest."""
+    frozen_norm = nn.LayerNorm(2).requires_grad_(False)
+    attention = dict(quantised=nn.Sequential(Quantised()), frozen=nn.Sequential(Quantised(), frozen_norm))
+    model = nn.ModuleDict(dict(attention, head=nn.Linear(2, 2)))
+    assert frozen.frozen_in_training(model, attention) == ['frozen']
+
+
+def test_modes_that_were_set_on_parts_stay() -> None:
+    """A batch norm, for instance, that keeps its statistics in a model that trains."""
+    for mode in (True, False):
+        model = nn.ModuleDict(dict(first=Net(), second=Net())).train(mode)
+        model['first'].train(not mode)
+        modes = {name: module.training for name, module in model.named_modules()}
+        mmgate.swap_attention(model, dict(PLUG, path='**.attn'))
+        assert all(model.get_submodule(name).training == was for name, was in modes.items())
+
+
 def test_rules_one_after_the_other_gate_a_frozen_model_as_all_at_once() -> None:
     """The first rule's gates train, and so do the second's."""
     model = nn.ModuleDict(dict(first=Net(), second=Net())).requires_grad_(False)

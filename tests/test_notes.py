@@ -57,6 +57,17 @@ def test_a_note_is_formed_once_for_all_who_take_it_and_for_none_otherwise() -> N
     assert model[0].formed == 1 and len(one['0']['attention'].tensors) == 1
 
 
+def test_notes_of_each_pass_are_taken_in_their_order() -> None:
+    model = nn.Sequential(Attention())
+    given = [torch.randn(2, 3, 4) for _ in range(2)]
+    with record(model) as recording:
+        for x in given:
+            model(x)
+    expected = [model[0].weights(model[0].proj(x), x) for x in given]
+    assert len(recording['0']['attention'].tensors) == 2
+    assert all(map(torch.equal, recording['0']['attention'].tensors, expected))
+
+
 def test_what_another_model_notes_is_not_taken() -> None:
     model, other, x = Counting(), Counting(), torch.randn(2, 3, 4)
     with record(model) as recording:

@@ -64,6 +64,7 @@ def test_a_class_is_written_by_its_name() -> None:
         ('a=G(', r"what follows the path cannot be read \('\(' was never closed\)\. Read so far: path 'a'\."),
         ('a=G(x=1, x=2)', 'x is given twice'),
         ('a=G(1)', '1 has no name: write every option as option=value'),
+        ('a=G(x=1;y=2)', 'what follows the path cannot be read'),
         ('a=G(**{"x": 1})', 'is no option: path and type come first'),
         ('a=G(path="b")', 'path is no option'),
         ('a=G()()', r"'G\(\)' is no name of a type"),

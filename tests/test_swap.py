@@ -196,9 +196,13 @@ def test_a_host_and_what_lies_inside_it_are_not_both_replaced() -> None:
     assert type(model['attn']) is mmcv_attention
 
 
-def test_whatever_fits_leaves_out_what_the_gate_refuses() -> None:
+def test_whatever_fits_leaves_out_what_the_gate_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says so."""
+    said: list[str] = []
+    monkeypatch.setattr('mmgate.swap.log', said.append)
     model = nn.ModuleDict(dict(odd=nn.MultiheadAttention(16, 4, add_bias_kv=True), plain=nn.MultiheadAttention(16, 4)))
     assert swap_attention(model, dict(type='PLuGMultiheadAttention', path='**')) == ['plain']
+    assert len(said) == 1 and said[0].startswith('mmgate: attention[0] leaves odd: ') and 'add_bias_kv' in said[0]
     with pytest.raises(ValueError, match='odd: .*add_bias_kv'):
         swap_attention(model, dict(type='SDPAGatedMultiheadAttention', path='odd.**'))
 

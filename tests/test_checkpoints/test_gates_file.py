@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,17 @@ def test_a_bad_file_is_one_message(tmp_path: Path, spoil: Any, message: str) -> 
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_the_last_tensors_of_a_model_are_compared_first(tmp_path: Path, warned: list[str]) -> None:
+    """Its head, for instance: backbones often are the same. Of many tensors some are compared."""
+    model = nn.Sequential(*layers(()), *(nn.Linear(16, 16) for _ in range(9)))
+    other, file = copy.deepcopy(model), tmp_path / 'g.safetensors'
+    mmgate.swap_attention(model, PLUG)
+    mmgate.save_gates(model, file)
+    other[-1].bias.data += 1
+    mmgate.load_gates(other, file)
+    assert re.search(r'1 of \d+ tensors that were compared differ \(10\.bias\)', warned[0])
+
+
 def test_other_vanilla_values_are_warned_of(tmp_path: Path, warned: list[str]) -> None:
     """Of the model and of a checkpoint that comes later; not of another dtype, nor by files that hold no checksums."""
     plain, other, file = layers(()), layers(()), tmp_path / 'g.safetensors'
@@ -93,6 +105,11 @@ def test_other_vanilla_values_are_warned_of(tmp_path: Path, warned: list[str]) -
         model.load_state_dict(state.state_dict(), strict=False)
         assert len(warned) == warnings
         warned.clear()
+    every = copy.deepcopy(plain)
+    for parameter in every.parameters():
+        parameter.data += 1
+    mmgate.load_gates(every, file)
+    assert '8 of 8 tensors that were compared differ' in warned.pop()
     describe_anew(file, values=None)
     mmgate.load_gates(other, file)
     assert not warned

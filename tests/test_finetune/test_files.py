@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.finetuned import HOSTS, PLUG, config, describe_anew, gated, layers, outputs, snapshot, train, vanilla
+from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmengine.registry import MODELS
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
@@ -171,6 +174,24 @@ def test_a_file_of_version_1(tmp_path: Path) -> None:
         mmgate.load_gates(nn.Sequential(layers(())), file)
 
 
+def test_a_file_of_version_1_with_a_rule_for_a_wrapper(tmp_path: Path) -> None:
+    """Its gates' tensors have the names of the attention inside."""
+    file = tmp_path / 'g.safetensors'
+    model, other = (nn.Sequential(nn.ModuleDict(dict(attn=MultiheadAttention(16, 2)))) for _ in range(2))
+    mmgate.swap_attention(model, dict(PLUG, path='0.attn'))
+    mmgate.save_gates(model, file)
+    describe_anew(file, version=1, host='Sequential', shapes={}, places=None, rules={'': [dict(PLUG, path=['*.attn'])]})
+    for _ in range(2):
+        assert set(mmgate.load_gates(other, file)) == mmgate.gate_parameters(model).keys()
+    assert mmgate.restore_attention(other) == ['0.attn']
+
+
+def places(file: Path) -> dict[str, Any]:
+    """Return what a file says of its gates, by their places."""
+    with safe_open(file, framework='pt') as opened:
+        return json.loads(opened.metadata()['mmgate.gates'])['places']
+
+
 def test_equal_rules_are_told_as_equal(tmp_path: Path) -> None:
     """Tuples are lists in JSON, one path is a list of one, a gate's name may lack its scope, a backend says nothing."""
     model, file = layers(dict(PLUG, backend='chunked')), tmp_path / 'g.safetensors'
@@ -203,6 +224,37 @@ def test_a_file_of_trained_attention_leaves_what_a_checkpoint_has_filled(
     mmgate.load_gates(other, file)
     mmgate.restore_attention(other)
     assert not said
+
+
+def test_a_place_is_the_name_that_the_rule_chose(tmp_path: Path) -> None:
+    """Not that of the attention inside the wrapper, so that the model is gated by the file as by the rule."""
+    file, rule = tmp_path / 'g.safetensors', dict(PLUG, path='attn')
+    model, other = (nn.ModuleDict(dict(attn=MultiheadAttention(16, 2))) for _ in range(2))
+    mmgate.swap_attention(model, rule)
+    mmgate.save_gates(model, file)
+    assert list(places(file)) == ['attn']
+    mmgate.load_gates(other, file)
+    assert mmgate.restore_attention(other) == ['attn']
+
+
+class OfAProject(PLuGGate):
+    """A gate of a downstream project."""
+
+
+def test_a_gate_of_another_package_is_named_as_it_is_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the file, whether the rule has its class or its name; a class without a name is refused."""
+    file = tmp_path / 'g.safetensors'
+    with pytest.raises(ConfigError, match='OfAProject has no registered name; register it'):
+        mmgate.save_gates(layers(dict(path='0.attn', type=OfAProject)), file)
+    monkeypatch.setitem(MODELS._module_dict, 'OfAProject', OfAProject)
+    for named in (OfAProject, 'OfAProject'):
+        mmgate.save_gates(layers(dict(path='0.attn', type=named)), file)
+        assert places(file) == {'0.attn': dict(type='OfAProject')}
+        other = layers(())
+        mmgate.load_gates(other, file)
+        assert type(other[0].attn.gate) is OfAProject
 
 
 def test_gates_of_several_calls_are_one_file(tmp_path: Path) -> None:

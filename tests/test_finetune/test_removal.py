@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from torch import nn
 from torch.nn.utils import prune
 
 import mmgate
+from mmgate.errors import ConfigError
+from mmgate.finetune import removal
+from mmgate.layers.base.gated import is_off
 
 
 def test_a_mode_that_is_set_while_gates_are_disabled_stays() -> None:
@@ -20,6 +24,29 @@ def test_a_mode_that_is_set_while_gates_are_disabled_stays() -> None:
     with mmgate.gates_disabled(model):
         model.eval()
     assert torch.equal(model(x), model(x)) and not any(module.training for module in model.modules())
+
+
+def test_gates_are_on_again_after_an_error() -> None:
+    model, x = layers(), torch.randn(1, 3, 16)
+    expected = model(x)
+    with pytest.raises(KeyError), mmgate.gates_disabled(model):
+        assert not torch.equal(model(x), expected)
+        raise KeyError
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize('torch_is', [(2, 6), (2, 7), (3, 0)])
+@pytest.mark.parametrize('part', ['', '1.attn'])
+def test_gates_of_a_compiled_model_are_disabled_where_graphs_ask_for_them(
+    torch_is: tuple[int, int], part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tuple(map(int, torch.__version__.split('.')[:2])) == removal.TORCH
+    monkeypatch.setattr(removal, 'TORCH', torch_is)
+    model = layers()
+    model.get_submodule(part).compile(backend='eager')
+    refused = pytest.raises(ConfigError, match=f'{part or "the model"} is compiled, and graphs of torch 2.6 run with')
+    with refused if torch_is < (2, 7) else nullcontext(), mmgate.gates_disabled(model):
+        assert is_off(model[0].attn) and is_off(model[1].attn)
 
 
 def test_trained_tensors_are_forgotten_with_the_gates(tmp_path: Path) -> None:

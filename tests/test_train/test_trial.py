@@ -35,6 +35,13 @@ def test_epochs_become_iterations() -> None:
     assert cfg.train_dataloader.sampler == dict(type='InfiniteSampler', shuffle=True)
 
 
+def test_another_sampler_stays() -> None:
+    """One that chooses the images of a batch, for instance."""
+    cfg = read_config(DETR)
+    cfg.train_dataloader.sampler = dict(type='MultiDataSampler', shuffle=False)
+    assert trial(cfg, iters=500).train_dataloader.sampler == dict(type='MultiDataSampler', shuffle=False)
+
+
 def test_epochs_stay_epochs() -> None:
     cfg = trial(DETR, epochs=5, validations=5)
     assert cfg.train_cfg == dict(type='EpochBasedTrainLoop', max_epochs=5, val_interval=1)

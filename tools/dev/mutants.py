@@ -1,7 +1,8 @@
 """Mutation testing: make small changes to the code, and list those that no test notices.
 
 cosmic-ray has the changes: other operators and numbers, inverted conditions, skipped loops, removed decorators. Places
-are drawn by a seed, the same number from each package, with one change at each. Annotations and the arguments of
+are drawn by a seed, the same number from each group of files, with one change at each. A group is a package without the
+files of the core, or the core: what gates, starts, records and saves. Annotations and the arguments of
 :data:`MEANINGLESS`, which have no effect when the code runs, are left out. Changes are made in a copy of the tree. Each
 result is saved at once and used again until its code or its tests change, so that an interrupted run can continue.
 """
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
@@ -34,7 +36,20 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 from trees import ROOT, copy_tree
 
+CORE = (
+    'layers/base/gate.py',
+    'layers/base/gated.py',
+    'rules.py',
+    'swap.py',
+    'starts.py',
+    'frozen.py',
+    'notes.py',
+    'recording.py',
+    'finetune/*.py',
+    'checkpoints/gates_file.py',
+)
 PACKAGES = ('layers', 'ops', 'hosts', 'backbones', 'checkpoints', 'speed', 'train')
+GROUPS = ('core', *PACKAGES)
 LEFT_OUT = (
     'ops/*/*kernel*.py',
     'ops/*/triton_*.py',
@@ -82,7 +97,8 @@ class Change:
 def main() -> None:
     """Draw a sample of changes, run their tests and report."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('--sample', type=int, default=60, help='number of changes, shared out among the packages')
+    parser.add_argument('--sample', type=int, default=60, help='number of changes, shared out among the groups')
+    parser.add_argument('--groups', nargs='+', choices=GROUPS, default=GROUPS, help='groups of files to draw from')
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument(
         '--timeout', type=float, default=600, help="seconds for one change's tests, then it is undecided"
@@ -90,7 +106,7 @@ def main() -> None:
     parser.add_argument('--out', type=Path, default=ROOT / 'work_dirs/mutants', help='folder for what was tried')
     parser.add_argument('--list', action='store_true', help='print the sample and try nothing')
     args = parser.parse_args()
-    chosen = sample(ROOT / 'mmgate', args.sample, args.seed)
+    chosen = sample(ROOT / 'mmgate', args.sample, args.seed, args.groups)
     if args.list:
         for place, change in chosen:
             print(f'{place.module}:{place.line}:{place.column} {change.operator} {" ".join(tests_of(place.module))}')
@@ -132,22 +148,32 @@ def preload() -> None:
     assert 'mmgate' not in sys.modules
 
 
-def sample(package: Path, number: int, seed: int) -> list[tuple[Place, Change]]:
-    """Return ``number`` places, the same share from each of :data:`PACKAGES`, with a change each, shuffled."""
+def sample(package: Path, number: int, seed: int, groups: Sequence[str] = GROUPS) -> list[tuple[Place, Change]]:
+    """Return ``number`` places, the same share from each group, with a change each, shuffled."""
+    modules = [path.relative_to(package).as_posix() for path in sorted(package.rglob('*.py'))]
     draw = random.Random(seed)
     chosen = []
-    for name in PACKAGES:
+    for name in groups:
         places: dict[Place, list[Change]] = {}
-        for path in sorted((package / name).rglob('*.py')):
-            module = path.relative_to(package).as_posix()
-            if not any(fnmatch(module, pattern) for pattern in LEFT_OUT):
-                places.update(changes(module, path.read_text()))
+        for module in modules:
+            if group_of(module) == name:
+                places.update(changes(module, (package / module).read_text()))
         ordered = sorted(places, key=lambda place: (place.module, place.line, place.column))
         draw.shuffle(ordered)
         drawn = (draw_change(draw, (package / place.module).read_text(), places[place], place) for place in ordered)
-        chosen += list(islice(filter(None, drawn), number // len(PACKAGES)))
+        chosen += list(islice(filter(None, drawn), number // len(groups)))
     draw.shuffle(chosen)
     return chosen
+
+
+def group_of(module: str) -> str | None:
+    """Return the group of a path below ``mmgate``; None for a file that is not changed."""
+    if any(fnmatch(module, pattern) for pattern in LEFT_OUT):
+        return None
+    if any(fnmatch(module, pattern) for pattern in CORE):
+        return 'core'
+    package = module.partition('/')[0]
+    return package if package in PACKAGES else None
 
 
 def tests_of(module: str) -> list[str]:
@@ -308,9 +334,10 @@ def summary(rows: list[dict], asked: int, seed: int) -> str:
         f'{asked - len(rows)} were not tried.',
         '',
     ]
-    for package in PACKAGES:
-        own = Counter(row['outcome'] for row in rows if row['module'].startswith(package))
-        lines.append(f'- {package}: {own["killed"]} of {own["killed"] + own["survived"]}')
+    for group in GROUPS:
+        own = Counter(row['outcome'] for row in rows if group_of(row['module']) == group)
+        if own:
+            lines.append(f'- {group}: {own["killed"]} of {own["killed"] + own["survived"]}')
     for row in rows:
         if row['outcome'] == 'survived':
             lines += [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -95,6 +96,27 @@ def test_a_gate_that_is_off_is_not_put_there_twice() -> None:
         swap_attention(model, dict(path='layers.0', **SDPA))
 
 
+def test_gates_are_hidden_from_the_hosts_initialisation_alone() -> None:
+    """Other threads see them meanwhile, and all do after an error in it."""
+    model = gated('detr', (dense, SDPA))
+    names = [name for name, _ in model.named_parameters()]
+    seen: list[list[str]] = []
+
+    def initialise() -> None:
+        seen.append([name for name, _ in model.named_parameters()])
+        with ThreadPoolExecutor(1) as other:
+            seen.append(other.submit(lambda: [name for name, _ in model.named_parameters()]).result())
+        raise KeyError
+
+    restore_attention(model)
+    model.init_weights = initialise
+    swap_attention(model, dict(path='layers.0', **SDPA))
+    with pytest.raises(KeyError):
+        model.init_weights()
+    assert seen == [[name for name in names if '.gate.' not in name], names]
+    assert [name for name, _ in model.named_parameters()] == names != seen[0]
+
+
 @pytest.mark.parametrize('gate', ['DifferentialGatedMultiheadAttention', 'PLuGMultiheadAttention'])
 def test_a_stream_is_of_the_seed_and_the_name(gate: str) -> None:
     def start(seed: int, path: str) -> Tensor:
@@ -108,6 +130,14 @@ def test_a_stream_is_of_the_seed_and_the_name(gate: str) -> None:
     assert torch.equal(start(1, 'layers.0'), start(1, 'layers.0'))
     assert not torch.equal(start(1, 'layers.0'), start(2, 'layers.0'))
     assert not torch.equal(start(1, 'layers.0'), start(1, 'layers.1'))
+
+
+@pytest.mark.parametrize('seed', [-1, 2**63])
+def test_every_seed_of_torch_has_its_streams(seed: int) -> None:
+    """They lie between -2^63 and 2^64, and a sum of two may leave that range."""
+    torch.manual_seed(seed)
+    one, other = (gated('detr', (dense, dict(type='PLuGMultiheadAttention'))) for _ in range(2))
+    assert torch.equal(one.layers[0].gate.gate_q_proj.weight, other.layers[0].gate.gate_q_proj.weight)
 
 
 def test_mmcv_wrapper_initialises_by_itself_after_xavier() -> None:

@@ -37,7 +37,7 @@ from mmgate.finetune import removal
 from mmgate.hosts.table import _ADAPTERS
 from mmgate.layers.base import gated as mechanism
 from mmgate.layers.base.dense import DenseGate
-from mmgate.layers.base.gated import GatedModule, gated_modules, is_off, unused_tensors
+from mmgate.layers.base.gated import GatedModule, computed_dtype, gated_modules, is_off, unused_tensors
 
 C, H = 16, 4
 PLUG = dict(type='PLuGMultiheadAttention', init='paper')
@@ -212,6 +212,29 @@ def test_a_checkpoint_may_lack_what_a_gated_module_does_not_use(
     assert [text for text in said if 'no checkpoint has filled' in text] == ([] if whole else said) and bool(
         said
     ) != whole
+
+
+@pytest.mark.parametrize('name', [name for name in HOSTS if name.startswith('over the')])
+def test_what_was_frozen_before_a_gate_is_frozen_after_it(name: str) -> None:
+    host = HOSTS[name]
+    model = host.model().requires_grad_(False)
+    model['first'].requires_grad_(True)
+    host.gate(model)
+    restore_attention(model)
+    assert {key.partition('.')[0] for key, tensor in model.named_parameters() if tensor.requires_grad} == {'first'}
+
+
+def test_a_later_checkpoint_fills_what_an_earlier_one_lacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = HOSTS['over the reduced map']
+    model = host.gate(host.model())
+    state = model.state_dict()
+    unused = {f'{host.at}.{key}' for key in unused_tensors(model.get_submodule(host.at))}
+    model.load_state_dict({key: tensor for key, tensor in state.items() if key not in unused})
+    model.load_state_dict(state)
+    said: list[str] = []
+    monkeypatch.setattr(removal, 'log', lambda text, level: said.append(text))
+    restore_attention(model)
+    assert unused and not said
 
 
 OWN_TENSORS = {'dense': 'in_proj_weight', 'dense of mmcv': 'in_proj_weight', 'windows': 'relative_position_bias_table'}
@@ -698,3 +721,21 @@ def test_a_gate_in_a_vision_transformer_starts_as_its_authors_layers(name: str) 
     swap_attention(model, dict(path=f'backbone.{path}'.rstrip('.'), type='PLuGMultiheadAttention', init='paper'))
     gate: Any = next(module for module in model.modules() if hasattr(module, 'gate_q_proj'))
     assert gate.in_vit == (gate.gml.weight.abs().max() < 0.1) == (not gate.gate_q_proj.bias.any()) == narrow
+
+
+class Quantised(nn.Module):
+    """A layer whose weight has 8 bits, beside a scale of another dtype than the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(C, C, dtype=torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+def test_the_dtype_of_a_host_is_not_that_of_its_quantised_layers() -> None:
+    linear = nn.Linear(C, C, dtype=torch.bfloat16)
+    assert computed_dtype(nn.Sequential(Quantised(), linear)) == torch.bfloat16
+    assert computed_dtype(nn.Sequential(Quantised())) is None
+    norm = nn.BatchNorm1d(C, affine=False, dtype=torch.float64)
+    assert computed_dtype(nn.Sequential(Quantised(), norm)) == torch.float64
+    assert computed_dtype(nn.Sequential(Quantised()), linear) == torch.bfloat16

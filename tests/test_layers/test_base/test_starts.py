@@ -298,6 +298,26 @@ def test_a_second_initialisation_leaves_gates_as_the_host() -> None:
     assert model.layers[0].attn.gate.gml.bias.eq(9).all()
 
 
+@pytest.mark.parametrize('own', [False, True], ids=['of the class', 'of its own'])
+def test_a_model_gets_the_start_back_that_it_had(own: bool) -> None:
+    """Which runs once meanwhile, however many rules have gated the model."""
+    model: Any = BaseModule()
+    model.first, model.second = (nn.MultiheadAttention(16, 2) for _ in range(2))
+    calls: list[int] = []
+
+    def start() -> None:
+        calls.append(1)
+
+    if own:
+        model.init_weights = start
+    for path in ('first', 'second'):
+        swap_attention(model, dict(path=path, type=PLUG))
+    model.init_weights()
+    assert len(calls) == own
+    restore_attention(model)
+    assert vars(model).get('init_weights') is (start if own else None) and ('init_weights' in vars(model)) == own
+
+
 @WEIGHT_INITIALIZERS.register_module()
 class DrawnByAUser:
     """Draws every linear layer, with a function that is none of mmengine's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -52,6 +53,19 @@ def test_chunks_are_the_whole(
         return found | {name: x.grad for name, x in gate.named_parameters()}
 
     assert_same(run('chunked'), run('torch'), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize('narrow', [None, torch.bfloat16], ids=str)
+def test_chunks_compute_in_the_dtype_of_autocast(narrow: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
+    gate, tensors = GatingModulation(init='paper'), make(torch.float32)
+    wide = {name: x.double() for name, x in tensors.items()}
+    expected = plug_attention(*wide.values(), copy.deepcopy(gate).double(), backend='torch')
+    with torch.autocast('cpu', narrow or torch.bfloat16, enabled=narrow is not None):
+        found = plug_attention(*tensors.values(), gate, backend='chunked')
+    assert found.dtype == (narrow or torch.float32)
+    largest = float(expected.detach().abs().max())
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=8 * largest * torch.finfo(found.dtype).eps)
 
 
 def test_a_second_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

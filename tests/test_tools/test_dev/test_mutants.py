@@ -20,10 +20,12 @@ def mutants() -> ModuleType:
 
 def test_every_module_has_tests(mutants: ModuleType) -> None:
     """The file of its name first, then its neighbours."""
-    for package in mutants.PACKAGES:
-        for path in (ROOT / 'mmgate' / package).rglob('*.py'):
-            tests = mutants.tests_of(path.relative_to(ROOT / 'mmgate').as_posix())
-            assert tests and all((ROOT / test).is_file() for test in tests), path
+    modules = [path.relative_to(ROOT / 'mmgate').as_posix() for path in (ROOT / 'mmgate').rglob('*.py')]
+    drawn = [module for module in modules if mutants.group_of(module) is not None]
+    assert {mutants.group_of(module) for module in drawn} == set(mutants.GROUPS)
+    for module in drawn:
+        tests = mutants.tests_of(module)
+        assert tests and all((ROOT / test).is_file() for test in tests), module
 
     def files(folder: str) -> list[str]:
         return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / 'tests' / folder).glob('test_*.py'))
@@ -80,6 +82,16 @@ def test_only_what_runs_is_changed(mutants: ModuleType, tmp_path: Path) -> None:
     (tmp_path / 'layers/area.py').write_text(CODE)
     chosen = mutants.sample(tmp_path, 20, seed=3)
     assert chosen == mutants.sample(tmp_path, 20, seed=3) != mutants.sample(tmp_path, 20, seed=4)
-    assert (
-        len(chosen) == len({place for place, _ in chosen}) == 20 // len(mutants.PACKAGES)
-    )  # for want of other packages
+    # For want of other packages.
+    assert len(chosen) == len({place for place, _ in chosen}) == 20 // len(mutants.GROUPS)
+    assert chosen != mutants.sample(tmp_path, 20, seed=3, groups=['layers']) and not mutants.sample(
+        tmp_path, 20, 3, ['ops']
+    )
+
+
+def test_a_file_of_the_core_is_in_no_other_group(mutants: ModuleType) -> None:
+    for pattern in mutants.CORE:
+        files = [path.relative_to(ROOT / 'mmgate').as_posix() for path in (ROOT / 'mmgate').glob(pattern)]
+        assert files and {mutants.group_of(file) for file in files} == {'core'}, pattern
+    assert mutants.group_of('layers/plug.py') == 'layers' and mutants.group_of('hosts/points.py') is None
+    assert mutants.group_of('deploy/export.py') is None
