@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.finetuned import HOSTS, PLUG, config, describe_anew, gated, layers, outputs, snapshot, train, vanilla
+from mmdet.models.backbones.pvt import SpatialReductionAttention
 from mmengine.registry import MODELS
 from safetensors.torch import load_file
 from torch import nn
@@ -168,6 +169,26 @@ def test_a_file_of_version_1(tmp_path: Path) -> None:
     describe_anew(file, rules={'0': rules})
     with pytest.raises(ConfigError, match='a rule in it finds no attention in this model: .*product'):
         mmgate.load_gates(nn.Sequential(layers(())), file)
+
+
+def test_gates_without_parameters_in_a_file_of_version_1(tmp_path: Path) -> None:
+    """No tensor of theirs tells the module."""
+
+    def made(*rules: dict[str, Any]) -> nn.ModuleDict:
+        torch.manual_seed(0)
+        model = nn.ModuleDict(dict(mapped=SpatialReductionAttention(16, 2, sr_ratio=2), layer=layers(())))
+        for rule in rules:
+            mmgate.swap_attention(model, rule)
+        return model
+
+    free, plug = dict(path='mapped', type='mmgate.EfficientAttention'), dict(PLUG, path='layer.*.attn')
+    file = tmp_path / 'g.safetensors'
+    mmgate.save_gates(made(free, plug), file)
+    rules = [dict(rule, path=[rule['path']]) for rule in (free, plug)]
+    describe_anew(file, version=1, host='ModuleDict', shapes={}, places=None, rules={'': rules})
+    for other in (made(), made(free, plug)):
+        mmgate.load_gates(other, file)
+        assert mmgate.restore_attention(other) == ['mapped', 'layer.0.attn', 'layer.1.attn']
 
 
 def test_equal_rules_are_told_as_equal(tmp_path: Path) -> None:
