@@ -50,7 +50,8 @@ def record(
     equal to rounding. A module that runs twice (in a shared layer, or in activation checkpointing) is recorded twice;
     one inside a compiled graph, or whose ``forward`` was replaced on the very module, is not. torch's
     ``TransformerEncoder`` packs no nested tensors meanwhile, so that its output for padded tokens is not 0. Copy or
-    save the model outside of the block, since the methods by which vanilla attention is recorded would go along.
+    save the model outside of the block, since the methods by which vanilla attention is recorded would go along. Enter
+    :func:`mmgate.gates_disabled` before it: attention whose gate goes off inside is missing.
 
     Args:
         model: Any model; wrappers such as DistributedDataParallel have to be taken off.

@@ -214,6 +214,12 @@ def _places_by_patterns(path: Any, model: nn.Module, content: GatesFile, there: 
             if fitting:
                 places[place] = fitting[0]
                 break
+    # A gate without parameters has no tensors, so that its rule alone tells its modules.
+    for pattern, rule in [one for one in rules if one[1] not in places.values()]:
+        kind = type_named(rule['type'], str(path))
+        for name in filter(pattern.fullmatch, parts):
+            if there[name] == rule if name in there else adapter_for(kind, parts[name]):
+                places[name] = rule
     lost = [rule for _, rule in rules if rule not in places.values()]
     if lost:
         raise ConfigError(

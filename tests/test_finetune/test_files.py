@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.finetuned import HOSTS, PLUG, config, describe_anew, gated, layers, outputs, snapshot, train, vanilla
 from mmcv.cnn.bricks.transformer import MultiheadAttention
+from mmdet.models.backbones.pvt import SpatialReductionAttention
 from mmengine.registry import MODELS
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -190,6 +191,26 @@ def places(file: Path) -> dict[str, Any]:
     """Return what a file says of its gates, by their places."""
     with safe_open(file, framework='pt') as opened:
         return json.loads(opened.metadata()['mmgate.gates'])['places']
+
+
+def test_gates_without_parameters_in_a_file_of_version_1(tmp_path: Path) -> None:
+    """No tensor of theirs tells the module."""
+
+    def made(*rules: dict[str, Any]) -> nn.ModuleDict:
+        torch.manual_seed(0)
+        model = nn.ModuleDict(dict(mapped=SpatialReductionAttention(16, 2, sr_ratio=2), layer=layers(())))
+        for rule in rules:
+            mmgate.swap_attention(model, rule)
+        return model
+
+    free, plug = dict(path='mapped', type='mmgate.EfficientAttention'), dict(PLUG, path='layer.*.attn')
+    file = tmp_path / 'g.safetensors'
+    mmgate.save_gates(made(free, plug), file)
+    rules = [dict(rule, path=[rule['path']]) for rule in (free, plug)]
+    describe_anew(file, version=1, host='ModuleDict', shapes={}, places=None, rules={'': rules})
+    for other in (made(), made(free, plug)):
+        mmgate.load_gates(other, file)
+        assert mmgate.restore_attention(other) == ['mapped', 'layer.0.attn', 'layer.1.attn']
 
 
 def test_equal_rules_are_told_as_equal(tmp_path: Path) -> None:

@@ -142,7 +142,8 @@ class GatedModule(nn.Module):
     def gates(self) -> list[Gate]:
         """Return the module's gates: its child ``gate``, or the two in it if the attention goes both ways."""
         # Not by self.gate, which timm's adapters have as None while it is off.
-        return [module for module in self._modules[CHILD].modules() if isinstance(module, Gate)]
+        child: Any = self._modules[CHILD]
+        return [module for module in child.modules() if isinstance(module, Gate)]
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: object, **kwargs: object) -> None:
         lacking = {name: t.detach() for name, t in unused_tensors(self).items() if f'{prefix}{name}' not in state_dict}
@@ -396,8 +397,11 @@ def refuse_recomputation() -> None:
         return
     reentrant = checkpoint.CheckpointFunction.forward.__code__
     for frame, _ in walk_stack(None):
-        of_checkpoint = frame.f_globals is vars(checkpoint)
-        if of_checkpoint and (torch.is_grad_enabled() or frame.f_code is reentrant):
+        again = frame.f_globals is vars(checkpoint) and torch.is_grad_enabled()
+        if frame.f_code is reentrant:
+            # It runs without gradients, and comes again if an input of it has one.
+            again = any(frame.f_locals['ctx'].needs_input_grad)
+        if again:
             raise RuntimeError(
                 'gates_disabled does not reach activation checkpointing, which computes a part of the model again in '
                 'the backward pass, where the gates are on. Switch checkpointing off (with_cp=False), or run the '

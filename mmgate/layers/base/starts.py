@@ -58,6 +58,7 @@ def _init_weights(model: Any, own: Any, *args: Any, **kwargs: Any) -> None:
 
 def draw_gates(module: GatedModule) -> None:
     """Initialise the gates of a gated module that no state dict has filled, from streams that depend on its name."""
-    for inner, part in module._modules[CHILD].named_modules():
+    child: Any = module._modules[CHILD]
+    for inner, part in child.named_modules():
         if isinstance(part, Gate):
             draw_gate(f'{module.gating.name}.{inner}', part)
