@@ -164,7 +164,7 @@ def test_agent_attention_without_a_part_has_and_trains_the_others(
 ) -> None:
     full = AgentAttention(8, 2, map_size=(4, 4)).state_dict()
     layer = AgentAttention(8, 2, map_size=(4, 4), agent_num=agent_num, pretrain_agent_num=4, **options).double()
-    layer.gate.init_weights()
+    layer.init_weights()
     assert set(layer.state_dict()) == {name for name in full if gone not in name} | added
     x = torch.randn(2, 20, 8, dtype=torch.float64)
     layer(x, (4, 5)).sum().backward()

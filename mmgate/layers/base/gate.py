@@ -128,14 +128,6 @@ class Gate(nn.Module):
         if any(True for _ in self.parameters()):
             raise TypeError(f'{type(self).__name__} does not say how its gate starts.')
 
-    def init_weights(self) -> None:
-        """Initialise a gate that was built without a rule, unless a state dict has filled it; mmengine calls this.
-
-        That of a rule is drawn from its own random stream instead.
-        """
-        if not are_hidden() and not self.loaded and not self.drawn_as:
-            self.reset_gate()
-
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Yield the gate and its children as ``Module.named_modules`` does; nothing while gates are hidden."""
         if not are_hidden():

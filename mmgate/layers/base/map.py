@@ -273,6 +273,9 @@ class MapAttention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
         self.dropout_layer = build_dropout(dropout_layer) if dropout_layer else nn.Identity()
 
+    def init_weights(self) -> None:
+        """Do nothing: parameters keep the initial values of the model around. A gate in the module starts here."""
+
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
         """Mix the projected tokens of a map, ``(B, N, C)``; the arguments are those of :meth:`MapGate.mix`."""
         q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))  # (B, H, N, d)

@@ -171,7 +171,7 @@ def test_registered_autocast_and_starts(name: str) -> None:
         torch.testing.assert_close(layer(x, (4, 5)).float(), exact, rtol=0.1, atol=0.1)
     for parameter in layer.parameters():
         nn.init.constant_(parameter, 7.0)
-    layer.gate.init_weights()
+    layer.init_weights()
     assert not [key for key, parameter in layer.gate.named_parameters() if parameter.eq(7).any()]
     assert all(parameter.eq(7).all() for part in (layer.qkv, layer.proj) for parameter in part.parameters())
 

@@ -60,7 +60,7 @@ def test_an_attention_has_one_row_by_the_path_that_a_rule_takes() -> None:
         'd': ('BiMultiHeadAttention', 'PLuGGate'),
         'e': ('DerivedAttention', None),
         'e.attn': ('MultiheadAttention', None),
-        'f': ('SDPAGatedMultiheadAttention', 'SDPAGate'),
+        'f': ('MultiheadAttention', 'SDPAGate'),
         'g': ('SpatialReductionAttention', None),
         'h': ('SpatialReductionAttention', 'AgentGate'),
     }
