@@ -39,3 +39,6 @@ def test_attention_over_the_whole_map_tells_its_place_itself() -> None:
     with record(model) as recording:
         model[0](TOKENS, MAP)
     assert [found.tolist() for found in recording['0']['geometry'].tensors] == [[4, 6, 1]]
+    with mmgate.gates_disabled(model), record(model) as recording:
+        model[0](TOKENS, MAP)
+    assert [found.tolist() for found in recording['0']['geometry'].tensors] == [[4, 6, 4, 2]]
