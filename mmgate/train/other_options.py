@@ -52,7 +52,8 @@ def other_options(model: nn.Module, checkpoint: Mapping[str, Any], cfg: Any = No
         if record is None or not all(key in names for key in tensors if key.startswith(prefix)):
             continue
         chosen = record.chosen_name(record.name)
-        placed = [rule for rule in rules if any(_names(path, chosen) for path in _paths(rule))]
+        # Attention that a type has built has no name: its options are in the config's own entry, see below.
+        placed = [rule for rule in rules if chosen and any(_names(path, chosen) for path in _paths(rule))]
         differences = [list(_differences(rule, record.rule)) for rule in placed]
         # Parts that are gated by themselves share paths such as blocks.*.attn: the rule that fits best is the module's.
         for line in min(differences, key=len, default=()):

@@ -68,6 +68,18 @@ def test_a_path_that_an_older_version_took_is_left_out() -> None:
     assert other_options(gated(dict(PLUG, gml='sum')), checkpoint(PLUG, cfg=there)) == ''
 
 
+def test_rules_do_not_concern_attention_that_a_type_has_built() -> None:
+    def model() -> nn.Module:
+        found = gated()
+        found['own'] = MODELS.build(dict(type='PLuGMultiheadAttention', embed_dims=16, num_heads=4))
+        swap_attention(found, rule)
+        return found
+
+    rule = dict(PLUG, path='**', gml='sum')
+    content = checkpoint(rule)
+    assert other_options(model(), dict(content, state_dict=model().state_dict())) == ''
+
+
 def test_no_config_no_difference() -> None:
     model, content = gated(dict(PLUG, gml='sum')), checkpoint(PLUG)
     for meta in (None, {}, dict(cfg=None), dict(cfg='not python ('), dict(cfg='x = open(1)'), dict(cfg='model = 3')):
