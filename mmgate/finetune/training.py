@@ -25,7 +25,7 @@ def gate_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that gates add to a model, by name.
 
     Args:
-        model: A gated model, by rules or built with gates. A wrapper (DDP, EMA) adds its prefix to the names.
+        model: A gated model. A wrapper (DDP, EMA) adds its prefix to the names.
     """
     return dict(named_gate_parameters(model))
 

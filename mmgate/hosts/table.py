@@ -132,8 +132,7 @@ def held_attention(host: nn.Module, *, exactly: bool = False) -> Iterator[tuple[
 
     Args:
         host: A module, gated or not.
-        exactly: True leaves out subclasses of registered hosts. Gates do not fit them, but mmgate's attentions with a
-            gate are subclasses of mmcv's.
+        exactly: True leaves out subclasses of registered hosts, into which a rule puts no gate by the wrapper's name.
     """
     vanilla = host_class(host)
     children = dict(host.named_children())

@@ -29,7 +29,7 @@ def other_options(model: nn.Module, checkpoint: Mapping[str, Any], cfg: Any = No
     checkpoint without a config, or whose gates came from a file, there is nothing to compare.
 
     Args:
-        model: The model, gated by rules or built with gates.
+        model: The gated model.
         checkpoint: Content of the checkpoint.
         cfg: The ``model`` of its config, for gates that it names as the type of a layer.
 
