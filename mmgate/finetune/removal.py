@@ -75,13 +75,15 @@ def gates_disabled(model: nn.Module) -> AbstractContextManager[None]:
     Raises:
         ConfigError: A module is compiled, and torch is older than 2.7, whose graphs do not ask for a thread's gates.
     """
-    compiled = next((name for name, part in model.named_modules() if _is_compiled(part)), None)
-    if compiled is not None and TORCH < OLDEST:
+    compiled = None
+    if TORCH < OLDEST:
+        compiled = next((name for name, part in model.named_modules() if _is_compiled(part)), None)
+    if compiled is not None:
         raise ConfigError(
             f'{compiled or "the model"} is compiled, and graphs of torch {TORCH[0]}.{TORCH[1]} run with gates in '
             'gates_disabled; run the model that is not compiled there, or torch 2.7 or newer.'
         )
-    return gates_off(module for _, module in gated_modules(model))
+    return gates_off(model)
 
 
 def _is_compiled(module: nn.Module) -> bool:

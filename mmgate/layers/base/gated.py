@@ -186,12 +186,15 @@ class Switch:
     """Switch of a gated module's gate, one in each thread; a copy or a pickle of it is on.
 
     Args:
-        here: Namespace whose attribute ``off`` is True while the gate is off. It is absent while the gate is on.
+        here: Namespace whose attribute ``off`` is True while the gate is off, else False or absent.
     """
 
     def __init__(self, here: Any = None) -> None:
         # One for each module: in a common set torch.compile would guard every module's id, and compile each layer anew.
-        self.here = threading.local() if here is None else here
+        if here is None:
+            here = threading.local()
+            here.off = False  # found faster than an attribute that is absent
+        self.here = here
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Switch, ()
@@ -246,7 +249,7 @@ def gated_class(adapter: type[GatedModule], host: type[nn.Module]) -> type[Any]:
     theirs = {name for base in _bases(host, nn.Module) for name in vars(base)}
     members: dict[str, Any] = {name: _either(adapter, host, name) for name in sorted(own & theirs - {'forward'})}
     # An adapter may override another method than the host's forward, as timm's Swin block has one for its attention.
-    forward = _either(adapter if 'forward' in own else host, host, 'forward')
+    called: Any = adapter if 'forward' in own else host
     shown = adapter.forward if 'forward' in own and not adapter.host_signature else host.forward
 
     @wraps(shown, assigned=('__name__', '__qualname__', '__doc__'))
@@ -256,7 +259,10 @@ def gated_class(adapter: type[GatedModule], host: type[nn.Module]) -> type[Any]:
             if isinstance(given, Proxy):
                 tracer: Any = given.tracer
                 return tracer.create_proxy('call_module', tracer.path_of_module(self), args, kwargs)
-        return forward(self, *args, **kwargs)
+        if not is_off(self):
+            return called.forward(self, *args, **kwargs)
+        refuse_recomputation()
+        return host.forward(self, *args, **kwargs)
 
     members.update(__module__=__name__, made_of=(adapter, host), forward=traced_as_one)
     members['__doc__'] = f'{host.__module__}.{host.__qualname__} with a gate, called by {adapter.__qualname__}.forward.'
@@ -375,20 +381,33 @@ def is_off(module: GatedModule) -> bool:
 
 
 @contextmanager
-def gates_off(modules: Iterable[Any]) -> Iterator[None]:
-    """Switch the gates of modules off in this thread inside a ``with`` block: the host's own forward runs."""
-    switches = []
-    for module in modules:
-        # A shallow copy shares the switch of its original.
-        if not is_off(module):
-            module.switch.here.off = True
-            switches.append(module.switch.here)
+def gates_off(model: nn.Module) -> Iterator[None]:
+    """Switch the gates of a model off in this thread inside a ``with`` block: the host's own forward runs."""
+    # A shallow copy shares the switch of its original.
+    switches = [*{id(one): one.here for one in _switches(model)}.values()]
+    before = [vars(switch).get('off') for switch in switches]
+    for switch in switches:
+        switch.off = True
     try:
         yield
     finally:
         # torch.compile would tell False from an attribute that is absent.
-        for switch in switches:
-            del switch.off
+        for switch, was in zip(switches, before, strict=True):
+            if was is None:
+                del switch.off
+            else:
+                switch.off = was
+
+
+def _switches(model: nn.Module) -> Iterator[Switch]:
+    """Yield the switches of a model's gated modules, without the names of all modules, which would take longer."""
+    left = [model]
+    while left:
+        module: Any = left.pop()
+        if isinstance(module, GatedModule) and module.switch is not None:
+            yield module.switch
+        else:
+            left += [child for child in module._modules.values() if child is not None]
 
 
 def refuse_recomputation() -> None:
