@@ -288,7 +288,7 @@ def build_deformable_attention(
 
 
 def deformable_attention(name: str, gate: type[DeformableGate]) -> Callable[..., nn.Module]:
-    """Register and return a function that builds mmcv's deformable attention with a gate, see :func:`.named`."""
+    """Register and return a function that builds mmcv's deformable attention with a gate."""
     return attention_named(
         name, gate, "mmcv's ``MultiScaleDeformableAttention``", build_deformable_attention, GatedDeformableAttention
     )

@@ -387,7 +387,7 @@ def build_multihead_attention(
 
 
 def dense_attention(name: str, gate: type[DenseGate]) -> Callable[..., nn.Module]:
-    """Register and return a function that builds mmcv's ``MultiheadAttention`` with a gate, see :func:`.named`."""
+    """Register and return a function that builds mmcv's ``MultiheadAttention`` with a gate."""
     return attention_named(
         name, gate, "mmcv's ``MultiheadAttention``", build_multihead_attention, GatedTorchAttention, 'attn'
     )

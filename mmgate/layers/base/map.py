@@ -310,5 +310,5 @@ class GatedMapAttention(MapHost):
 
 
 def map_attention(name: str, gate: type[MapGate]) -> Callable[..., nn.Module]:
-    """Register and return a function that builds :class:`MapAttention` with a gate, see :func:`.named`."""
+    """Register and return a function that builds :class:`MapAttention` with a gate."""
     return attention_named(name, gate, ':class:`.MapAttention`', MapAttention, GatedMapAttention)
