@@ -71,7 +71,7 @@ def test_a_path_that_an_older_version_took_is_left_out() -> None:
 def test_rules_do_not_concern_attention_that_a_type_has_built() -> None:
     def model() -> nn.Module:
         found = gated()
-        found['own'] = MODELS.build(dict(type='PLuGMultiheadAttention', embed_dims=16, num_heads=4))
+        found['own'] = MODELS.build(dict(type='mmgate.PLuGMultiheadAttention', embed_dims=16, num_heads=4))
         swap_attention(found, rule)
         return found
 
