@@ -100,6 +100,7 @@ custom_hooks = [dict(type='EMAHook'), dict(type='mmgate.GatesCheckpointHook', in
 """
 # One start of two processes for all runs: importing the packages takes longer than they do.
 RUNS = """
+import gc
 import json
 import sys
 import mmgate
@@ -111,6 +112,8 @@ for config, work, options in json.loads(sys.argv[1]):
     options = ['--cfg-options', f'experiment_name={work}', *options]
     # not main, which ends the group of processes
     cli.train([config, '--launcher', 'pytorch', '--work-dir', work, *options])
+# As main does: models, which are freed by the collector alone, hold the group and its threads.
+gc.collect()
 torch.distributed.destroy_process_group()
 """
 
