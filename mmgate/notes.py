@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmgate.ops.custom_op import outside_graphs
 
-GATES = 'gates'  # stands for every note that has axes: for those of gates
+GATES = 'gates'  # names all notes that have axes, which are those of gates
 WEIGHTS = ('attention', 'values')  # notes of dense attention
 POINTS = ('locations', 'weights', 'reference_points', 'spatial_shapes', 'num_points')  # of deformable attention
 AXES = ('', 'pairs', 'levels', 'heads', 'channels')
@@ -151,7 +151,7 @@ class Recorder:
 
     Args:
         paths: Path of each module by its id.
-        names: Names of the notes that it takes, or None for all; :data:`GATES` stands for all that have axes.
+        names: Names of the notes that it takes, or None for all; :data:`GATES` names all that have axes.
         accumulate: Returns an accumulator, whose ``add`` gets the tensors, for the first note of a path and a name.
         graph: True keeps the graph of the tensors; else they are detached.
 

@@ -19,7 +19,7 @@ from mmgate.hosts import adapter_for, hosts_of
 from mmgate.hosts.map_size import Derived, map_options
 from mmgate.hosts.table import Adapter, full_name, gate_of_type, host_names, options_of, refusal_of
 from mmgate.hosts.torch import switch_nested_tensors
-from mmgate.layers.base.gate import Gate, draw_gate, random_stream
+from mmgate.layers.base.gate import draw_gates, random_stream
 from mmgate.layers.base.gated import (
     CHILD,
     Record,
@@ -250,9 +250,7 @@ def _gate(model: nn.Module, rule: Rule, host: Host, derived: Derived) -> nn.Modu
     # Not on the device of a ``with torch.device`` around: its generator would be moved.
     with torch.device('cpu'), random_stream(host.path):
         gate = host.adapter.make_gate(host.module, gate_type, surroundings, **{**derived.options, **rule.options})
-    for inner, part in gate.named_modules():
-        if isinstance(part, Gate):
-            draw_gate(f'{host.path}.{inner}', part)
+    draw_gates(host.path, gate)
     return gate.to(device=device, dtype=computed_dtype(host.module, model))
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from mmgate.errors import OptionError
 from mmgate.layers.base.gate import Gate
 from mmgate.layers.base.gated import gated_modules
-from mmgate.layers.base.starts import draw_gates
+from mmgate.layers.base.starts import draw_again
 from mmgate.rules import Rules
 from mmgate.swap import swap_attention
 
@@ -57,4 +57,4 @@ def _start_gates(model: nn.Module, missing: set[str]) -> None:
         if isinstance(module, Gate):
             module.loaded = not missing & own
     for _, module in gated_modules(model):
-        draw_gates(module)
+        draw_again(module)

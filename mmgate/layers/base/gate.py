@@ -238,6 +238,13 @@ def draw_gate(name: str, gate: Gate) -> None:
             gate.to(device)
 
 
+def draw_gates(name: str, gates: nn.Module) -> None:
+    """Initialise the gates in a module, each from the random stream of a name and its own name in the module."""
+    for inner, part in gates.named_modules():
+        if isinstance(part, Gate):
+            draw_gate(f'{name}.{inner}', part)
+
+
 @contextmanager
 def gates_hidden(hidden: bool = True) -> Iterator[None]:
     """Hide all gates from ``parameters()``, ``modules()`` and ``apply`` in this thread; state dicts still have them.

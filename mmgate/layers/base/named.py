@@ -9,7 +9,7 @@ from zlib import crc32
 import torch
 from torch import nn
 
-from mmgate.layers.base.gate import Gate, draw_gate, gate_options, random_stream
+from mmgate.layers.base.gate import Gate, draw_gates, gate_options, random_stream
 from mmgate.layers.base.gated import GatedModule, Record, computed_dtype, device_of, gate_module
 from mmgate.layers.base.starts import initialise_gates_last
 from mmgate.registry import MODELS
@@ -72,8 +72,6 @@ def gate_alone(
     with torch.device('cpu'), random_stream(stream):
         made = adapter.make_gate(host, gate, **options)
     made.to(device=device_of(host), dtype=computed_dtype(host))
-    for inner, part in made.named_modules():
-        if isinstance(part, Gate):
-            draw_gate(f'{stream}.{inner}', part)
+    draw_gates(stream, made)
     gate_module(host, adapter, made, Record(adapter, child, rule, child))
     return host

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from mmgate.layers.base.gate import CHILD, Gate, draw_gate, gates_hidden
+from mmgate.layers.base.gate import draw_gate, gates_hidden
 from mmgate.layers.base.gated import GatedModule, gated_modules
 
 
@@ -50,15 +50,13 @@ def _init_weights(model: Any, own: Any, *args: Any, **kwargs: Any) -> None:
     if again:
         return
     for _, module in gated_modules(model):
-        draw_gates(module)
+        draw_again(module)
     # A gates file may also hold parameters of the host, which has just drawn them anew.
     if 'after_init_weights' in vars(model):
         vars(model)['after_init_weights']()
 
 
-def draw_gates(module: GatedModule) -> None:
-    """Initialise the gates of a gated module that no state dict has filled, from streams that depend on its name."""
-    child: Any = module._modules[CHILD]
-    for inner, part in child.named_modules():
-        if isinstance(part, Gate):
-            draw_gate(f'{module.gating.name}.{inner}', part)
+def draw_again(module: GatedModule) -> None:
+    """Initialise the gates of a gated module that no state dict has filled, from the streams that they had at first."""
+    for gate in module.gates():
+        draw_gate(gate.drawn_as, gate)

@@ -11,7 +11,7 @@ import torch
 from helpers.gated import anatomy
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmcv.ops import MultiScaleDeformableAttention
-from mmengine.model import BaseModule
+from mmengine.model import BaseModule, ModuleList
 from mmengine.registry import MODELS as ROOT
 from torch import nn
 
@@ -44,7 +44,7 @@ class Two(BaseModule):
 
     def __init__(self, **cfg: Any) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(ROOT.build(copy.deepcopy(cfg)) for _ in range(2))
+        self.layers = ModuleList(ROOT.build(copy.deepcopy(cfg)) for _ in range(2))
 
 
 def build(name: str, seed: int = 0) -> Any:
