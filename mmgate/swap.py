@@ -246,6 +246,7 @@ def _gate(model: nn.Module, rule: Rule, host: Host, derived: Derived) -> nn.Modu
     names = host.name.split('.')
     around = [type(model.get_submodule('.'.join(names[:count]))) for count in range(len(names) + 1)]
     surroundings = dict(in_vit=host.adapter.is_in_vit(around), map_size=derived.map_size)
+    surroundings.update(host.adapter.around(model, host.path))
     device = device_of(host.module, model)
     # Not on the device of a ``with torch.device`` around: its generator would be moved.
     with torch.device('cpu'), random_stream(host.path):

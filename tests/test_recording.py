@@ -497,7 +497,7 @@ class Own(nn.Module):
         super().__init__()
         self.proj = nn.Linear(C, 3 * C)
         self.gate: Any = layers.SDPAGate(Sizes(C, HEADS))
-        self.gate.reset_gate()
+        self.gate.reset()
 
     def forward(self, tokens: Tensor) -> Tensor:
         note(self, 'mean', tokens.mean())

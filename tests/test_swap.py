@@ -288,7 +288,7 @@ class GatedWrapped(GatedModule):
         return Sizes(host.attn.embed_dim, host.attn.num_heads)
 
     @classmethod
-    def check_host(cls, host: Any) -> None:
+    def check(cls, host: Any) -> None:
         if hasattr(host, 'extra'):
             raise ConfigError('this Wrapped has something extra.')
 

@@ -163,7 +163,7 @@ class MixedTokenAttention(UntoldMapHost):
         return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop, scale=scale, bias=bias)
 
     @classmethod
-    def check_host(cls, host: Any) -> None:
+    def check(cls, host: Any) -> None:
         """Raise ConfigError if the host has an extra that a gated forward lacks."""
         check_extras(host)
 

@@ -85,7 +85,7 @@ class GatedProjectAttention(DeformableHost):
         return host.n_points
 
     @classmethod
-    def check_host(cls, host: Any) -> None:
+    def check(cls, host: Any) -> None:
         """Raise ConfigError if the host's class is called with other arguments, or has further options."""
         name = full_name(type(host))
         called = tuple(inspect.signature(host.forward).parameters)
@@ -137,9 +137,9 @@ class GatedMSDeformAttn(GatedProjectAttention):
     called_with = ('query', 'reference_points', 'input_flatten', 'input_spatial_shapes', 'input_level_start_index')
 
     @classmethod
-    def check_host(cls, host: Any) -> None:
+    def check(cls, host: Any) -> None:
         """Raise ConfigError for a class that is not the known one, and for ``use_4D_normalizer=True``."""
-        super().check_host(host)
+        super().check(host)
         if getattr(host, 'use_4D_normalizer', False):
             raise ConfigError(
                 f'this {full_name(type(host))} has use_4D_normalizer=True, which moves points by the size of a level '
@@ -332,9 +332,9 @@ class GatedMSDeformableAttention(GatedProjectAttention):
         return points_of_levels(getattr(host, 'num_points_list', None) or host.num_points, host.num_levels)
 
     @classmethod
-    def check_host(cls, host: Any) -> None:
+    def check(cls, host: Any) -> None:
         """Raise ConfigError for a class that is not the known one, and for points that are rounded to pixels."""
-        super().check_host(host)
+        super().check(host)
         method = getattr(host, 'method', 'default')
         if method != 'default':
             raise ConfigError(f'this {full_name(type(host))} has method={method!r}, and the gates sample bilinearly.')

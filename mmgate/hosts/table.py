@@ -232,7 +232,7 @@ def _adapter_by_code(kind: type, host: nn.Module) -> Adapter | None:
 def _misfit(adapter: Adapter, host: nn.Module) -> str | None:
     """Return the reason why an adapter refuses a host, or None."""
     try:
-        adapter.check_host(host)
+        adapter.check(host)
     except ConfigError as error:
         return str(error)
     return None

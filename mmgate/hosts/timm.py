@@ -319,7 +319,7 @@ class MixedAttention(SizedByProjections, UntoldMapHost):  # type: ignore[overrid
     proj_drop: nn.Module
 
     @classmethod
-    def check_host(cls, host: Any) -> None:
+    def check(cls, host: Any) -> None:
         """Raise ConfigError for heads of another width than the tokens."""
         check_width(host)
 
@@ -375,7 +375,7 @@ class MixedSwinBlock(MapHost):
         return replace(SizedByProjections.sizes(host.attn), shifted=any(host.shift_size))
 
     @classmethod
-    def check_host(cls, host: Any) -> None:
+    def check(cls, host: Any) -> None:
         """Raise ConfigError for heads of another width than the tokens."""
         check_width(host.attn)
 

@@ -238,7 +238,7 @@ class GatedInterfaceAttention(DenseHost):
         return goes_through_interface(kind)
 
     @classmethod
-    def check_host(cls, host: Any) -> None:
+    def check(cls, host: Any) -> None:
         """Raise ConfigError if the host does something else than its source and a trial run without numbers tell."""
         try_on_meta(host)
 
@@ -489,7 +489,7 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
         return Sizes(host.d_model, host.n_heads, levels=host.n_levels, points=points_of(host))
 
     @classmethod
-    def check_host(cls, host: Any) -> None:
+    def check(cls, host: Any) -> None:
         """Raise ConfigError for a host that does not sample bilinearly."""
         method = getattr(host, 'method', getattr(host, 'decoder_method', 'default'))
         if method != 'default':

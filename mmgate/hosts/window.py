@@ -71,7 +71,7 @@ class GatedShiftWindowMSA(MapHost):
         )
 
     @classmethod
-    def check_host(cls, host: Any) -> None:
+    def check(cls, host: Any) -> None:
         """Raise ConfigError for windows of another class than the package's own."""
         kind = type(host.w_msa)
         plain = next(window for shifted, window in WINDOWS.items() if isinstance(host, shifted))

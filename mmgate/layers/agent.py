@@ -163,7 +163,7 @@ class AgentGate(MapGate):
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)) if bias else None)
 
-    def reset_gate(self) -> None:
+    def reset(self) -> None:
         """Initialise the biases from a truncated normal distribution (std 0.02) and the convolution as torch does."""
         if self.dwc is not None:
             self.dwc.reset_parameters()

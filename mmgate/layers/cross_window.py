@@ -104,7 +104,7 @@ class CrossWindowGate(MapGate):
         self.split = split
         self.lepe = lepe_convolutions(self.embed_dims, self.num_heads, split)
 
-    def reset_gate(self) -> None:
+    def reset(self) -> None:
         """Initialise the convolutions as torch does."""
         convolutions: Any = self.lepe
         for convolution in convolutions:

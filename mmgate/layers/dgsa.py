@@ -63,7 +63,7 @@ class DGSAGate(DenseGate):
         self.gate_proj = nn.Linear(self.qdim, self.num_heads)
         self.head_norm = RMSNorm(self.head_dim, eps=1e-5)
 
-    def reset_gate(self) -> None:
+    def reset(self) -> None:
         """Initialise the gate's network as torch does, the norm to 1, and a learnt ``lambda_init`` to its option."""
         for layer in (*self.gate_hidden, self.gate_proj):
             layer.reset_parameters()

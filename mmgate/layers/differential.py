@@ -68,7 +68,7 @@ class DifferentialGate(DenseGate):
             self.register_parameter(name, vector)
         self.head_norm = RMSNorm(self.head_dim, eps=1e-5)
 
-    def reset_gate(self) -> None:
+    def reset(self) -> None:
         """Initialise the vectors of lambda from a normal distribution, and the norm to 1."""
         for name in LAMBDAS:
             vector = getattr(self, name)
@@ -150,7 +150,7 @@ class DifferentialV2Gate(DenseGate):
         self.lambda_proj = nn.Linear(self.qdim, self.num_heads)
 
     @torch.no_grad()
-    def reset_gate(self) -> None:
+    def reset(self) -> None:
         """Initialise the projections as the option ``init`` says, and lambda to about ``lambda_init``."""
         if self.init == 'paper':
             self.query_proj.reset_parameters()

@@ -85,7 +85,7 @@ class PLuGDeformableGate(DeformableGate):
         self.gml = GatingModulation(gml, activation=activation, residual=residual, init=init)
 
     @torch.no_grad()
-    def reset_gate(self) -> None:
+    def reset(self) -> None:
         """Initialise the gate as the option ``init`` says."""
         self.gml.start_projection(self.gate_proj, self.in_vit)
         if self.gml.variant == 'none' and self.gml.init == 'identity':

@@ -80,7 +80,7 @@ class PLuGGate(DenseGate):
         self.gml = GatingModulation(gml, activation=activation, residual=residual, init=init)
         check_gate_backend(backend, self.gml, width, residual, position)
 
-    def reset_gate(self) -> None:
+    def reset(self) -> None:
         """Initialise the gate as the option ``init`` says."""
         self.gml.start_projection(self.gate_q_proj, self.in_vit)
         self.gml.start_projection(self.gate_k_proj, self.in_vit)

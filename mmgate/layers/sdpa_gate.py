@@ -121,7 +121,7 @@ class SDPAGate(DenseGate):
         self.gate_bias = nn.Parameter(torch.empty(outputs))
 
     @torch.no_grad()
-    def reset_gate(self) -> None:
+    def reset(self) -> None:
         """Initialise the gate as the option ``init`` says."""
         if self.init == 'paper':
             # torch's nn.Linear starts within these bounds.

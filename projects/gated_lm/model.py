@@ -66,7 +66,7 @@ class CausalAttention(nn.Module):
         if gate is not None:  # last, so that what all variants have starts alike
             n = kv_heads if gate.get('position') in ('G2', 'G3') else heads
             self.gate = SDPAGate(Sizes(n * head_dim, n, inputs=(width, width, width)), **gate)
-            self.gate.reset_gate()
+            self.gate.reset()
 
     def forward(self, x: Tensor, look: bool = False) -> tuple[Tensor, Look | None]:
         """Return the output ``(B, N, C)`` for tokens ``(B, N, C)``, and with ``look`` what the attention did."""

@@ -125,7 +125,7 @@ class Tempered(DenseGate):
         super().__init__(sizes)
         self.temperature = nn.Parameter(torch.ones(1, self.num_heads, 1, 1))
 
-    def reset_gate(self) -> None:
+    def reset(self) -> None:
         nn.init.ones_(self.temperature)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Any, bias: Tensor | None) -> Tensor:

@@ -344,7 +344,7 @@ def test_an_error_in_a_gates_code_is_not_taken_for_a_file_that_does_not_fit(
     def fail(gate: PLuGGate) -> None:
         raise TypeError('a bug')
 
-    monkeypatch.setattr(PLuGGate, 'reset_gate', fail)
+    monkeypatch.setattr(PLuGGate, 'reset', fail)
     with pytest.raises(TypeError, match='^a bug$') as info:
         mmgate.load_gates(model, tmp_path / 'gates.safetensors')
     assert not isinstance(info.value, ConfigError) and not mmgate.gate_parameters(model)

@@ -77,10 +77,10 @@ def test_an_identity_start_learns_and_a_lambda_near_zero_does_not() -> None:
 def test_lambda_starts_where_it_was_set() -> None:
     x = torch.randn(3, 50, 64)
     gate = DifferentialV2Gate(Sizes(64, 4), init='identity', lambda_init=0.1)
-    gate.reset_gate()
+    gate.reset()
     torch.testing.assert_close(gate._lambda(x), torch.full((3, 4, 50, 1), 0.1))
     gate = DifferentialV2Gate(Sizes(64, 4), lambda_init=0.1)
-    gate.reset_gate()
+    gate.reset()
     found = gate._lambda(x)
     assert 0.08 < found.median() < 0.12 and found.std() > 0.02
 

@@ -82,14 +82,14 @@ for name in layers.__all__:
         y, _ = make_gated(torch.nn.MultiheadAttention(32, 4, batch_first=True), kind)(x, x, x)
     elif builds is None and issubclass(kind, DeformableGate):
         gate = kind(Sizes(32, 4, levels=2, points=2))
-        gate.reset_gate()
+        gate.reset()
         y = x * gate.modulate(x)['gate'].mean()
     elif builds is None and issubclass(kind, MapGate):
         try:
             gate = kind(Sizes(32, 4))
         except TypeError:
             gate = kind(Sizes(32, 4), map_size=(4, 4))
-        gate.reset_gate()
+        gate.reset()
         y = gate.mix(x, x, x, x, (4, 4))
     elif name == 'GatingModulation':
         y = kind()(x)

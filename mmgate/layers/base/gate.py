@@ -45,6 +45,7 @@ class Sizes:
         levels: Feature levels L of deformable attention.
         points: Sampling points P of a head and level, of deformable attention; one number for each level if they
             differ.
+        whole_heads: Why a gate may neither split heads nor add queries, the end of a message; empty if it may.
         shifted: True if the host shifts its windows over the map.
         in_vit: True if the host is part of a vision transformer: there linear layers start in another way than in
             detectors.
@@ -61,6 +62,7 @@ class Sizes:
     bias: bool = True
     levels: int = 1
     points: int | tuple[int, ...] = 1
+    whole_heads: str = ''
     shifted: bool = False
     in_vit: bool = False
     map_size: tuple[int, int] | None = None
@@ -123,10 +125,10 @@ class Gate(nn.Module):
         self.dropout = sizes.dropout
         self.in_vit = sizes.in_vit
 
-    def reset_gate(self) -> None:
+    def reset(self) -> None:
         """Initialise the gate's parameters; every subclass with parameters overrides this."""
         if any(True for _ in self.parameters()):
-            raise TypeError(f'{type(self).__name__} does not say how its gate starts.')
+            raise TypeError(f'{type(self).__name__} does not say how its gate starts: write its method reset.')
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Yield the gate and its children as ``Module.named_modules`` does; nothing while gates are hidden."""
@@ -164,6 +166,17 @@ class Gate(nn.Module):
         if any(key.startswith(prefix) for key in state_dict):
             self.loaded = True
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def refuse_to_split(sizes: Sizes, how: str) -> None:
+    """Raise ConfigError for a gate that splits heads or adds queries, if its host needs whole heads.
+
+    Args:
+        sizes: Sizes of the host's attention.
+        how: Words for the message, such as ``'splits heads into two streams'``.
+    """
+    if sizes.whole_heads:
+        raise ConfigError(f'the gate {how}, but {sizes.whole_heads}.')
 
 
 def named_gate_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
@@ -232,9 +245,9 @@ def draw_gate(name: str, gate: Gate) -> None:
     device = next((parameter.device for parameter in gate.parameters()), None)
     with random_stream(name):
         if device is None or device.type in ('cpu', 'meta'):
-            gate.reset_gate()
+            gate.reset()
         else:
-            gate.to('cpu').reset_gate()
+            gate.to('cpu').reset()
             gate.to(device)
 
 

@@ -87,8 +87,18 @@ class GatedModule(nn.Module):
         return False
 
     @classmethod
-    def check_host(cls, host: Any) -> None:
+    def check(cls, host: Any) -> None:
         """Raise ConfigError if an attention module computes something that this adapter's ``forward`` does not."""
+
+    @classmethod
+    def around(cls, model: nn.Module, path: str) -> dict[str, Any]:
+        """Return sizes that the model around a host tells, by their names in :class:`Sizes`.
+
+        Args:
+            model: The model.
+            path: Name of the host in it.
+        """
+        return {}
 
     @classmethod
     def check_gate(cls, host: Any, gate: Any) -> None:
@@ -123,7 +133,7 @@ class GatedModule(nn.Module):
             ConfigError: The gate does not fit; the message says why.
             ValueError: The gate's constructor refuses an option.
         """
-        cls.check_host(host)
+        cls.check(host)
         gate = cls.build_gate(replace(cls.sizes(host), **(surroundings or {})), gate_type, **options)
         cls.check_gate(host, gate)
         return gate

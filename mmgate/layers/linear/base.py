@@ -78,7 +78,7 @@ class LinearGate(MapGate):
         for name in self.gate_layers:
             self.add_module(name, nn.Linear(self.embed_dims, self.embed_dims, bias=sizes.bias))
 
-    def reset_gate(self) -> None:
+    def reset(self) -> None:
         """Initialise the convolution, the position encoding and the gates' linear layers."""
         if self.dwc is not None:
             self.dwc.reset_parameters()

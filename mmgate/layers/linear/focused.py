@@ -48,9 +48,9 @@ class FocusedLinearGate(LinearGate):
         self.power = number('power', power, above=0)
         self.focus_scale = nn.Parameter(torch.zeros(1, 1, self.embed_dims))
 
-    def reset_gate(self) -> None:
+    def reset(self) -> None:
         """Initialise the convolution, the position encoding and the scale of queries and keys."""
-        super().reset_gate()
+        super().reset()
         nn.init.zeros_(self.focus_scale)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:

@@ -45,9 +45,9 @@ class InLineGate(LinearGate):
                 nn.Conv1d(self.embed_dims, KERNEL**2 * self.embed_dims, 1, groups=self.num_heads),
             )
 
-    def reset_gate(self) -> None:
+    def reset(self) -> None:
         """Initialise the layers that compute the convolution's kernels as torch does."""
-        super().reset_gate()
+        super().reset()
         if self.local is None:
             return
         for layer in self.local:

@@ -55,9 +55,9 @@ class PolaFormerGate(LinearGate):
         self.focus_scale = nn.Parameter(torch.zeros(1, 1, self.embed_dims))
         self.power = nn.Parameter(torch.zeros(1, self.num_heads, 1, self.head_dim))
 
-    def reset_gate(self) -> None:
+    def reset(self) -> None:
         """Initialise the convolution, the position encoding, the scale, the power and the output gate."""
-        super().reset_gate()
+        super().reset()
         nn.init.zeros_(self.focus_scale)
         nn.init.zeros_(self.power)
 

@@ -18,7 +18,7 @@ class Tempered(mmgate.Gate):
         self.temperature = nn.Linear(sizes.channels, 1)
         self.strength = strength
 
-    def reset_gate(self):
+    def reset(self):
         nn.init.zeros_(self.temperature.weight)
         nn.init.zeros_(self.temperature.bias)
 

@@ -201,7 +201,7 @@ def test_mmcvs_attention_asks_for_no_weights(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_gate_without_a_map_has_no_weights() -> None:
     class Plain(DenseGate):
-        def reset_gate(self) -> None:
+        def reset(self) -> None:
             pass
 
         def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Any, bias: Tensor | None) -> Tensor:
