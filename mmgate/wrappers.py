@@ -13,7 +13,7 @@ SHARDED = '_fsdp_wrapped_module'
 # Names of the only child in wrappers around parts of a model: of torch.compile, activation checkpointing and FSDP.
 WRAPPED = ('_orig_mod', '_checkpoint_wrapped_module', SHARDED)
 # Further ones around a whole model: of DDP, averages and test-time augmentation. Other modules use this name, too.
-INSIDE = ('module', *WRAPPED)
+WRAPPED_CHILDREN = ('module', *WRAPPED)
 # Classes of PEFT that hold a model, and the name of the child.
 MODELS_OF_PEFT = {'PeftModel': 'base_model', 'PeftMixedModel': 'base_model', 'BaseTuner': 'model'}
 # Classes of PEFT that hold a layer and adapters of it, and the name of the child that is the layer.
@@ -23,12 +23,12 @@ LAYERS_OF_PEFT = {'BaseTunerLayer': 'base_layer', 'AuxiliaryTrainingWrapper': 'o
 def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the model inside wrappers such as DistributedDataParallel, torch.compile, EMA or PEFT; else the model.
 
-    A wrapper is a module with one child of a name in :data:`INSIDE`, or one of PEFT's.
+    A wrapper is a module with one child of a name in :data:`WRAPPED_CHILDREN`, or one of PEFT's.
     """
     while True:
         model = own_model(model)
         children = {name: child for name, child in model.named_children() if name != 'data_preprocessor'}
-        if len(children) != 1 or not children.keys() <= set(INSIDE):
+        if len(children) != 1 or not children.keys() <= set(WRAPPED_CHILDREN):
             return model
         (model,) = children.values()
 

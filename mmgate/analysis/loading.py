@@ -220,8 +220,8 @@ def class_names(cfg: Config) -> tuple[str, ...]:
         return ()
     dataset = innermost(loader.dataset)
     with DATASETS.switch_scope_and_registry(cfg.get('default_scope')) as registry:
-        kind = registry.get(dataset.type) if isinstance(dataset.type, str) else dataset.type
-    return tuple((dataset.get('metainfo') or {}).get('classes') or getattr(kind, 'METAINFO', {}).get('classes', ()))
+        cls = registry.get(dataset.type) if isinstance(dataset.type, str) else dataset.type
+    return tuple((dataset.get('metainfo') or {}).get('classes') or getattr(cls, 'METAINFO', {}).get('classes', ()))
 
 
 def picture_names(images: Iterable[str]) -> dict[str, str]:

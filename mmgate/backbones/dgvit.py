@@ -80,6 +80,6 @@ class DGViT(VisionTransformer):
 
 def _rule(attention: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Return the rule that gates the attention of one layer, with the layer's number if the type has that option."""
-    kind = MODELS.get(attention['type'])
-    has_depth = kind is not None and 'depth' in options_of(kind)
+    gate_type = MODELS.get(attention['type'])
+    has_depth = gate_type is not None and 'depth' in options_of(gate_type)
     return {'path': f'layers.{number}.attn', **(dict(depth=number + 1) if has_depth else {}), **attention}

@@ -58,9 +58,9 @@ def _dtype(name: str, *_: object) -> np.dtype:
     return np.dtype(name)
 
 
-def _empty_array(kind: object, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def _empty_array(cls: object, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Return an empty array, as which pickle begins each one; a safe replacement for numpy's function."""
-    if kind is not _Array or tuple(shape) != (0,):
+    if cls is not _Array or tuple(shape) != (0,):
         refuse(f'asks numpy for an array of shape {shape} out of nothing')
     return np.ndarray(shape, dtype)
 
@@ -83,9 +83,9 @@ _CONTAINERS = (bool, complex, dict, float, frozenset, int, list, set, slice, tup
 _PLAIN = (*_CONTAINERS, date, datetime, timedelta, timezone, Namespace, SimpleNamespace)
 _STATISTICS = ('min', 'max', 'current', 'mean')
 ALLOWED: dict[str, Any] = {
-    **{f'{kind.__module__}.{kind.__qualname__}': kind for kind in (*_PLAIN, HistoryBuffer, ConfigDict)},
+    **{f'{cls.__module__}.{cls.__qualname__}': cls for cls in (*_PLAIN, HistoryBuffer, ConfigDict)},
     # Newer Pythons have the paths in other modules.
-    **{f'pathlib.{kind.__name__}': kind for kind in (PosixPath, PurePosixPath)},
+    **{f'pathlib.{cls.__name__}': cls for cls in (PosixPath, PurePosixPath)},
     'mmcv.utils.config.ConfigDict': ConfigDict,
     'builtins.getattr': _attribute,
     # Protocol 4 of pickle writes attributes as names with dots.

@@ -36,7 +36,7 @@ _OF_TENSORS: dict[str, Any] = {
     },
 }
 # Classes of objects whose state a file may set.
-_BUILT = {kind for kind in (*_OF_TENSORS.values(), *ALLOWED.values()) if isinstance(kind, type)}
+_BUILT = {cls for cls in (*_OF_TENSORS.values(), *ALLOWED.values()) if isinstance(cls, type)}
 
 
 class _Unread:
@@ -102,8 +102,8 @@ class _Unpickler(_PythonUnpickler):
         reference = self.stack[-1]
         if not isinstance(reference, tuple) or reference[:1] not in (('storage',), (b'storage',)):
             refuse('refers to something other than the storage of a tensor')
-        _, kind, key, _, count = reference[:5]
-        declared = int(count) * torch._utils._element_size(kind.dtype)
+        _, storage, key, _, count = reference[:5]
+        declared = int(count) * torch._utils._element_size(storage.dtype)
         if self.archive is not None:
             # Many tensors may be views of one storage, which is read once for its size.
             if key not in self.sizes:
@@ -139,7 +139,7 @@ def load_file(path: str, map_location: Any, *, trusted: bool, tensors_alone: boo
         archive = _archive(path)
         if tensors_alone or not torchs_own_is_safe() or _may_share_arrays(archive):
             return _load_by_ours(path, map_location, tensors_alone, archive)
-        with torch.serialization.safe_globals([(kind, name) for name, kind in ALLOWED.items()]):
+        with torch.serialization.safe_globals([(cls, name) for name, cls in ALLOWED.items()]):
             return torch.load(path, map_location=map_location, weights_only=True)
     except (ForbiddenContent, MemoryError, torch.cuda.OutOfMemoryError):
         raise

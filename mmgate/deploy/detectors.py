@@ -251,7 +251,7 @@ NETWORKS: tuple[tuple[type[nn.Module], type[Network], Callable[[nn.Module], bool
 
 def detector(host: nn.Module) -> Network | None:
     """Return the network to export for a detector of mmdet, or None if there is none for its class."""
-    for kind, network, fits in NETWORKS:
-        if isinstance(host, kind) and fits(host):
+    for cls, network, fits in NETWORKS:
+        if isinstance(host, cls) and fits(host):
             return network(host)
     return None

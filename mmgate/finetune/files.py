@@ -176,17 +176,17 @@ def _described(rule: Mapping[str, Any]) -> Rule:
         raise ConfigError(f'a file of gates cannot hold the rule {rule}: {error}.') from error
 
 
-def _named(kind: str | type[nn.Module]) -> str:
-    found = MODELS.get(kind) if isinstance(kind, str) else kind
+def _named(gate_type: str | type[nn.Module]) -> str:
+    found = MODELS.get(gate_type) if isinstance(gate_type, str) else gate_type
     ours = next((name for name, registered in MODELS.module_dict.items() if registered is found), None)
     if ours is not None:
         return f'mmgate.{ours}'
-    if isinstance(kind, str):
-        return kind
-    if getattr(MODELS, 'root', MODELS).get(kind.__name__) is kind:
-        return kind.__name__
+    if isinstance(gate_type, str):
+        return gate_type
+    if getattr(MODELS, 'root', MODELS).get(gate_type.__name__) is gate_type:
+        return gate_type.__name__
     raise ConfigError(
-        f'{kind.__name__} has no registered name; register it (MODELS.register_module) to name it in files.'
+        f'{gate_type.__name__} has no registered name; register it (MODELS.register_module) to name it in files.'
     )
 
 
@@ -216,9 +216,9 @@ def _places_by_patterns(path: Any, model: nn.Module, content: GatesFile, there: 
                 break
     # A gate without parameters has no tensors, so that its rule alone tells its modules.
     for pattern, rule in [one for one in rules if one[1] not in places.values()]:
-        kind = type_named(rule['type'], str(path))
+        gate_type = type_named(rule['type'], str(path))
         for name in filter(pattern.fullmatch, parts):
-            if there[name] == rule if name in there else adapter_for(kind, parts[name]):
+            if there[name] == rule if name in there else adapter_for(gate_type, parts[name]):
                 places[name] = rule
     lost = [rule for _, rule in rules if rule not in places.values()]
     if lost:

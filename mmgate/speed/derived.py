@@ -32,20 +32,20 @@ def host_method(mixin: Any, module: Any, name: str) -> Any:
 
 def _reduce(module: Any, protocol: SupportsIndex) -> tuple[Any, ...]:
     """Return what pickles name instead of a derived class: the host's class and all mixins, the outermost last."""
-    kind = type(module)
+    cls = type(module)
     mixins: list[tuple[Any, str]] = []
-    while 'derived_by' in vars(kind):
-        mixins.insert(0, vars(kind)['derived_by'])
-        kind = kind.__bases__[1]
+    while 'derived_by' in vars(cls):
+        mixins.insert(0, vars(cls)['derived_by'])
+        cls = cls.__bases__[1]
     # The host's class, or the pair of which the class of a gated host is made.
-    made_of = vars(kind).get('made_of', (kind,))
+    made_of = vars(cls).get('made_of', (cls,))
     state: Any = module.__getstate__()
     return _new_instance, (made_of, mixins), state
 
 
 def _new_instance(made_of: tuple[Any, ...], mixins: list[tuple[Any, str]]) -> nn.Module:
     """Return an instance of a derived class without its state, which pickle sets; pickles name this function."""
-    kind: Any = made_of[0] if len(made_of) == 1 else gated_class(*made_of)
+    cls: Any = made_of[0] if len(made_of) == 1 else gated_class(*made_of)
     for mixin, prefix in mixins:
-        kind = derived_class(mixin, kind, prefix)
-    return kind.__new__(kind)
+        cls = derived_class(mixin, cls, prefix)
+    return cls.__new__(cls)

@@ -253,8 +253,8 @@ class TF32Hook(Hook):
 def keep_float32(module: nn.Module) -> None:
     """Exempt a module from autocast from now on: it converts its inputs to float32 and computes in float32."""
     if not isinstance(module, _Float32):
-        kind: Any = type(module)
-        module.__class__ = derived_class(_Float32, kind, '')
+        cls: Any = type(module)
+        module.__class__ = derived_class(_Float32, cls, '')
 
 
 class _Float32(nn.Module):

@@ -209,12 +209,12 @@ def enable_amp(cfg: Config) -> None:
     Raises:
         ConfigError: The wrapper is of a type that has no such form.
     """
-    kind = type_name({'type': 'OptimWrapper', **cfg.optim_wrapper})
-    if kind == 'AmpOptimWrapper':
+    wrapper_type = type_name({'type': 'OptimWrapper', **cfg.optim_wrapper})
+    if wrapper_type == 'AmpOptimWrapper':
         warnings.warn('--amp: the config trains in mixed precision already.', stacklevel=2)
         return
-    if kind != 'OptimWrapper':
-        raise ConfigError(f'--amp: optim_wrapper.type={kind!r} cannot be converted; only OptimWrapper can.')
+    if wrapper_type != 'OptimWrapper':
+        raise ConfigError(f'--amp: optim_wrapper.type={wrapper_type!r} cannot be converted; only OptimWrapper can.')
     cfg.optim_wrapper.type = 'AmpOptimWrapper'
     cfg.optim_wrapper.setdefault('loss_scale', 'dynamic')
 

@@ -140,8 +140,8 @@ _NOTHING = _Nothing()
 
 def type_name(entry: Mapping[str, Any]) -> str:
     """Return the name of the class that a config entry's ``type`` is or names, without a scope."""
-    kind = entry.get('type')
-    return getattr(kind, '__name__', str(kind)).rpartition('.')[2]
+    named_type = entry.get('type')
+    return getattr(named_type, '__name__', str(named_type)).rpartition('.')[2]
 
 
 def host_package(cfg: Config) -> str | None:
@@ -154,9 +154,9 @@ def host_package(cfg: Config) -> str | None:
         return str(cfg.default_scope)
     model = cfg.get('model') or {}
     preprocessor = model.get('data_preprocessor') or cfg.get('data_preprocessor') or {}
-    for kind in (model.get('host'), model.get('type'), preprocessor.get('type')):
+    for named_type in (model.get('host'), model.get('type'), preprocessor.get('type')):
         # A class of the user's own is derived from one of a package.
-        names = [base.__module__ for base in kind.__mro__] if isinstance(kind, type) else [str(kind)]
+        names = [base.__module__ for base in named_type.__mro__] if isinstance(named_type, type) else [str(named_type)]
         packages = [name.partition('.')[0] for name in names if '.' in name]
         found = next((package for package in packages if package in (*HOSTS, *EXTRAS)), None)
         if found:

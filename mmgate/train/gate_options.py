@@ -112,9 +112,9 @@ def import_mmgate(cfg: Config) -> None:
         cfg.custom_imports = dict(given, imports=['mmgate', *names])
 
 
-def type_path(kind: Any) -> str:
+def type_path(model_type: Any) -> str:
     """Return the name by which a config's type is found; a dump is text, in which a class is its import path."""
-    return kind if isinstance(kind, str) else f'{kind.__module__}.{kind.__qualname__}'
+    return model_type if isinstance(model_type, str) else f'{model_type.__module__}.{model_type.__qualname__}'
 
 
 def group_parameters(cfg: Config, constructor: type[GroupedOptimWrapperConstructor]) -> None:
@@ -154,10 +154,10 @@ def _refuse_rules_of_no_gated_model(cfg: Config) -> None:
     if type_name(model) == 'Gated' or not isinstance(listed, (list, tuple)):
         return
     if any(isinstance(rule, Mapping) and {'path', 'type'} <= set(rule) for rule in listed):
-        kind = type_path(model.get('type'))
+        model_type = type_path(model.get('type'))
         raise ConfigError(
-            f"model.attention has rules for gates, and model.type={kind!r} takes none: write type='mmgate.Gated', "
-            f'host={kind!r}.'
+            f'model.attention has rules for gates, and model.type={model_type!r} takes none: write '
+            f"type='mmgate.Gated', host={model_type!r}."
         )
 
 

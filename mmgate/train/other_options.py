@@ -59,7 +59,7 @@ def other_options(model: nn.Module, checkpoint: Mapping[str, Any], cfg: Any = No
         for line in min(differences, key=len, default=()):
             found.setdefault(line, []).append(name)
     for where, entry in mappings(cfg or {}):
-        if _kind(entry) and _kind(entry) is _kind(entries.get(where, {})) and 'path' not in entry:
+        if _gate_type(entry) and _gate_type(entry) is _gate_type(entries.get(where, {})) and 'path' not in entry:
             for line in _differences(entries[where], entry):
                 found.setdefault(line, []).append(where.lstrip('.'))
     return '; '.join(f'{line} ({listed(where, 1)})' for line, where in found.items())
@@ -97,26 +97,26 @@ def _names(path: str, module: str) -> bool:
         return False
 
 
-def _kind(entry: Mapping[str, Any]) -> type | None:
+def _gate_type(entry: Mapping[str, Any]) -> type | None:
     """Return the class that an entry's ``type`` names, of those that have a gate; nothing is imported."""
-    kind = entry.get('type')
-    if isinstance(kind, type):
-        return kind if kind in set(registered_gates()) else None
-    name = str(kind).rpartition('.')[2]
+    gate_type = entry.get('type')
+    if isinstance(gate_type, type):
+        return gate_type if gate_type in set(registered_gates()) else None
+    name = str(gate_type).rpartition('.')[2]
     named = (one for one in registered_gates() if name == one.__name__ or MODELS.module_dict.get(name) is one)
     return next(named, None)
 
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
     """Yield each difference of two rules, or of two layers, that trained gates compute by."""
-    kind, other = _kind(here), _kind(there)
+    gate_type, other = _gate_type(here), _gate_type(there)
     # A gate of the user's own may be registered elsewhere, and by another name.
-    if kind is None or other is None:
+    if gate_type is None or other is None:
         return
-    if kind is not other:
-        yield f'type={other.__name__!r} in the checkpoint, {kind.__name__!r} here'
+    if gate_type is not other:
+        yield f'type={other.__name__!r} in the checkpoint, {gate_type.__name__!r} here'
         return
-    for name, option in options_of(kind).items():
+    for name, option in options_of(gate_type).items():
         before, now = (_plain(rule.get(name, option.default)) for rule in (there, here))
         if name not in OF_NO_CONSEQUENCE and before != now:
             yield f'{name}={before!r} in the checkpoint, {now!r} here'

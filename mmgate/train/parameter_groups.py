@@ -148,7 +148,7 @@ def _frozen_in_one_line() -> Iterator[None]:
 
 def _is_sharded(optimizer: Optimizer) -> bool:
     """Return True for torch's ZeroRedundancyOptimizer, whose groups another optimizer has, too, for each process."""
-    return any(kind.__name__ == 'ZeroRedundancyOptimizer' for kind in type(optimizer).__mro__)
+    return any(cls.__name__ == 'ZeroRedundancyOptimizer' for cls in type(optimizer).__mro__)
 
 
 def _is_of_gates(key: str) -> bool:
@@ -164,7 +164,7 @@ def _parameters_of(key: str, model: nn.Module) -> Iterable[nn.Parameter]:
     if key == GATES:
         return gate_parameters(model).values()
     name = key.removeprefix(f'{GATES}.')
-    known = {kind.__name__ for kind in gate_classes()}
+    known = {cls.__name__ for cls in gate_classes()}
     if name not in known:
         raise ConfigError(f'custom_keys: {key} names no gate; classes of gates are {", ".join(sorted(known))}.')
     found = [module for module in model.modules() if isinstance(module, Gate) and type(module).__name__ == name]
@@ -213,9 +213,9 @@ def _can_fuse(optimizer: dict[str, Any], model: nn.Module) -> bool:
     """Return True if the optimizer has a fused implementation here and the config does not choose another."""
     if {'fused', 'foreach', 'capturable', 'differentiable'} & set(optimizer):
         return False
-    kind = optimizer['type']
-    kind = OPTIMIZERS.get(kind) if isinstance(kind, str) else kind
-    if kind is None or 'fused' not in inspect.signature(kind).parameters:
+    cls = optimizer['type']
+    cls = OPTIMIZERS.get(cls) if isinstance(cls, str) else cls
+    if cls is None or 'fused' not in inspect.signature(cls).parameters:
         return False
     devices = {parameter.device.type for parameter in model.parameters()}
     return devices == {'cuda'} or (devices == {'cpu'} and TORCH >= (2, 4))

@@ -143,9 +143,9 @@ def _times(value: Any, factor: Fraction) -> Any:
 def _set_loop(cfg: Config, length: int, by_epoch: bool, validations: int) -> None:
     counted = 'max_epochs' if by_epoch else 'max_iters'
     interval = max(1, math.ceil(length / validations))
-    kind = 'EpochBasedTrainLoop' if by_epoch else 'IterBasedTrainLoop'
+    loop_type = 'EpochBasedTrainLoop' if by_epoch else 'IterBasedTrainLoop'
     # ``merge`` would keep what the other loop does not take.
-    cfg.train_cfg = ConfigDict({'type': kind, counted: length, 'val_interval': interval})
+    cfg.train_cfg = ConfigDict({'type': loop_type, counted: length, 'val_interval': interval})
     hooks = cfg.setdefault('default_hooks', ConfigDict())
     hooks['checkpoint'] = dict(type='CheckpointHook', by_epoch=by_epoch, interval=interval, max_keep_ckpts=2)
     every = 10 if by_epoch else max(1, min(50, length // 20))
@@ -160,7 +160,7 @@ def _set_loop(cfg: Config, length: int, by_epoch: bool, validations: int) -> Non
 def _set_gate_rate(cfg: Config, rate: float | Mapping[str, float]) -> None:
     """Change a config's optimizer so that gates get ``rate`` times the learning rate of the model."""
     group_parameters(cfg, GateOptimWrapperConstructor)
-    by_key = {f'{GATES}.{kind}': own for kind, own in rate.items()} if isinstance(rate, Mapping) else {GATES: rate}
+    by_key = {f'{GATES}.{gate}': own for gate, own in rate.items()} if isinstance(rate, Mapping) else {GATES: rate}
     keys = {key: dict(lr_mult=own) for key, own in by_key.items() if own != 1}
     if keys:
         options = dict(cfg.optim_wrapper.get('paramwise_cfg') or {})

@@ -203,7 +203,7 @@ class MatchedOnceHead(DETRHead):
         return own[0].clamp(min=1), means[1].clamp(min=1)
 
 
-class Pairs(NamedTuple):
+class MatchedPairs(NamedTuple):
     """Matched pairs of all layers and images, on the CPU.
 
     Attributes:
@@ -259,7 +259,7 @@ class Batch:
         place = next(place for place, listed in enumerate(self.lists) if listed is layer.objects) * images
         return self.first_objects[place : place + images + 1]
 
-    def flat(self, matched: Sequence[Sequence[np.ndarray]]) -> Pairs:
+    def flat(self, matched: Sequence[Sequence[np.ndarray]]) -> MatchedPairs:
         """Join the pairs of each layer and image."""
         parts, layer_of, image_of, counts = [], [], [], []
         for index, (layer, found) in enumerate(zip(self.layers, matched, strict=True)):
@@ -270,7 +270,8 @@ class Batch:
                 layer_of.append(np.full(own.shape[1], index))
                 image_of.append(np.full(own.shape[1], image))
             counts.append(sum(own.shape[1] for own in found))
-        return Pairs(np.concatenate(parts, 1), np.concatenate(layer_of), self.sizes[np.concatenate(image_of)], counts)
+        sizes = self.sizes[np.concatenate(image_of)]
+        return MatchedPairs(np.concatenate(parts, 1), np.concatenate(layer_of), sizes, counts)
 
 
 def match(
@@ -300,9 +301,9 @@ def match(
     if not groups:
         return matched
     costs = [costs_of(assigner, batch, indices, scores, boxes) for indices in groups.values()]
-    on_host = (torch.cat([cost.flatten() for cost in costs]) if len(costs) > 1 else costs[0].flatten()).cpu()
+    on_cpu = (torch.cat([cost.flatten() for cost in costs]) if len(costs) > 1 else costs[0].flatten()).cpu()
     places, problems = [], []
-    for indices, cost, numbers in zip(groups.values(), costs, on_host.split([x.numel() for x in costs]), strict=True):
+    for indices, cost, numbers in zip(groups.values(), costs, on_cpu.split([x.numel() for x in costs]), strict=True):
         queries = [layers[index].boxes.shape[1] for index in indices]
         for index, of_layer in zip(indices, numbers.view(cost.shape).split(queries, 1), strict=True):
             for image, objects in enumerate(layers[index].objects):
@@ -420,8 +421,8 @@ def match_once(head: Head) -> Head:
         raise TypeError(f'MatchedOnce: {type(head.assigner).__name__} does not assign as HungarianAssigner does.')
     # The constructor of DETRHead compares the class, so that it is changed afterwards.
     mixin = MatchedOnceHead if isinstance(head, DETRHead) else MatchedOnceMaskHead
-    kind: Any = type(head)
-    head.__class__ = derived_class(mixin, kind, 'MatchedOnce')
+    cls: Any = type(head)
+    head.__class__ = derived_class(mixin, cls, 'MatchedOnce')
     return head
 
 

@@ -46,8 +46,8 @@ def match_model_once(model: nn.Module) -> list[str]:
     for module in modules:
         for mixin, fits in MIXINS.items():
             if fits(module) and not isinstance(module, mixin):
-                kind: Any = type(module)
-                module.__class__ = derived_class(mixin, kind, '')
+                cls: Any = type(module)
+                module.__class__ = derived_class(mixin, cls, '')
     return left
 
 
@@ -58,7 +58,7 @@ class KnownSizesDetector(DeformableDETR):
         """Prepare the inputs of encoder and decoder, as mmdet."""
         with AsynchronousConstants():
             encoder, decoder = super().pre_transformer(mlvl_feats, *args, **kwargs)
-        encoder['spatial_shapes'].on_host = [tuple(feature.shape[-2:]) for feature in mlvl_feats]
+        encoder['spatial_shapes'].on_cpu = [tuple(feature.shape[-2:]) for feature in mlvl_feats]
         return encoder, decoder
 
     def gen_encoder_output_proposals(self, memory: Tensor, memory_mask: Tensor | None, spatial_shapes: Tensor) -> Any:
@@ -67,7 +67,7 @@ class KnownSizesDetector(DeformableDETR):
         if memory_mask is None and memory.dtype in NARROW:
             memory_mask = memory.new_zeros(memory.shape[:2], dtype=torch.bool)
         with AsynchronousConstants():
-            return super().gen_encoder_output_proposals(memory, memory_mask, on_host(spatial_shapes))
+            return super().gen_encoder_output_proposals(memory, memory_mask, on_cpu(spatial_shapes))
 
 
 class KnownSizesEncoder(DeformableDetrTransformerEncoder):
@@ -75,12 +75,12 @@ class KnownSizesEncoder(DeformableDetrTransformerEncoder):
 
     def get_encoder_reference_points(self, spatial_shapes: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the reference points of the encoder, as mmdet."""
-        return super().get_encoder_reference_points(on_host(spatial_shapes), *args, **kwargs)
+        return super().get_encoder_reference_points(on_cpu(spatial_shapes), *args, **kwargs)
 
 
-def on_host(spatial_shapes: Tensor) -> Any:
+def on_cpu(spatial_shapes: Tensor) -> Any:
     """Return the sizes that a KnownSizesDetector has left beside a tensor of sizes, or the tensor."""
-    return getattr(spatial_shapes, 'on_host', spatial_shapes)
+    return getattr(spatial_shapes, 'on_cpu', spatial_shapes)
 
 
 class KnownSizesPixelDecoder(MSDeformAttnPixelDecoder):

@@ -300,7 +300,7 @@ def test_proposals_in_bfloat16_are_mmdets() -> None:
         torch.nn.Module.__init__(detector)
         detector.memory_trans_fc = detector.memory_trans_norm = torch.nn.Identity()
         results.append(detector.gen_encoder_output_proposals(memory, None, shapes))
-        shapes.on_host = [size]
+        shapes.on_cpu = [size]
     torch.testing.assert_close(results[1], results[0])
 
 
