@@ -16,9 +16,9 @@ INSTALL = (
     'Where the OpenMMLab packages are installed, repair those instead: the extra "mm" installs maintained forks under '
     'the same import names.'
 )
-HOSTS = ('mmdet', 'mmseg')
-EXTRAS = ('mmpretrain',)  # optional hosts
-MM = ('mmengine', 'mmcv', *HOSTS, *EXTRAS)
+EITHER = ('mmdet', 'mmseg')  # of which one has to be there
+EXTRAS = ('mmpretrain',)  # optional packages
+MM = ('mmengine', 'mmcv', *EITHER, *EXTRAS)
 MULTIMODAL = 'mmpretrain.utils.dependency'  # has the flag by which mmpretrain imports its multimodal models
 
 
@@ -32,18 +32,18 @@ def check_environment() -> None:
     """
     found = [problem for problem in map(why_not, ('mmengine', 'mmcv', 'mmcv.ops')) if problem]
     _leave_multimodal_models_out()
-    hosts = {}
-    for name in (*EXTRAS, *HOSTS):  # mmdet and mmseg import mmpretrain
-        hosts[name] = why_not(name)
-        if name in EXTRAS and _is_broken(name, hosts[name]):
-            # Hosts work without mmpretrain, but an error other than ImportError would break them. With None here the
-            # import raises ImportError.
+    packages = {}
+    for name in (*EXTRAS, *EITHER):  # mmdet and mmseg import mmpretrain
+        packages[name] = why_not(name)
+        if name in EXTRAS and _is_broken(name, packages[name]):
+            # mmdet and mmseg work without mmpretrain, but an error other than ImportError would break them. With None
+            # here the import raises ImportError.
             sys.modules.setdefault(f'{name}.models', None)  # type: ignore[arg-type]
-    if all(hosts[name] for name in HOSTS):
-        found += filter(None, (hosts[name] for name in HOSTS))
+    if all(packages[name] for name in EITHER):
+        found += filter(None, (packages[name] for name in EITHER))
     if found:
         raise ImportError('\n'.join(['mmgate cannot be used here:', *(f'  - {line}' for line in found), INSTALL]))
-    for name, problem in hosts.items():
+    for name, problem in packages.items():
         if _is_broken(name, problem):
             log(f'mmgate goes on without {problem}', logging.WARNING)
 
@@ -78,7 +78,7 @@ def why_not(package: str) -> str | None:
     module = package
     try:
         importlib.import_module(module)
-        if package in HOSTS + EXTRAS:
+        if package in EITHER + EXTRAS:
             module = f'{package}.models'
             importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -8,5 +8,5 @@ def register_all_modules(init_default_scope: bool = True) -> None:
 
     Args:
         init_default_scope: An argument of mmengine's. It has no effect: our configs inherit from mmdet's and mmseg's,
-            so that mmengine builds their models in the scope of the host.
+            so that mmengine builds their models in the scope of their package.
     """

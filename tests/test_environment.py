@@ -44,9 +44,9 @@ def test_beside_a_transformers_that_mmpretrain_does_not_know(tmp_path: Path) -> 
     )
     code = """if True:
         import mmgate
-        from mmgate._environment import HOSTS, why_not
+        from mmgate._environment import EITHER, why_not
         from mmpretrain.registry import MODELS
-        print('usable', why_not('mmpretrain'), *map(why_not, HOSTS), MODELS.get('VisionTransformer').__name__)
+        print('usable', why_not('mmpretrain'), *map(why_not, EITHER), MODELS.get('VisionTransformer').__name__)
     """
     done = run_python('-c', code, PYTHONPATH=paths)
     said = "goes on without mmpretrain's multimodal models.*need transformers below 5, and transformers 5.24.0 is"
@@ -56,7 +56,7 @@ def test_beside_a_transformers_that_mmpretrain_does_not_know(tmp_path: Path) -> 
 
 def test_a_broken_mmpretrain_is_left_out_and_the_hosts_are_not(tmp_path: Path) -> None:
     paths = write_package(tmp_path, 'mmpretrain', '1.3.6', __init__='', models='class Broken(None): ...')
-    code = "import mmgate; from mmgate._environment import HOSTS, why_not; print('usable', *map(why_not, HOSTS))"
+    code = "import mmgate; from mmgate._environment import EITHER, why_not; print('usable', *map(why_not, EITHER))"
     done = run_python('-c', code, PYTHONPATH=paths)
     assert 'goes on without mmpretrain.models: TypeError: NoneType takes no arguments' in done.stdout + done.stderr
     assert 'usable None None' in done.stdout

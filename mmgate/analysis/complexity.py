@@ -40,7 +40,7 @@ class Complexity:
 
     Attributes:
         parameters: Trainable parameters.
-        unused: Parameters of the host that gates replace; they rest in the model.
+        unused: Parameters that gates replace; they rest in the model.
         macs: Multiply-accumulates of a forward pass.
         by_module: Those of every direct child.
     """

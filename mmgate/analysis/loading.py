@@ -31,9 +31,9 @@ from mmgate.train.config_file import (
     add_trust_option,
     check_checkpoint,
     config_parser,
-    host_package,
     innermost,
     merge_options,
+    package_of,
     read_config,
     type_name,
 )
@@ -69,7 +69,7 @@ class LoadedModel:
             ConfigError: An image or the data set is missing, or the model, on the first image, notes nothing that the
                 tool needs.
         """
-        init_default_scope(host_package(self.cfg) or 'mmdet')
+        init_default_scope(package_of(self.cfg) or 'mmdet')
         for number, sample in enumerate(track_iter_progress(self._samples(args))):
             batch = pseudo_collate([sample()])
             if self.needs and not number:
@@ -198,7 +198,7 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', *, whole: bool
     Raises:
         ConfigError: The checkpoint cannot be read, is not the model's, or does not fill all of it (``whole``).
     """
-    init_default_scope(host_package(cfg) or 'mmdet')
+    init_default_scope(package_of(cfg) or 'mmdet')
     if checkpoint != UNTRAINED:
         check_checkpoint(checkpoint)
     torch.manual_seed(0)
@@ -208,7 +208,7 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', *, whole: bool
         model.init_weights()
     else:
         load_weights(model, checkpoint, whole=whole)
-    # Some hosts return None from ``eval``.
+    # Some models return None from ``eval``.
     model.to(device).eval()
     return LoadedModel(Path(cfg.filename).stem, cfg, model)
 

@@ -18,7 +18,7 @@ from mmgate.layers.base.deformable import DeformableGate
 from mmgate.listing import Attention, list_attention
 from mmgate.registry import MODELS as MMGATE_MODELS
 from mmgate.rules import path_regex, type_named, write_rule
-from mmgate.train.config_file import host_package
+from mmgate.train.config_file import package_of
 
 __all__ = ['Attention', 'NoLanguageModel', 'build_structure', 'list_attention', 'rules_to_paste']
 
@@ -31,7 +31,7 @@ def build_structure(cfg: Config) -> nn.Module:
     """
     if 'model' not in cfg:
         raise ConfigError(f'config {cfg.filename} has no model.')
-    init_default_scope(host_package(cfg) or 'mmdet')
+    init_default_scope(package_of(cfg) or 'mmdet')
     model = {**cfg.model, **_apart(cfg.model)}
     try:
         try:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmgate
 from mmgate.analysis.complexity import empty_sample
-from mmgate.train.config_file import host_package, mappings, read_config, type_name
+from mmgate.train.config_file import mappings, package_of, read_config, type_name
 from mmgate.train.speedups import DEFAULTS, SPEEDUPS
 
 from .measure import Row, environment, interleaved, row_of, throughput
@@ -170,7 +170,7 @@ def _step(
     cfg = deepcopy(given)
     for speedup in speedups:
         SPEEDUPS[speedup](cfg)
-    init_default_scope(host_package(cfg) or 'mmdet')
+    init_default_scope(package_of(cfg) or 'mmdet')
     torch.manual_seed(0)
     _drop_pretrained(cfg.model)
     model = MODELS.build(deepcopy(cfg.model)).to(device)
@@ -213,7 +213,7 @@ def random_batch(cfg: Config, size: tuple[int, int], batch: int) -> dict[str, An
     """
     keys = ('num_classes', 'num_things_classes')  # Mask2Former of mmdet has the latter
     classes = min(entry[key] for _, entry in mappings(cfg.model) for key in keys if entry.get(key) is not None)
-    if host_package(cfg) == 'mmseg':
+    if package_of(cfg) == 'mmseg':
         return _labelled_maps(size, batch, classes)
     return _labelled_boxes(size, batch, classes)
 

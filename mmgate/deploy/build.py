@@ -21,9 +21,9 @@ def build_network(model: nn.Module) -> Network:
     Raises:
         ConfigError: The model cannot be exported.
     """
-    host = copied(model)
-    use_our_sampler(host)
-    return _network_of(host)
+    taken = copied(model)
+    use_our_sampler(taken)
+    return _network_of(taken)
 
 
 def serve(model: nn.Module, run: Exported) -> None:
@@ -45,17 +45,17 @@ def describe_model(model: nn.Module) -> str:
     return f'a {type(model).__name__} of {max(count for count in counts if isinstance(count, int))} classes'
 
 
-def _network_of(host: nn.Module) -> Network:
+def _network_of(model: nn.Module) -> Network:
     """Return the network to export around a model itself, which is not copied."""
     found: Network | None = None
     if available('mmdet'):
         from .detectors import detector
 
-        found = detector(host)
+        found = detector(model)
     if found is None and available('mmseg'):
         from .segmentors import segmentor
 
-        found = segmentor(host)
+        found = segmentor(model)
     if found is None:
-        raise not_exportable(host, 'it is none of the detectors and segmentors that can be')
+        raise not_exportable(model, 'it is none of the detectors and segmentors that can be')
     return found.eval()

@@ -98,7 +98,7 @@ def compare(
 
     Args:
         model: The model.
-        network: Network of the model; from now on its host predicts with ``run``.
+        network: Network of the model; from now on its model predicts with ``run``.
         run: Function of the network's inputs that returns its outputs.
         batches: Batches of a data loader.
         threshold: Detections with a lower score are not looked for.
@@ -108,7 +108,7 @@ def compare(
     with torch.no_grad():
         for batch in batches:
             expected = model.test_step(deepcopy(batch))
-            actual = network.host.test_step(deepcopy(batch))
+            actual = network.model.test_step(deepcopy(batch))
             for one, other in zip(expected, actual, strict=True):
                 found.images += 1
                 _compare(one, other, found, threshold)

@@ -49,7 +49,7 @@ class QueryNetwork(BoxNetwork):
     def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return boxes, scores and labels for padded images ``(B, 3, H, W)``, whose unpadded sizes are ``(B, 2)``."""
         logits, boxes = self._queries(images, sizes)
-        head = self.host.bbox_head
+        head = self.model.bbox_head
         scores, index = logits.sigmoid().flatten(1).topk(head.test_cfg.get('max_per_img', boxes.shape[1]))
         labels = index % head.num_classes
         place = index // head.num_classes
@@ -62,37 +62,37 @@ class QueryNetwork(BoxNetwork):
 
         Boxes are relative to the image without padding.
         """
-        host = self.host
+        model = self.model
         size = images.shape[-2:]
-        features = host.extract_feat(images)
+        features = model.extract_feat(images)
         # mmdet loops over the images to mask padding. Here it sees images without padding; the masks are made below.
         whole = SimpleNamespace(batch_input_shape=size, img_shape=size)
-        to_encoder, to_decoder = host.pre_transformer(features, [whole] * 2)
+        to_encoder, to_decoder = model.pre_transformer(features, [whole] * 2)
         rows, columns = (torch.arange(n, device=images.device) for n in size)
         padding = (rows[:, None] >= sizes[:, :1, None]) | (columns >= sizes[:, 1:, None])  # (B, H, W)
         padding = padding[:, None].to(images.dtype)
         masks = [F.interpolate(padding, size=feature.shape[-2:])[:, 0] > 0.5 for feature in features]
         positions = []
-        for mask, level in zip(masks, host.level_embed, strict=True):
-            encoding = host.positional_encoding(mask).flatten(2)
+        for mask, level in zip(masks, model.level_embed, strict=True):
+            encoding = model.positional_encoding(mask).flatten(2)
             positions.append((encoding + level[:, None]).transpose(1, 2))
         mask = torch.cat([mask.flatten(1) for mask in masks], 1)
-        ratios = torch.stack([host.get_valid_ratio(mask) for mask in masks], 1)
+        ratios = torch.stack([model.get_valid_ratio(mask) for mask in masks], 1)
         to_encoder.update(feat_mask=mask, feat_pos=torch.cat(positions, 1), valid_ratios=ratios)
         to_decoder.update(memory_mask=mask, valid_ratios=ratios)
-        more, to_head = host.pre_decoder(**host.forward_encoder(**to_encoder))
+        more, to_head = model.pre_decoder(**model.forward_encoder(**to_encoder))
         to_head.update(self._decoded(**to_decoder, **more))
-        logits, boxes = host.bbox_head(**to_head)
+        logits, boxes = model.bbox_head(**to_head)
         return logits[-1], boxes[-1]
 
     def _decoded(self, **inputs: Any) -> dict[str, Any]:
         """Run the decoder on the arguments of the detector's ``forward_decoder``; return its states and references."""
-        if not isinstance(self.host, DINO):
-            return self.host.forward_decoder(**inputs)
+        if not isinstance(self.model, DINO):
+            return self.model.forward_decoder(**inputs)
         # DINO's own method takes the length of the queries, which would fix the batch of the graph.
         names = dict(memory='value', memory_mask='key_padding_mask', dn_mask='self_attn_mask')
         inputs = {names.get(key, key): value for key, value in inputs.items()}
-        states, references = self.host.decoder(**inputs, reg_branches=self.host.bbox_head.reg_branches)
+        states, references = self.model.decoder(**inputs, reg_branches=self.model.bbox_head.reg_branches)
         return dict(hidden_states=states, references=list(references))
 
 
@@ -101,13 +101,13 @@ class AnchorNetwork(BoxNetwork):
 
     def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
         """Return boxes, scores and labels for padded images ``(B, 3, H, W)``, whose unpadded sizes are ``(B, 2)``."""
-        head = self.host.bbox_head
-        scores, deltas, *more = head(self.host.extract_feat(images))
+        head = self.model.bbox_head
+        scores, deltas, *more = head(self.model.extract_feat(images))
         cfg = head.test_cfg
         # min_bbox_size is in pixels of the original image, whose size the graph does not know.
         if more or cfg.get('min_bbox_size', -1) > 0:
             reason = f'its {type(head).__name__} weights scores by another map, or has a min_bbox_size'
-            raise not_exportable(self.host, reason)
+            raise not_exportable(self.model, reason)
         found = candidates(head, scores, deltas, sizes, cfg)
         # A file returns plain tuples only.
         return tuple(non_maximum_suppression(found, cfg.nms, cfg.max_per_img))
@@ -120,9 +120,9 @@ class RoINetwork(BoxNetwork):
     pastes them into images of the original size.
     """
 
-    def __init__(self, host: nn.Module) -> None:
-        super().__init__(host)
-        if self.host.roi_head.with_mask:
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        if self.model.roi_head.with_mask:
             self.outputs = (*Network.outputs, 'masks')  # type: ignore[misc]
 
     def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
@@ -130,12 +130,12 @@ class RoINetwork(BoxNetwork):
 
         Their sizes without padding are ``sizes`` ``(B, 2)``.
         """
-        host = self.host
-        roi_head = host.roi_head
-        features = host.extract_feat(images)
-        cfg = host.rpn_head.test_cfg
-        scores, deltas = host.rpn_head(features)
-        found = candidates(host.rpn_head, scores, deltas, sizes, cfg)
+        model = self.model
+        roi_head = model.roi_head
+        features = model.extract_feat(images)
+        cfg = model.rpn_head.test_cfg
+        scores, deltas = model.rpn_head(features)
+        found = candidates(model.rpn_head, scores, deltas, sizes, cfg)
         proposals = non_maximum_suppression(found, cfg.nms, cfg.max_per_img)
         cfg = roi_head.test_cfg
         found = self._classified(features, proposals, sizes)
@@ -150,9 +150,9 @@ class RoINetwork(BoxNetwork):
 
     def _classified(self, features: Sequence[Tensor], proposals: Boxes, sizes: Tensor) -> Boxes:
         """Classify P proposals; return a box and a score for each pair of proposal and class, ``(B, P * C)``."""
-        head = self.host.roi_head.bbox_head
-        cfg = self.host.roi_head.test_cfg
-        aligned = self._align(self.host.roi_head.bbox_roi_extractor, features, proposals.boxes)
+        head = self.model.roi_head.bbox_head
+        cfg = self.model.roi_head.test_cfg
+        aligned = self._align(self.model.roi_head.bbox_roi_extractor, features, proposals.boxes)
         logits, deltas = head(aligned)
         batch, count = proposals.scores.shape
         scores = logits.softmax(-1)[..., :-1].view(batch, count, -1)  # (B, P, C)
@@ -181,7 +181,7 @@ class RoINetwork(BoxNetwork):
         return torch.stack(found).sum(0)
 
     def _result(self, outputs: tuple[Tensor, ...], meta: dict[str, Any], rescale: bool) -> InstanceData:
-        head = self.host.roi_head
+        head = self.model.roi_head
         result = super()._result(outputs, meta, rescale and not head.with_mask)
         if head.with_mask:
             masks = outputs[3][outputs[1] > 0][:, None]
@@ -198,7 +198,7 @@ class RoINetwork(BoxNetwork):
 class MaskNetwork(Network):
     """Network to export for mmdet's Mask2Former: class logits ``(B, Q, C + 1)`` and mask logits ``(B, Q, H, W)``.
 
-    The host's fusion head makes instances and panoptic maps of them, in the size of the original image.
+    The model's fusion head makes instances and panoptic maps of them, in the size of the original image.
     """
 
     inputs = ('images',)
@@ -207,28 +207,28 @@ class MaskNetwork(Network):
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return class and mask logits of all queries for images ``(B, 3, H, W)``."""
         sample = SimpleNamespace(metainfo=dict(batch_input_shape=images.shape[-2:]))
-        return self.host.panoptic_head.predict(self.host.extract_feat(images), [sample])
+        return self.model.panoptic_head.predict(self.model.extract_feat(images), [sample])
 
     def results(self, outputs: Sequence[Tensor], samples: Samples, rescale: bool) -> Any:
         """Turn the network's logits into mmdet's results with the detector's own fusion head."""
-        return self.host.panoptic_fusion_head.predict(*outputs, samples, rescale=rescale)
+        return self.model.panoptic_fusion_head.predict(*outputs, samples, rescale=rescale)
 
 
-def _plain_anchors(host: nn.Module) -> bool:
+def _plain_anchors(model: nn.Module) -> bool:
     """Return True if a one-stage detector can be exported: its head makes boxes as mmdet's AnchorHead does."""
-    head = getattr(host, 'bbox_head', None)
+    head = getattr(model, 'bbox_head', None)
     names = ('predict_by_feat', '_predict_by_feat_single', '_bbox_post_process')
     if not isinstance(head, AnchorHead):
         return False
     return all(getattr(type(head), name) is getattr(AnchorHead, name) for name in names)
 
 
-def _plain_rois(host: Any) -> bool:
+def _plain_rois(model: Any) -> bool:
     """Return True if a two-stage detector can be exported: its RoI head is mmdet's standard one.
 
     It pools averages, each box from a single level.
     """
-    head = host.roi_head
+    head = model.roi_head
     if type(head) is not StandardRoIHead or head.with_shared_head:
         return False
     extractors = [head.bbox_roi_extractor] + [head.mask_roi_extractor] * head.with_mask
@@ -240,18 +240,18 @@ def _plain_rois(host: Any) -> bool:
     )
 
 
-# Class of hosts, their network, and a function that returns True for those that the network fits.
+# Class of models, their network, and a function that returns True for those that the network fits.
 NETWORKS: tuple[tuple[type[nn.Module], type[Network], Callable[[nn.Module], bool]], ...] = (
-    (DeformableDETR, QueryNetwork, lambda host: type(host) in (DeformableDETR, DINO)),
-    (Mask2Former, MaskNetwork, lambda host: True),
+    (DeformableDETR, QueryNetwork, lambda model: type(model) in (DeformableDETR, DINO)),
+    (Mask2Former, MaskNetwork, lambda model: True),
     (TwoStageDetector, RoINetwork, _plain_rois),
     (SingleStageDetector, AnchorNetwork, _plain_anchors),
 )
 
 
-def detector(host: nn.Module) -> Network | None:
+def detector(model: nn.Module) -> Network | None:
     """Return the network to export for a detector of mmdet, or None if there is none for its class."""
     for cls, network, fits in NETWORKS:
-        if isinstance(host, cls) and fits(host):
-            return network(host)
+        if isinstance(model, cls) and fits(model):
+            return network(model)
     return None

@@ -29,7 +29,7 @@ def write(net: Network, inputs: Sequence[Tensor], path: Path, *, divisor: int) -
     The other arguments are those of :func:`capture`.
     """
     program, taken = capture(net, inputs, divisor)
-    notes = dict(model=describe_model(net.host), inputs=net.inputs, outputs=net.outputs, **taken)
+    notes = dict(model=describe_model(net.model), inputs=net.inputs, outputs=net.outputs, **taken)
     write_onnx(program, net, path, notes)
     return taken['takes']
 

@@ -21,7 +21,7 @@ class _Size(tuple):
 class SegmentationNetwork(Network):
     """Network to export for a segmentor, up to the logits ``(B, C, H, W)`` over the input (Mask2Former: scores).
 
-    The host does sliding windows, flips, the removal of padding and the resize to the original.
+    The model does sliding windows, flips, the removal of padding and the resize to the original.
     """
 
     inputs = ('images',)
@@ -30,19 +30,19 @@ class SegmentationNetwork(Network):
     def forward(self, images: Tensor) -> tuple[Tensor]:
         """Return the logits ``(B, C, H, W)`` of images ``(B, 3, H, W)``."""
         size = _Size(images.shape[-2:])
-        return (self.host.encode_decode(images, [dict(img_shape=size, pad_shape=size, ori_shape=size)]),)
+        return (self.model.encode_decode(images, [dict(img_shape=size, pad_shape=size, ori_shape=size)]),)
 
     def feeds(self, images: Tensor, samples: Samples) -> tuple[Tensor, ...]:
         """Return the padded images or, if the segmentor tests by sliding windows, the first window of each."""
-        cfg = self.host.test_cfg
+        cfg = self.model.test_cfg
         height, width = cfg['crop_size'] if cfg.get('mode') == 'slide' else images.shape[-2:]
         return (images[..., :height, :width],)
 
     def serve(self, run: Run) -> None:
         """Let the segmentor take logits from ``run``, such as an exported file: of whole images or of windows."""
-        self.host.encode_decode = lambda inputs, batch_img_metas: run(inputs)[0]
+        self.model.encode_decode = lambda inputs, batch_img_metas: run(inputs)[0]
 
 
-def segmentor(host: nn.Module) -> Network | None:
+def segmentor(model: nn.Module) -> Network | None:
     """Return the network to export for a segmentor of mmseg, or None if there is none for its class."""
-    return SegmentationNetwork(host) if type(host) is EncoderDecoder else None
+    return SegmentationNetwork(model) if type(model) is EncoderDecoder else None

@@ -190,9 +190,9 @@ def _check_names(inputs: object, outputs: object) -> None:
 
 def _check_arguments(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
     """Raise ConfigError if the model's ``forward`` does not take these inputs."""
-    host = unwrap_model(model)
+    own = unwrap_model(model)
     try:
-        arguments = inspect.signature(host.forward)
+        arguments = inspect.signature(own.forward)
     # A traced module has none.
     except ValueError:
         return
@@ -201,7 +201,7 @@ def _check_arguments(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
     except TypeError as error:
         several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         names = ', '.join(name for name, one in arguments.parameters.items() if one.kind not in several)
-        raise ConfigError(f'inputs: {error}; the arguments of {type(host).__name__} are: {names}.') from error
+        raise ConfigError(f'inputs: {error}; the arguments of {type(own).__name__} are: {names}.') from error
 
 
 def write_program(
@@ -260,21 +260,21 @@ def _keep_constants(graph: Any) -> None:
 def copied(model: nn.Module) -> nn.Module:
     """Return a copy of a model in eval mode, from which gates that are switched off are removed."""
     own = unwrap_model(model)
-    host = deepcopy(own)
-    # Some hosts return None from ``eval``.
-    host.eval()
+    taken = deepcopy(own)
+    # Some models return None from ``eval``.
+    taken.eval()
     for name, module in list(gated_modules(own)):
         if is_off(module):
-            remove_gate(host.get_submodule(name))
-    return host
+            remove_gate(taken.get_submodule(name))
+    return taken
 
 
-def use_our_sampler(host: nn.Module) -> None:
+def use_our_sampler(model: nn.Module) -> None:
     """Let vanilla deformable attention in a model run on mmgate's operator, which graphs can hold."""
     ours = MultiScaleDeformableAttention.__name__
-    vanilla = [one.path for one in list_attention(host) if ours in one.gates and one.gate is None]
+    vanilla = [one.path for one in list_attention(model) if ours in one.gates and one.gate is None]
     if vanilla:
-        swap_attention(host, dict(path=vanilla, type=ours))
+        swap_attention(model, dict(path=vanilla, type=ours))
 
 
 def _captured(network: Tensors, tensors: tuple[Tensor, ...], dynamic_batch: bool) -> ExportedProgram:

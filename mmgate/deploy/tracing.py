@@ -82,8 +82,8 @@ def replacements() -> Iterator[Replacement]:
     # mmdet takes the sizes of its levels from it, and makes grids of the values.
     yield torch, '_shape_as_tensor', lambda tensor: SymbolicSizes(tensor.shape)
     yield torch, 'linspace', linspace
-    for host in filter(available, ('mmdet', 'mmseg')):
-        swin = importlib.import_module(f'{host}.models.backbones.swin')
+    for package in filter(available, ('mmdet', 'mmseg')):
+        swin = importlib.import_module(f'{package}.models.backbones.swin')
         yield swin.ShiftWindowMSA, 'window_reverse', window_reverse
     if available('mmseg'):
         from mmseg.models.utils import Upsample

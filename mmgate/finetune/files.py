@@ -72,11 +72,11 @@ def gates_content(model: nn.Module) -> GatesFile:
         )
     modes = [vars(module).get('trained_with_gates') for module in model.modules()]
     trained = next((mode for mode in modes if mode), 'all')
-    host = {name: tensor for name, tensor in state.items() if name not in gates}
-    with_them = {name: tensor for name, tensor in host.items() if trained != 'all' and tensor.requires_grad}
+    own = {name: tensor for name, tensor in state.items() if name not in gates}
+    with_them = {name: tensor for name, tensor in own.items() if trained != 'all' and tensor.requires_grad}
     kept = [
         name
-        for name, tensor in host.items()
+        for name, tensor in own.items()
         if isinstance(tensor, nn.Parameter) and not tensor.is_meta and name not in with_them
     ]
     return GatesFile(
@@ -85,7 +85,7 @@ def gates_content(model: nn.Module) -> GatesFile:
         trained=trained,
         places=_places(model),
         # Some tensors suffice, from the head down: backbones often are the same.
-        values={name: checksum(host[name]) for name in kept[:: -max(1, len(kept) // 8)]},
+        values={name: checksum(own[name]) for name in kept[:: -max(1, len(kept) // 8)]},
     )
 
 
@@ -208,8 +208,8 @@ def _places_by_patterns(path: Any, model: nn.Module, content: GatesFile, there: 
             if place in there:
                 fitting.sort(key=lambda rule: rule != there[place])
             else:
-                hosts = [adapter_for(type_named(rule['type'], str(path)), parts[place]) for rule in fitting]
-                inner = [without_wrappers(f'{place}.{host[1]}'.rstrip('.')) if host else None for host in hosts]
+                found = [adapter_for(type_named(rule['type'], str(path)), parts[place]) for rule in fitting]
+                inner = [without_wrappers(f'{place}.{one[1]}'.rstrip('.')) if one else None for one in found]
                 fitting = [rule for rule, one in zip(fitting, inner, strict=True) if one == gated]
             if fitting:
                 places[place] = fitting[0]

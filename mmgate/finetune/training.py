@@ -34,7 +34,7 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
     """Freeze all parameters of a model but those of its gates; call it before the optimizer is built.
 
     Frozen parameters get no gradient and no state of the optimizer, and modules before the first gate keep no graph.
-    In training mode, batch norms of the host keep their running statistics, and dropout outside of gated attention is
+    In training mode, batch norms keep their running statistics, and dropout outside of gated attention is
     off.
 
     When the model is first set to training mode afterwards, a warning names frozen parts that look as if they had never

@@ -11,13 +11,13 @@ from mmgate.layers.base.gated import gated_class
 
 
 @functools.cache
-def derived_class(mixin: Any, host: Any, prefix: str, /) -> type[Any]:
+def derived_class(mixin: Any, base: Any, prefix: str, /) -> type[Any]:
     """Return the subclass of a mixin and, after it, of a module's class, named by a prefix and the latter's name.
 
     It is made once. Its instances are pickled by the two classes, because no module has a name for it.
     """
     members = dict(__module__=__name__, __reduce_ex__=_reduce, derived_by=(mixin, prefix))
-    return type(f'{prefix}{host.__name__}', (mixin, host), members)
+    return type(f'{prefix}{base.__name__}', (mixin, base), members)
 
 
 def host_method(mixin: Any, module: Any, name: str) -> Any:
@@ -31,13 +31,13 @@ def host_method(mixin: Any, module: Any, name: str) -> Any:
 
 
 def _reduce(module: Any, protocol: SupportsIndex) -> tuple[Any, ...]:
-    """Return what pickles name instead of a derived class: the host's class and all mixins, the outermost last."""
+    """Return what pickles name instead of a derived class: the base's class and all mixins, the outermost last."""
     cls = type(module)
     mixins: list[tuple[Any, str]] = []
     while 'derived_by' in vars(cls):
         mixins.insert(0, vars(cls)['derived_by'])
         cls = cls.__bases__[1]
-    # The host's class, or the pair of which the class of a gated host is made.
+    # The base's class, or the pair of which the class of a gated module is made.
     made_of = vars(cls).get('made_of', (cls,))
     state: Any = module.__getstate__()
     return _new_instance, (made_of, mixins), state

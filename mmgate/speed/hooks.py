@@ -148,7 +148,7 @@ def _accumulates(optimizer: Any) -> bool:
 class MatchOnceHook(Hook):
     """Hook that lets a DETR-like detector or Mask2Former match and compute its losses once a step, and rarely wait.
 
-    The head becomes what :func:`mmgate.speed.matching.MatchedOnce` builds. Sizes of feature maps stay on the host,
+    The head becomes what :func:`mmgate.speed.matching.MatchedOnce` builds. Sizes of feature maps stay on the CPU,
     DINO's denoising queries are made without waiting for the device, and all losses are summed in one operation.
     Values are mmdet's up to rounding. Labels of denoising queries are as random as mmdet's, by other numbers. The
     state dict does not change. Parts that the model's classes override stay as they are, and so does a head that

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mmgate.errors import ConfigError
 from mmgate.train import cli
-from mmgate.train.config_file import host_package, read_config
+from mmgate.train.config_file import package_of, read_config
 
 PACKAGES = ('mmdet', 'mmseg', 'mmgate')
 
@@ -81,14 +81,14 @@ def find(name: str, arguments: Sequence[str] = ()) -> Path:
     if not found:
         where = package or ', '.join(PACKAGES)
         raise ConfigError(f'There is no tool {wanted} in {where}; python tools/mm.py lists them.')
-    hosts = [each for each in PACKAGES[:2] if each in found]
-    if len(hosts) == 2:
+    packages = [each for each in PACKAGES[:2] if each in found]
+    if len(packages) == 2:
         config = next((a for a in arguments if a.endswith('.py') and (_is_external(a) or osp.isfile(a))), None)
-        scope = host_package(read_config(config)) if config else None
-        if scope not in hosts:
+        scope = package_of(read_config(config)) if config else None
+        if scope not in packages:
             raise ConfigError(f'{name} is a tool of both packages: write mmdet:{wanted} or mmseg:{wanted}.')
         return found[scope]
-    return found[hosts[0] if hosts else next(iter(found))]
+    return found[packages[0] if packages else next(iter(found))]
 
 
 def _is_external(argument: str) -> bool:

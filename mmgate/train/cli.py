@@ -28,9 +28,9 @@ from .config_file import (
     add_trust_option,
     check_checkpoint,
     config_parser,
-    host_package,
     innermost,
     load_config,
+    package_of,
     type_name,
 )
 from .gate_options import add_gate_options, put_gates
@@ -129,8 +129,8 @@ def test(argv: list[str]) -> None:
     )
     args = _parse(parser, argv)
     cfg = load_config(args)
-    host = host_package(cfg)
-    pickled = args.out if host != 'mmseg' else None
+    package = package_of(cfg)
+    pickled = args.out if package != 'mmseg' else None
     if pickled and not pickled.endswith(('.pkl', '.pickle')):
         raise ConfigError(f'--out {pickled}: predictions are dumped into a .pkl or .pickle file.')
     cfg.load_from = args.checkpoint
@@ -149,7 +149,7 @@ def test(argv: list[str]) -> None:
     runner.register_hook(LoadReportHook(args.checkpoint, allow_mismatch=args.allow_mismatch, gates=args.gates))
     runner.register_hook(ClassNamesHook())
     if pickled:
-        if host == 'mmpretrain':
+        if package == 'mmpretrain':
             from mmengine.evaluator import DumpResults as Dump
         else:
             from mmdet.evaluation import DumpDetResults as Dump
@@ -237,38 +237,38 @@ def enable_visualization(cfg: Config, *, show: bool, show_dir: str | None, wait_
         ConfigError: The config has no visualization hook.
     """
     hook = cfg.get('default_hooks', {}).get('visualization')
-    host = host_package(cfg)
+    package = package_of(cfg)
     if hook is None:
         raise ConfigError('--show and --show-dir need default_hooks.visualization in the config.')
-    hook['enable' if host == 'mmpretrain' else 'draw'] = True
+    hook['enable' if package == 'mmpretrain' else 'draw'] = True
     if show:
         hook.show = True
         hook.wait_time = wait_time
-    if show_dir and host == 'mmseg':
+    if show_dir and package == 'mmseg':
         cfg.visualizer.save_dir = show_dir
     elif show_dir:
-        hook['out_dir' if host == 'mmpretrain' else 'test_out_dir'] = show_dir
+        hook['out_dir' if package == 'mmpretrain' else 'test_out_dir'] = show_dir
 
 
 def enable_tta(cfg: Config) -> None:
     """Change a config to test-time augmentation (``--tta``): its own, or a horizontal flip if it has none."""
     tta_cfg = dict(nms=dict(type='nms', iou_threshold=0.5), max_per_img=100)
-    host = host_package(cfg) or 'mmdet'
+    package = package_of(cfg) or 'mmdet'
     keys = ['img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor', 'flip', 'flip_direction']
     # mmdet registers this class in mmengine's registry, so that the name has no scope.
     model: dict = dict(type='DetTTAModel', tta_cfg=tta_cfg)
     pack: dict = dict(type='mmdet.PackDetInputs', meta_keys=keys)
-    if host == 'mmseg':
+    if package == 'mmseg':
         model = dict(type='mmseg.SegTTAModel')
         pack = dict(type='mmseg.PackSegInputs')
-    elif host == 'mmpretrain':
+    elif package == 'mmpretrain':
         model = dict(type='mmpretrain.AverageClsScoreTTA')
         pack = {}
     dataset = innermost(cfg.test_dataloader.dataset)
     if 'tta_pipeline' not in cfg:
         *steps, last = deepcopy(dataset.pipeline)
         # Annotations stay outside, because they must not be flipped.
-        flips = [dict(type=f'{host}.RandomFlip', prob=prob) for prob in (0.0, 1.0)]
+        flips = [dict(type=f'{package}.RandomFlip', prob=prob) for prob in (0.0, 1.0)]
         cfg.tta_pipeline = [*steps, dict(type='TestTimeAug', transforms=[flips, [pack or last]])]
     cfg.model = ConfigDict(**cfg.get('tta_model', model), module=cfg.model)
     dataset.pipeline = cfg.tta_pipeline

@@ -12,7 +12,7 @@ from typing import Any
 from mmengine.config import Config, DictAction
 from mmengine.utils import import_modules_from_strings
 
-from mmgate._environment import EXTRAS, HOSTS, why_not
+from mmgate._environment import EITHER, EXTRAS, why_not
 from mmgate.checkpoints.loading import TRUST
 from mmgate.errors import ConfigError
 
@@ -144,7 +144,7 @@ def type_name(entry: Mapping[str, Any]) -> str:
     return getattr(named_type, '__name__', str(named_type)).rpartition('.')[2]
 
 
-def host_package(cfg: Config) -> str | None:
+def package_of(cfg: Config) -> str | None:
     """Return the package that a config's model is of: ``'mmdet'``, ``'mmseg'`` or ``'mmpretrain'``; None if unknown.
 
     The ``default_scope`` tells it. Configs in pure Python have none: there it is the package of the model's class or
@@ -158,7 +158,7 @@ def host_package(cfg: Config) -> str | None:
         # A class of the user's own is derived from one of a package.
         names = [base.__module__ for base in named_type.__mro__] if isinstance(named_type, type) else [str(named_type)]
         packages = [name.partition('.')[0] for name in names if '.' in name]
-        found = next((package for package in packages if package in (*HOSTS, *EXTRAS)), None)
+        found = next((package for package in packages if package in (*EITHER, *EXTRAS)), None)
         if found:
             return found
     return None

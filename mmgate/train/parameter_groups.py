@@ -48,14 +48,14 @@ class GroupedOptimWrapperConstructor:
     def __init__(self, optim_wrapper_cfg: dict[str, Any], paramwise_cfg: dict[str, Any] | None = None) -> None:
         self.wrapper = dict(optim_wrapper_cfg)
         self.options = dict(paramwise_cfg or {})
-        self.host = self.options.pop(self.named, 'DefaultOptimWrapperConstructor')
+        self.constructor = self.options.pop(self.named, 'DefaultOptimWrapperConstructor')
 
     def __call__(self, model: nn.Module) -> OptimWrapper | OptimWrapperDict:
         """Build the optimizer wrapper for a model."""
         wrapper, options = self.settings(model)
-        host = dict(type=self.host, optim_wrapper_cfg=wrapper, paramwise_cfg=options or None)
+        cfg = dict(type=self.constructor, optim_wrapper_cfg=wrapper, paramwise_cfg=options or None)
         with _frozen_in_one_line():
-            built = OPTIM_WRAPPER_CONSTRUCTORS.build(host)(model)
+            built = OPTIM_WRAPPER_CONSTRUCTORS.build(cfg)(model)
         for wrapper in built.values() if isinstance(built, OptimWrapperDict) else [built]:
             if _is_sharded(wrapper.optimizer):
                 log(

@@ -35,7 +35,7 @@ def model(results: Any) -> Any:
 
 def differences(expected: Any, actual: Any) -> Differences:
     """Compare the results of two models that return these."""
-    net: Any = SimpleNamespace(serve=lambda run: None, host=model(actual))
+    net: Any = SimpleNamespace(serve=lambda run: None, model=model(actual))
     return compare(model(expected), net, None, [{}])
 
 

@@ -48,7 +48,7 @@ class OwnDetector(DETR):
     ],
 )
 def test_the_package_of_a_config(content: dict[str, Any], package: str | None) -> None:
-    assert config_file.host_package(Config(content)) == package
+    assert config_file.package_of(Config(content)) == package
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from mmgate.analysis.loading import load_model, write_csv
 from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import named_gate_parameters
 from mmgate.train import cli
-from mmgate.train.config_file import host_package, read_config
+from mmgate.train.config_file import package_of, read_config
 
 KEYS = {'config', 'checkpoint', 'parts', 'rates', 'steps', 'sweep', 'train', 'tests', 'seeds', 'metric'}
 PART = {'attention', 'trains', 'low_rank', 'statistics'}
@@ -252,7 +252,7 @@ class Adaptation:
         self.parts = list(parts or comparison.parts)
         self.out = out
         self.cfg = read_config(comparison.config)
-        init_default_scope(host_package(self.cfg) or 'mmdet')
+        init_default_scope(package_of(self.cfg) or 'mmdet')
         self.model = load_model(self.cfg, comparison.checkpoint, whole=True).model
         self.rows: list[dict[str, str]] = []
         if out.is_file():

@@ -23,7 +23,7 @@ from mmgate.benchmarks.backbones import Accuracy, benchmark_models, draw_curves
 from mmgate.benchmarks.measure import MODES, throughput, told, write_csv
 from mmgate.errors import ConfigError
 from mmgate.train import cli
-from mmgate.train.config_file import host_package, read_config
+from mmgate.train.config_file import package_of, read_config
 from mmgate.train.gate_options import add_gate_option, put_gates
 
 OPTIONS = ('batch', 'repetitions', 'modes', 'device', 'autocast', 'launches')  # of benchmark_models
@@ -84,7 +84,7 @@ def read_accuracies(path: Path, names: Iterable[str]) -> dict[str, Accuracy]:
 
 def backbone(cfg: Config) -> nn.Module:
     """Return a config's backbone with the gates of its rules, without downloading weights."""
-    init_default_scope(host_package(cfg) or 'mmdet')
+    init_default_scope(package_of(cfg) or 'mmdet')
     model = deepcopy(cfg.model)
     if model.get('backbone') is None:
         raise ConfigError(f'{cfg.filename} has no model.backbone.')

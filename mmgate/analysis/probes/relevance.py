@@ -78,7 +78,7 @@ def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
     square = [x for path, x, _ in found if x.shape[-1] == x.shape[-2] and 'decoder' not in path]
     # Several maps of one image are windows, and their places are unknown.
     if any(len(weights) > 1 for weights in square):
-        raise ConfigError('the attention lies in windows whose places on the map this host does not give.')
+        raise ConfigError('the attention lies in windows whose places on the map this model does not give.')
     maps = [x[0] for x in square if x.shape == square[0].shape]
     for tokens in (0, 1, 2):  # none, a class token, DeiT's distillation token
         plain = factors(maps[0].shape[-1] - tokens, size) if maps else None

@@ -76,8 +76,8 @@ class MatchedOnceHead(DETRHead):
 
     See :func:`match_once`.
 
-    The host's ``loss_by_feat`` runs with placeholders for the losses of its layers. Then all layers are matched, and
-    the losses replace the placeholders.
+    The head's own ``loss_by_feat`` runs with placeholders for the losses of its layers. Then all layers are matched,
+    and the losses replace the placeholders.
     """
 
     assigner: Any

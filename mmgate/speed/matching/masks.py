@@ -192,8 +192,8 @@ class MatchedOnceMaskHead(Mask2FormerHead):
 
     def _seg_data_to_instance_data(self, batch_data_samples: Sequence[Any]) -> Any:
         """Turn maps of classes into masks of the classes that they have (mmseg), with one wait for all images."""
-        host = host_method(MatchedOnceMaskHead, self, '_seg_data_to_instance_data')
-        if getattr(host, '__module__', None) != 'mmseg.models.decode_heads.mask2former_head':
+        method = host_method(MatchedOnceMaskHead, self, '_seg_data_to_instance_data')
+        if getattr(method, '__module__', None) != 'mmseg.models.decode_heads.mask2former_head':
             return super()._seg_data_to_instance_data(batch_data_samples)
         maps = torch.cat([sample.gt_sem_seg.data for sample in batch_data_samples])  # (B, H, W)
         places = torch.where(maps == self.ignore_index, self.num_classes, maps).flatten(1).long()

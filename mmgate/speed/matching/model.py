@@ -29,7 +29,7 @@ def match_model_once(model: nn.Module) -> list[str]:
     """Change the classes of a model's heads, detector and layers in place; see ``mmgate.MatchOnceHook``.
 
     Returns:
-        Lines for the log: the heads that stay the host's, or that there is no head to change, as where a config has
+        Lines for the log: the heads that stay the model's, or that there is no head to change, as where a config has
         inherited the hook and another head.
     """
     modules = list(model.modules())
@@ -52,7 +52,7 @@ def match_model_once(model: nn.Module) -> list[str]:
 
 
 class KnownSizesDetector(DeformableDETR):
-    """Mixin for DeformableDETR and DINO that keeps the sizes of feature maps on the host beside their tensor."""
+    """Mixin for DeformableDETR and DINO that keeps the sizes of feature maps on the CPU beside their tensor."""
 
     def pre_transformer(self, mlvl_feats: Sequence[Tensor], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Prepare the inputs of encoder and decoder, as mmdet."""
@@ -71,7 +71,7 @@ class KnownSizesDetector(DeformableDETR):
 
 
 class KnownSizesEncoder(DeformableDetrTransformerEncoder):
-    """Mixin for the encoder of DeformableDETR and DINO that reads the sizes of feature maps from the host."""
+    """Mixin for the encoder of DeformableDETR and DINO that reads the sizes of feature maps from the CPU."""
 
     def get_encoder_reference_points(self, spatial_shapes: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the reference points of the encoder, as mmdet."""
@@ -84,7 +84,7 @@ def on_cpu(spatial_shapes: Tensor) -> Any:
 
 
 class KnownSizesPixelDecoder(MSDeformAttnPixelDecoder):
-    """Mixin for Mask2Former's pixel decoder that splits its memory by sizes which the host knows."""
+    """Mixin for Mask2Former's pixel decoder that splits its memory by sizes which the CPU knows."""
 
     def forward(self, feats: Sequence[Tensor]) -> Any:
         """Decode features, as mmdet."""
@@ -98,7 +98,7 @@ _ATTENTION = inspect.unwrap(MultiScaleDeformableAttention.forward).__code__
 
 
 class _KnownSizes(AsynchronousConstants):
-    """Torch function mode for a pixel decoder's forward pass, in which sizes come from the host.
+    """Torch function mode for a pixel decoder's forward pass, in which sizes come from the CPU.
 
     mmdet splits and reshapes its memory by numbers on the device, and mmcv's attention compares their product with the
     number of values. Calls of other code are left alone, because gates and layers of others run in here, too.
