@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -10,10 +11,13 @@ from torch import nn
 from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
 from mmgate.finetune import put_gates, train_only_gates
-from mmgate.hosts.map_size import keep_image_size
+from mmgate.layers.base.map import EXAMPLE
 from mmgate.registry import MODELS
 from mmgate.rules import Rules, shown_as_read
 from mmgate.swap import swap_attention
+
+# Names of the size of the images in pre-training in the configs of backbones.
+IMAGE_SIZES = ('pretrain_img_size', 'img_size')
 
 
 @MODELS.register_module()
@@ -58,9 +62,8 @@ def Gated(
                 'import what registers it.'
             )
     model = MODELS.build(dict(type=host, **host_cfg))
-    keep_image_size(model, host_cfg)
     if attention is not None:
-        with shown_as_read(attention):
+        with shown_as_read(attention), _image_size_suggested(host_cfg):
             names = swap_attention(model, attention)
         log(f'mmgate: gated {len(names)} attention modules of {type(model).__name__}')
     if gates is not None:
@@ -69,3 +72,16 @@ def Gated(
     if train != 'all':
         train_only_gates(model, train)
     return model
+
+
+@contextmanager
+def _image_size_suggested(cfg: Mapping[str, Any]) -> Iterator[None]:
+    """Let an error that asks for the size of the images in pre-training suggest the one in a model's config."""
+    try:
+        yield
+    except OptionError as error:
+        backbone = cfg.get('backbone') or cfg.get('image_encoder') or cfg
+        size = next((backbone[name] for name in IMAGE_SIZES if backbone.get(name)), None)
+        if size is None:
+            raise
+        raise OptionError(str(error).replace(EXAMPLE, f'image_size={size}')) from error

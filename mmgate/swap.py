@@ -5,7 +5,7 @@ Each of the four steps returns what the next one takes. Only the last one change
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,6 @@ from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
 from mmgate.frozen import frozen_in_training, refuse_unlike, warn_of_frozen
 from mmgate.hosts import adapter_for, hosts_of
-from mmgate.hosts.map_size import Derived, map_options
 from mmgate.hosts.table import Adapter, full_name, gate_of_type, host_names, options_of, refusal_of
 from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.layers.base.gate import draw_gates, random_stream
@@ -101,8 +100,7 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
         rules: One rule or a list. A rule is a dict of ``path``, ``type`` and the gate's options. ``path`` is a pattern
             or a list of patterns over dotted names: ``*`` matches anything within one name, ``**`` any number of whole
             names, none included, and ``**`` at the end every attention there that the gate fits. ``type`` is a
-            registered name or a class. A ``map_size`` that a gate needs and the rule leaves out is read off the
-            backbone, see :func:`.map_size.map_options`.
+            registered name or a class.
 
     Returns:
         The names of the modules that the rules chose.
@@ -113,7 +111,8 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     frozen, too, and a warning names them.
 
     Raises:
-        OptionError: A rule is malformed, its type has no gate, or the gate lacks an option.
+        OptionError: A rule is malformed, its type has no gate, or the gate lacks an option, such as
+            ``image_size`` where the model does not tell the map in pre-training.
         ConfigError: The type is not registered, a pattern matches no module, a gate does not fit a module, a module is
             gated already, two rules choose one module, or a module and another inside it, or rules differ for a module
             of several names, or for a part of the model and its frozen copy. A method of a module was replaced, so that
@@ -204,7 +203,6 @@ def _fitting(model: nn.Module, found: Found, first: dict[int, Made]) -> dict[str
         first: What was made first for each module, by its id; a module that has a gate there gets that one.
     """
     rule = found.rule
-    derived = map_options(model, {host.name: host.adapter for host in found.hosts}, rule.type, rule.options)
     made: dict[str, Made] = {}
     refusals = [*found.refusals]
     for host in found.hosts:
@@ -214,10 +212,11 @@ def _fitting(model: nn.Module, found: Found, first: dict[int, Made]) -> dict[str
         if bypass is not None:
             raise ConfigError(f'{rule.where}: {rule.type.__name__} cannot act in {host.name}: {bypass}.')
         shared = first.get(id(host.module))
-        told = derived.get(host.name, Derived())
-        _refuse_missing_options(rule, host, {**told.options, **rule.options})
+        _refuse_missing_options(rule, host)
         try:
-            gate = _gate(model, rule, host, told) if shared is None else shared.gate
+            gate = _gate(model, rule, host) if shared is None else shared.gate
+        except OptionError as error:
+            raise OptionError(f'{rule.where}: {rule.type.__name__} in {host.name}: {error}') from error
         except ValueError as error:
             if not found.whatever_fits:
                 raise ConfigError(
@@ -237,7 +236,7 @@ def _fitting(model: nn.Module, found: Found, first: dict[int, Made]) -> dict[str
     return made
 
 
-def _gate(model: nn.Module, rule: Rule, host: Host, derived: Derived) -> nn.Module:
+def _gate(model: nn.Module, rule: Rule, host: Host) -> nn.Module:
     """Make and initialise the gate of a host, from a random stream of its name."""
     gate_type: Any = gate_of_type(rule.type)
     if getattr(host.module, CHILD, None) is not None:
@@ -245,19 +244,19 @@ def _gate(model: nn.Module, rule: Rule, host: Host, derived: Derived) -> nn.Modu
         raise ConfigError(f"this {kind} has an attribute 'gate' already.{host.adapter.own_gates}")
     names = host.name.split('.')
     around = [type(model.get_submodule('.'.join(names[:count]))) for count in range(len(names) + 1)]
-    surroundings = dict(in_vit=host.adapter.is_in_vit(around), map_size=derived.map_size)
+    surroundings = dict(in_vit=host.adapter.is_in_vit(around))
     surroundings.update(host.adapter.around(model, host.path))
     device = device_of(host.module, model)
     # Not on the device of a ``with torch.device`` around: its generator would be moved.
     with torch.device('cpu'), random_stream(host.path):
-        gate = host.adapter.make_gate(host.module, gate_type, surroundings, **{**derived.options, **rule.options})
+        gate = host.adapter.make_gate(host.module, gate_type, surroundings, **rule.options)
     draw_gates(host.path, gate)
     return gate.to(device=device, dtype=computed_dtype(host.module, model))
 
 
-def _refuse_missing_options(rule: Rule, host: Host, options: Mapping[str, Any]) -> None:
+def _refuse_missing_options(rule: Rule, host: Host) -> None:
     known = options_of(rule.type)
-    missing = [name for name, option in known.items() if option.default is option.empty and name not in options]
+    missing = [name for name, option in known.items() if option.default is option.empty and name not in rule.options]
     if missing:
         raise OptionError(
             f'{rule.where}: {full_name(rule.type)} cannot be made for {host.name} without {", ".join(missing)}; write '

@@ -9,11 +9,12 @@ from mmcv.cnn.bricks.drop import DropPath
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from mmgate.backbones.presets import STRIDES, check_stages, map_sizes, preset
+from mmgate.backbones.presets import check_stages, preset
 from mmgate.backbones.weights import PublishedWeights, cswin_layout
 from mmgate.checkpoints.tensors import State
 from mmgate.errors import ConfigError
 from mmgate.hosts import adapts
+from mmgate.hosts.around import backbone_and_stage, sizes_of_stage
 from mmgate.layers.base.gate import Sizes, start_linear
 from mmgate.layers.base.map import MapGate, MapHost, Size
 from mmgate.layers.cross_window import CrossWindowAttention
@@ -114,6 +115,7 @@ class AgentCSwin(PublishedWeights, BaseModule):
         if not set(out_indices) <= set(range(STAGES)):
             raise ConfigError(f'out_indices={tuple(out_indices)} must lie in 0 to {STAGES - 1}.')
         self.out_indices = tuple(sorted(out_indices))
+        self.pretrain_img_size = pretrain_img_size
         blocks = 0
         total = max(sum(sizes['depths']) - 1, 1)
         self.embeddings = nn.ModuleList()
@@ -135,11 +137,10 @@ class AgentCSwin(PublishedWeights, BaseModule):
             dict(
                 path=f'stages.{i}.*.attn',
                 type='AgentAttention',
-                map_size=size,
                 agent_num=number,
                 pretrain_agent_num=pretrain_agent_nums[i] or number,
             )
-            for i, (number, size) in enumerate(zip(agents, map_sizes(pretrain_img_size, STRIDES), strict=True))
+            for i, number in enumerate(agents)
             if number is not None
         ]
         if rules:
@@ -184,6 +185,12 @@ class UncrossedAttention(MapHost):
         """Return the number of channels and heads of CSwin's attention, for its gate."""
         bias = host.qkv.bias is not None
         return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop, scale=host.scale, bias=bias)
+
+    @classmethod
+    def around(cls, model: nn.Module, path: str) -> dict[str, Any]:
+        """Return the stride of the stage, and the map in pre-training."""
+        backbone, stage = backbone_and_stage(model, path, 'stages')
+        return sizes_of_stage(backbone, getattr(backbone, 'embeddings', [])[: stage + 1])
 
     def forward(self, x: Tensor, hw_shape: Size) -> Tensor:
         """Attend over all tokens ``(B, N, C)`` of a map of height and width ``hw_shape``."""

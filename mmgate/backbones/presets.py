@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmgate.errors import ConfigError
-from mmgate.hosts.map_size import needs_map_size
 from mmgate.hosts.table import options_of
 from mmgate.registry import MODELS
 
 Options = Mapping[str, Any]
 PRETRAIN_AGENTS = (9, 16, 49, 49)
-STRIDES = (4, 2, 2, 2)
 
 PVT = {
     'tiny': dict(num_layers=(2, 2, 2, 2)),
@@ -53,56 +51,39 @@ def check_stages(stages: int, **options: Any) -> None:
             raise ConfigError(f'{name}={values!r} needs one value for each of the {stages} stages.')
 
 
-def map_sizes(image: int | Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """Return height and width of each stage's feature map at the image size of pre-training.
-
-    ``image`` is the side of a square image, or its height and width.
-    """
-    height, width = (image, image) if isinstance(image, int) else image
-    sizes = []
-    for stride in strides:
-        height //= stride
-        width //= stride
-        sizes.append((height, width))
-    return sizes
-
-
 def stage_rules(
     attention: Options | Sequence[Options] | None,
     kind: str | None,
     kind_agents: Sequence[int],
-    sizes: Sequence[tuple[int, int]],
+    stages: int,
     agent_nums: Sequence[int] | None,
     pretrain_agent_nums: Sequence[int] | None,
 ) -> list[dict[str, Any]]:
     """Return for every stage the rule that gates its attention, without a path; an empty list keeps it vanilla.
 
     ``attention`` has options for every stage, or a list of them, one a stage. ``kind`` is the type if they name none. A
-    type with agents has ``kind_agents`` of them in pre-training by default. One that needs the sizes of the maps in
-    pre-training gets those of ``sizes``.
+    type with agents has ``kind_agents`` of them in pre-training by default.
 
     Raises:
         ConfigError: Not one for each stage, or without a type.
     """
     if attention is None and kind is None and agent_nums is None and pretrain_agent_nums is None:
         return []
-    stages = [attention or {}] * len(sizes) if attention is None or isinstance(attention, Mapping) else attention
-    if len(stages) != len(sizes) or not all(isinstance(s, Mapping) and (kind or 'type' in s) for s in stages):
+    options = [attention or {}] * stages if attention is None or isinstance(attention, Mapping) else attention
+    if len(options) != stages or not all(isinstance(one, Mapping) and (kind or 'type' in one) for one in options):
         raise ConfigError(
-            f'attention must be a dict(type=..., ...) or one for each of the {len(sizes)} stages, got {attention!r}.'
+            f'attention must be a dict(type=..., ...) or one for each of the {stages} stages, got {attention!r}.'
         )
-    rules: list[dict[str, Any]] = [dict(type=kind) for _ in sizes]
+    rules: list[dict[str, Any]] = [dict(type=kind) for _ in range(stages)]
     for option, numbers in dict(pretrain_agent_num=pretrain_agent_nums, agent_num=agent_nums).items():
         if numbers is not None:
-            check_stages(len(sizes), **{f'{option}s': numbers})
+            check_stages(stages, **{f'{option}s': numbers})
             for rule, number in zip(rules, numbers, strict=True):
                 rule.update({'agent_num': number, option: number})
-    rules = [{**rule, **stage} for rule, stage in zip(rules, stages, strict=True)]
-    for rule, size, agents in zip(rules, sizes, (*kind_agents, *[None] * len(sizes)), strict=False):
+    rules = [{**rule, **one} for rule, one in zip(rules, options, strict=True)]
+    for rule, agents in zip(rules, kind_agents, strict=False):
         gate = MODELS.get(rule['type'])
-        if gate is not None and needs_map_size(gate):
-            rule.setdefault('map_size', size)
-        if agents is not None and gate is not None and 'pretrain_agent_num' in options_of(gate):
+        if gate is not None and 'pretrain_agent_num' in options_of(gate):
             rule.setdefault('agent_num', agents)
             rule.setdefault('pretrain_agent_num', agents)
     return rules

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from mmdet.models.backbones.pvt import PyramidVisionTransformer, PyramidVisionTransformerV2
 from torch import nn
 
-from mmgate.backbones.presets import PRETRAIN_AGENTS, PVT, PVT_V2, STRIDES, Options, map_sizes, preset, stage_rules
+from mmgate.backbones.presets import PRETRAIN_AGENTS, PVT, PVT_V2, Options, preset, stage_rules
 from mmgate.backbones.weights import PublishedWeights
 from mmgate.layers.base.gate import start_linear
 from mmgate.layers.parts.options import check_option
@@ -32,7 +32,7 @@ class GatedPVT(PublishedWeights, PyramidVisionTransformer):
         arch: ``'tiny'``, ``'small'``, ``'medium'`` or ``'large'``; of PVTv2 ``'b0'`` or ``'b1'``.
         attention: Options of the attention for every stage, such as ``dict(bias=False)``, or a list of them, one a
             stage. With ``type`` they name another attention, a registered
-            :class:`~mmgate.layers.base.map.GatedMapAttention`; ``map_size`` is filled in for a type that needs it.
+            :class:`~mmgate.layers.base.map.GatedMapAttention`.
         agent_nums: Agent tokens of each stage, of agent attention; by default as many as in pre-training.
         pretrain_agent_nums: Agent tokens of each stage in pre-training, in the biases' shapes.
         init: ``'host'`` (default): what is shared with mmdet's PVT starts as there; ``'paper'``: as in the authors'
@@ -65,13 +65,13 @@ class GatedPVT(PublishedWeights, PyramidVisionTransformer):
     ) -> None:
         fields = preset(self.presets, next(iter(self.presets)) if arch is None else arch, overrides)
         stages = len(fields['num_layers'])
-        sizes = map_sizes(fields.get('pretrain_img_size', 224), fields.get('strides', STRIDES)[:stages])
         rules = stage_rules(
-            attention, self.attention_type, self.pretrain_agents, sizes, agent_nums, pretrain_agent_nums
+            attention, self.attention_type, self.pretrain_agents, stages, agent_nums, pretrain_agent_nums
         )
         check_option('init', init, INITS)
         super().__init__(**{'sr_ratios': SR_RATIOS[:stages], 'num_stages': stages, **fields}, init_cfg=init_cfg)
         self.init = init
+        self.pretrain_img_size = fields.get('pretrain_img_size', 224)
         for embed, _, _ in self.layers:
             embed.norm.eps = PATCH_NORM_EPS
         if rules:

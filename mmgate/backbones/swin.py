@@ -13,11 +13,9 @@ from mmgate.backbones.presets import (
     LINEAR_SWIN_BLOCKS,
     PRETRAIN_AGENTS,
     SAGA_SWIN_BLOCKS,
-    STRIDES,
     SWIN,
     Options,
     check_stages,
-    map_sizes,
     preset,
     stage_rules,
 )
@@ -107,11 +105,11 @@ class GatedSwin(PublishedWeights, SwinTransformer):
         check_stages(len(depths), blocks=blocks)
         if any(not 0 <= number <= depth for number, depth in zip(blocks, depths, strict=True)):
             raise ConfigError(f'blocks={tuple(blocks)}: stages of {tuple(depths)} blocks do not have as many to swap.')
-        sizes = map_sizes(fields.get('pretrain_img_size', 224), fields.get('strides', STRIDES)[: len(depths)])
         rules = stage_rules(
-            attention, self.attention_type, self.pretrain_agents, sizes, agent_nums, pretrain_agent_nums
+            attention, self.attention_type, self.pretrain_agents, len(depths), agent_nums, pretrain_agent_nums
         )
         super().__init__(**fields, init_cfg=init_cfg)
+        self.pretrain_img_size = fields.get('pretrain_img_size', 224)
         for module in self.modules():
             if not pad_small_map and type(module) is ShiftWindowMSA:
                 module.__class__ = UnshiftedWhole

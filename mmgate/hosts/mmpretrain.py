@@ -21,12 +21,13 @@ from mmpretrain.models.utils.attention import (
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
+from mmgate.hosts.around import nearest_with
 from mmgate.hosts.relative_positions import GatedRelativeAttention
 from mmgate.hosts.table import adapts
 from mmgate.hosts.window import adapt_swin
 from mmgate.layers.base.dense import DenseGate, DenseHost, is_plain
 from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.map import MapGate, Size, UntoldMapHost
+from mmgate.layers.base.map import MapGate, MapHost
 
 LARGEST = math.log(100.0)  # of Swin v2's logit_scale
 
@@ -147,8 +148,12 @@ class GatedTokenAttention(DenseHost):
 
 
 @adapts(MapGate, MultiheadAttention)
-class MixedTokenAttention(UntoldMapHost):
-    """Adapter that lets attention over a map (Agent, SAGA, linear) replace mmpretrain's ``MultiheadAttention``."""
+class MixedTokenAttention(MapHost):
+    """Adapter that lets attention over a map (Agent, SAGA, linear) replace mmpretrain's ``MultiheadAttention``.
+
+    A call of it does not name the map. It is the one that the ViT was built for, and images of another shape with as
+    many patches cannot be told from it.
+    """
 
     proj: nn.Module
     proj_drop: nn.Module
@@ -168,10 +173,22 @@ class MixedTokenAttention(UntoldMapHost):
         check_extras(host)
 
     @classmethod
-    def embedded_map(cls, embedding: Any, args: Any, output: Any) -> Size | None:
-        """Return the size that mmpretrain's patch embeddings return beside the tokens."""
-        told = isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], (tuple, list))
-        return (output[1][0], output[1][1]) if told else None
+    def around(cls, model: nn.Module, path: str) -> dict[str, Any]:
+        """Return the map of the ViT around, the number of tokens before it, and the stride.
+
+        Raises:
+            ConfigError: The model around keeps no map.
+        """
+        vit = nearest_with(model, path, 'patch_resolution')
+        if vit is None:
+            raise ConfigError(
+                'a call of a MultiheadAttention does not name the map, and no ViT around it keeps one '
+                '(patch_resolution). Gate the whole ViT.'
+            )
+        height, width = vit.patch_resolution
+        image = getattr(vit, 'img_size', None)
+        stride = {} if image is None else dict(stride=image[0] // height)
+        return dict(map_size=(height, width), class_tokens=vit.num_extra_tokens, **stride)
 
     def finish(self, x: Tensor) -> Tensor:
         """Project the mixed tokens, scale them by LayerScale, and apply the host's dropouts."""
@@ -179,7 +196,7 @@ class MixedTokenAttention(UntoldMapHost):
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over the tokens ``(B, N, C)`` of a map, with the gate."""
-        return self.attend_on_noted_map(x)
+        return self.attend_gated(x)
 
 
 @adapts(DenseGate, LeAttention)

@@ -14,7 +14,7 @@ from mmseg.models.backbones.twins import GlobalSubsampledAttention, LocallyGroup
 from torch import Tensor, nn
 
 from mmgate.hosts.table import adapts
-from mmgate.hosts.torch import adapt_reduced
+from mmgate.hosts.torch import adapt_reduced, sizes_of_pyramid
 from mmgate.hosts.window import adapt_swin
 from mmgate.layers.base.dense import DenseGate, DenseHost, check_scale, factor_of
 from mmgate.layers.base.gate import Sizes
@@ -121,6 +121,11 @@ class UngroupedSelfAttention(MapHost):
         """Read channels and heads off an attention module (the host), for its gate."""
         bias = host.qkv.bias is not None
         return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop.p, scale=host.scale, bias=bias)
+
+    @classmethod
+    def around(cls, model: nn.Module, path: str) -> dict[str, Any]:
+        """Return the stride of the stage."""
+        return sizes_of_pyramid(model, path)
 
     def finish(self, x: Tensor) -> Tensor:
         """Project the mixed tokens to the output and apply the host's dropout."""

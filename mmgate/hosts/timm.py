@@ -18,12 +18,13 @@ from timm.models.visformer import Attention as VisformerAttention
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
+from mmgate.hosts.around import nearest_with
 from mmgate.hosts.table import adapts
 from mmgate.hosts.window import GatedWindowMSA
 from mmgate.layers.base.dense import DenseGate, DenseHost
 from mmgate.layers.base.gate import Sizes, StateDict
 from mmgate.layers.base.gated import CHILD, GatedModule, freeze_unused, is_off
-from mmgate.layers.base.map import MapGate, MapHost, Size, UntoldMapHost
+from mmgate.layers.base.map import MapGate, MapHost
 
 # By name, as timm has moved its classes between files.
 TOKENS = 'timm.layers.attention.Attention'
@@ -294,19 +295,12 @@ def check_width(host: Any) -> None:
         )
 
 
-def map_of(embedding: Any, image: Size) -> Size | None:
-    """Return the size of the map that timm's patch embedding cuts an image into; None for another embedding."""
-    if not hasattr(embedding, 'dynamic_feat_size'):
-        return None
-    height, width = embedding.dynamic_feat_size(image)
-    return int(height), int(width)
-
-
 @adapts(MapGate, TOKENS)
-class MixedAttention(SizedByProjections, UntoldMapHost):  # type: ignore[override]
+class MixedAttention(SizedByProjections, MapHost):  # type: ignore[override]
     """Adapter that lets attention over a map (Agent, SAGA, linear) replace that of timm's ViT.
 
-    Class and register tokens come before the map's.
+    Class and register tokens come before the map's. A call of it does not name the map, which is the one that the ViT
+    was built for.
     """
 
     host_signature = True
@@ -324,16 +318,36 @@ class MixedAttention(SizedByProjections, UntoldMapHost):  # type: ignore[overrid
         check_width(host)
 
     @classmethod
-    def map_of_images(cls, model: Any, image: Size) -> tuple[Size, int] | None:
-        """Return the map that a timm model cuts images into, and the number of tokens before it."""
-        cut = map_of(getattr(model, 'patch_embed', None), image)
-        before = getattr(model, 'num_prefix_tokens', None)
-        return None if cut is None or before is None else (cut, before)
+    def around(cls, model: nn.Module, path: str) -> dict[str, Any]:
+        """Return the map of the ViT around, the number of tokens before it, and the stride.
 
-    @classmethod
-    def embedded_map(cls, embedding: Any, args: Any, output: Any) -> Size | None:
-        """Return the size of the map that timm's patch embedding cut an image into."""
-        return map_of(embedding, args[0].shape[-2:])
+        Raises:
+            ConfigError: The model around keeps no map, or hands in tokens of other maps.
+        """
+        vit = nearest_with(model, path, 'num_prefix_tokens')
+        embedding = getattr(vit, 'patch_embed', None)
+        grid = getattr(embedding, 'grid_size', None)
+        if grid is None:
+            raise ConfigError(
+                'a call of this attention does not name the map, and no ViT around it keeps one '
+                '(patch_embed.grid_size). Gate the whole ViT.'
+            )
+        kind = type(vit).__name__
+        if getattr(vit, 'dynamic_img_size', False):
+            raise ConfigError(
+                f'a call of this attention does not name the map, and this {kind} takes images of any size. Build it '
+                'for one, img_size=..., without dynamic_img_size=True.'
+            )
+        drops = getattr(vit, 'patch_drop', None)
+        if drops is not None and not isinstance(drops, nn.Identity):
+            raise ConfigError(
+                f'it needs all tokens of a map, and this {kind} drops some in training (patch_drop: '
+                f'{type(drops).__name__}). Build it with patch_drop_rate=0.'
+            )
+        height, width = grid
+        return dict(
+            map_size=(height, width), class_tokens=vit.num_prefix_tokens, stride=embedding.img_size[0] // height
+        )
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project tokens to queries, keys and values ``(B, N, C)``, queries and keys normalised where timm does so."""
@@ -357,7 +371,7 @@ class MixedAttention(SizedByProjections, UntoldMapHost):  # type: ignore[overrid
             raise ValueError(
                 f'{type(self.gate).__name__} forms no pairs of tokens, so that a mask has nothing to mask.'
             )
-        return self.attend_on_noted_map(x)
+        return self.attend_gated(x)
 
 
 @adapts(MapGate, SWIN_BLOCK)
@@ -372,7 +386,15 @@ class MixedSwinBlock(MapHost):
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
         """Read channels and heads off the windows' attention in the block, for the gate."""
-        return replace(SizedByProjections.sizes(host.attn), shifted=any(host.shift_size))
+        height, width = host.input_resolution
+        return replace(SizedByProjections.sizes(host.attn), shifted=any(host.shift_size), map_size=(height, width))
+
+    @classmethod
+    def around(cls, model: nn.Module, path: str) -> dict[str, Any]:
+        """Return the stride of the stage."""
+        embedding = getattr(nearest_with(model, path, 'patch_embed'), 'patch_embed', None)
+        block: Any = model.get_submodule(path)
+        return {} if embedding is None else dict(stride=embedding.img_size[0] // block.input_resolution[0])
 
     @classmethod
     def check(cls, host: Any) -> None:

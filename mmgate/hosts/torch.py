@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mmgate.hosts.around import backbone_and_stage, sizes_of_stage
 from mmgate.hosts.table import adapts, adapts_inside
 from mmgate.layers.base.dense import DenseGate, DenseHost, GatedTorchAttention
 from mmgate.layers.base.gate import Sizes
@@ -35,6 +36,17 @@ class GatedReducedAttention(MapHost):
         bias = host.attn.in_proj_bias is not None
         return Sizes(host.embed_dims, host.num_heads, dropout=host.attn.dropout, bias=bias)
 
+    @classmethod
+    def around(cls, model: nn.Module, path: str) -> dict[str, Any]:
+        """Return the stride of the stage, and of the first PVT, whose positions have its shape, the map."""
+        told = sizes_of_pyramid(model, path)
+        backbone, stage = backbone_and_stage(model, path, 'layers')
+        for part in backbone.layers[stage].modules() if told else ():
+            if hasattr(part, 'pos_shape'):
+                height, width = part.pos_shape
+                told['map_size'] = (int(height), int(width))
+        return told
+
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project tokens to queries, keys and values with the weights of torch's MultiheadAttention inside the host."""
         q, k, v = nn.functional.linear(x, self.attn.in_proj_weight, self.attn.in_proj_bias).chunk(3, -1)
@@ -47,6 +59,17 @@ class GatedReducedAttention(MapHost):
     def forward(self, x: Tensor, hw_shape: Size, identity: Tensor | None = None) -> Tensor:
         """Attend over all tokens ``(B, N, C)`` of a map with the gate, and add ``identity`` if it is given."""
         return self.attend_gated(x, hw_shape, identity)
+
+
+def sizes_of_pyramid(model: nn.Module, path: str) -> dict[str, Any]:
+    """Return the sizes that a PVT, MiT or Twins tells of the stage around an attention, see :func:`.sizes_of_stage`."""
+    backbone, stage = backbone_and_stage(model, path, 'layers')
+    if backbone is None:
+        return {}
+    if hasattr(backbone, 'patch_embeds'):  # Twins
+        return sizes_of_stage(backbone, backbone.patch_embeds[: stage + 1])
+    stages = backbone.layers[: stage + 1]
+    return sizes_of_stage(backbone, [one[0] if isinstance(one, nn.ModuleList) else one for one in stages])
 
 
 def switch_nested_tensors(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
+from mmgate.hosts.around import backbone_and_stage, sizes_of_stage
 from mmgate.hosts.table import adapts
 from mmgate.layers.base.dense import DenseGate, DenseHost, check_scale, factor_of
 from mmgate.layers.base.gate import Sizes
@@ -69,6 +70,13 @@ class GatedShiftWindowMSA(MapHost):
             bias=windows.qkv.bias is not None,
             shifted=host.shift_size > 0,
         )
+
+    @classmethod
+    def around(cls, model: nn.Module, path: str) -> dict[str, Any]:
+        """Return the stride of the stage, and of mmpretrain's Swin the map."""
+        backbone, stage = backbone_and_stage(model, path, 'stages')
+        merges = [getattr(before, 'downsample', None) for before in getattr(backbone, 'stages', [])[:stage]]
+        return sizes_of_stage(backbone, [getattr(backbone, 'patch_embed', None), *merges])
 
     @classmethod
     def check(cls, host: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import isqrt
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import Sizes, StateDict
-from mmgate.layers.base.map import MapGate, Size, map_attention
+from mmgate.layers.base.map import MapGate, Size, map_attention, map_in_training
 from mmgate.notes import note
 from mmgate.ops.agent import agent_attention, grid_interpolation_matrix, interpolation_matrix, keeps_constants
 from mmgate.ops.autocast import autocast_dtype, without_autocast
 
-from .parts.options import check_option, height_and_width, integer, number
+from .parts.options import check_option, integer, number
 from .parts.resizing import resize_axis
 from .parts.stripes import merge_stripes, split_stripes
 
@@ -61,7 +61,9 @@ class AgentGate(MapGate):
 
     Args:
         sizes: Sizes of the host's attention.
-        map_size: Height and width of the map in pre-training.
+        map_size: Height and width of the map in pre-training, by default that of ``image_size``.
+        image_size: Side, or height and width, of the images in pre-training; by default those of the map that the model
+            around the host keeps. Without ``bias`` neither is needed.
         agent_num: Number n of agent tokens, a square number. Dense prediction takes more than pre-training.
         pretrain_agent_num: Number of agents in the biases' shapes, a square number; ``agent_num`` by default.
         agents: ``'pooled'`` (default) for agents pooled from the queries, ``'static'`` for learnt ones, which are the
@@ -77,17 +79,20 @@ class AgentGate(MapGate):
             Swin shifts its windows, these are shifted as well, by half a window: the map is rolled, so that a window at
             the border holds tokens of opposite sides. These attend to each other, as in the authors' code, whose agent
             attention receives Swin's mask and does not use it.
-        **kwargs: Arguments of :class:`~mmgate.layers.base.map.MapGate`. A class token takes part in both attentions,
-            with the biases ``ac_bias`` and ``ca_bias``, but not in the pooling and the convolution.
+
+    A class token takes part in both attentions, with the biases ``ac_bias`` and ``ca_bias``, but not in the pooling and
+    the convolution.
 
     Raises:
         ConfigError: A number of agents is no square, the kind of agents is unknown, there are windows and a class
             token, or an option is of another kind than it should be.
+        OptionError: The biases need the map, and neither the rule nor the model around the host tells it.
 
     Attributes:
         grid: Side of the grid of agents in use.
         pretrain_grid: Side of the grid of agents in the biases' shapes.
-        bias_size: Height and width in the biases' shapes: of the map in pre-training, or of a window.
+        bias_size: Height and width in the biases' shapes: of the map in pre-training, or of a window; with
+            ``bias`` alone.
 
     The biases start normal with deviation 0.02, the convolution as torch's.
 
@@ -96,7 +101,7 @@ class AgentGate(MapGate):
     """
 
     undecayed = (*BIASES, *CLASS_BIASES)
-    map_size: Size
+    bias_size: Size
     an_bias: nn.Parameter
     na_bias: nn.Parameter
     ah_bias: nn.Parameter
@@ -111,7 +116,8 @@ class AgentGate(MapGate):
         self,
         sizes: Sizes,
         *,
-        map_size: tuple[int, int],
+        map_size: tuple[int, int] | None = None,
+        image_size: int | tuple[int, int] | None = None,
         agent_num: int = 49,
         pretrain_agent_num: int | None = None,
         agents: str = 'pooled',
@@ -120,33 +126,32 @@ class AgentGate(MapGate):
         value_factor: float = 0.0,
         broadcast_scale: float | None = None,
         window: int | None = None,
-        **kwargs: Any,
     ) -> None:
         check_option('agents', agents, ('pooled', 'static'))
-        super().__init__(sizes, **kwargs)
+        super().__init__(sizes)
         self.value_factor = number('value_factor', value_factor)
         self.broadcast_scale = None if broadcast_scale is None else number('broadcast_scale', broadcast_scale, above=0)
         self.window = None if window is None else integer('window', window)
         if window is not None and self.class_tokens:
-            raise ConfigError('window and class_token exclude each other: a class token lies in no window.')
+            raise ConfigError('window does not go with a class token, which lies in no window.')
         pretrain_agent_num = agent_num if pretrain_agent_num is None else pretrain_agent_num
         for name, count in (('agent_num', agent_num), ('pretrain_agent_num', pretrain_agent_num)):
             if isqrt(integer(name, count)) ** 2 != count:
                 raise ConfigError(f'{name}={count} must be a square number: agents lie on a square grid.')
         self.grid = isqrt(agent_num)
         self.pretrain_grid = isqrt(pretrain_agent_num)
-        height, width = height_and_width('map_size', map_size)
-        self.map_size = (height, width)
-        self.bias_size = self.map_size
-        if self.window is not None:
-            self.bias_size = (min(self.window, height), min(self.window, width))
         self.dwc = nn.Conv2d(self.embed_dims, self.embed_dims, 3, padding=1, groups=self.embed_dims) if dwc else None
         static = torch.empty(1, pretrain_agent_num, self.embed_dims)
         self.agent_tokens = nn.Parameter(static) if agents == 'static' else None
-        self._make_biases(bias)
+        for name in (*BIASES, *CLASS_BIASES):
+            self.register_parameter(name, None)
+        if bias:
+            self._make_biases(map_in_training(sizes, map_size, image_size))
 
-    def _make_biases(self, bias: bool) -> None:
-        """Create the parameters of the biases; without ``bias`` their names are registered as None."""
+    def _make_biases(self, map_size: Size) -> None:
+        """Create the parameters of the biases for a map in pre-training."""
+        self.map_size = map_size
+        self.bias_size, _ = self.window_of(map_size)
         heads = self.num_heads
         n = self.pretrain_grid**2
         height, width = self.bias_size
@@ -161,14 +166,14 @@ class AgentGate(MapGate):
         if self.class_tokens:
             shapes.update(ac_bias=(1, heads, n, self.class_tokens), ca_bias=(1, heads, self.class_tokens, n))
         for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape)) if bias else None)
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
     def reset(self) -> None:
         """Initialise the biases from a truncated normal distribution (std 0.02) and the convolution as torch does."""
         if self.dwc is not None:
             self.dwc.reset_parameters()
         for name in (*BIASES, *CLASS_BIASES, 'agent_tokens'):
-            parameter = getattr(self, name, None)
+            parameter = getattr(self, name)
             if parameter is not None:
                 nn.init.trunc_normal_(parameter, std=0.02)
 

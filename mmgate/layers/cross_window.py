@@ -18,6 +18,12 @@ from .parts.options import integer
 from .parts.stripes import merge_stripes, split_stripes
 
 
+def refuse_class_tokens(class_tokens: int) -> None:
+    """Raise ConfigError if tokens come before those of the map."""
+    if class_tokens:
+        raise ConfigError('CrossWindowAttention takes no class token: it would lie in no stripe.')
+
+
 def lepe_convolutions(channels: int, heads: int, split: int | None) -> nn.ModuleList:
     """Make the depthwise 3 x 3 convolutions of the values (LePE), one for each direction of CSwin's stripes.
 
@@ -89,7 +95,6 @@ class CrossWindowGate(MapGate):
         sizes: Sizes of the host's attention.
         split: Width of the vertical stripes, which are as high as the map, and height of the horizontal ones. None lets
             all heads attend over the whole map. The map is padded with zeros to whole stripes.
-        class_token: True if a class token comes before the map's tokens, which is refused.
 
     Raises:
         ConfigError: The number of heads is odd, with stripes, or there is a class token.
@@ -97,10 +102,9 @@ class CrossWindowGate(MapGate):
     Source: see :func:`cross_window_attention`.
     """
 
-    def __init__(self, sizes: Sizes, *, split: int | None = 7, class_token: bool = False) -> None:
-        super().__init__(sizes, class_token=class_token)
-        if class_token:
-            raise ConfigError('CrossWindowAttention takes no class token: it would lie in no stripe.')
+    def __init__(self, sizes: Sizes, *, split: int | None = 7) -> None:
+        super().__init__(sizes)
+        refuse_class_tokens(self.class_tokens)
         self.split = split
         self.lepe = lepe_convolutions(self.embed_dims, self.num_heads, split)
 
@@ -137,7 +141,7 @@ class CrossWindowAttention(MapAttention):
         **kwargs: Arguments of :class:`~mmgate.layers.base.map.MapAttention`.
 
     Raises:
-        ConfigError: The number of heads is odd, with stripes.
+        ConfigError: The number of heads is odd, with stripes, or there are class tokens.
 
     Attributes:
         gate_type: The gate's class, by which a rule puts this attention into another host.
@@ -149,6 +153,7 @@ class CrossWindowAttention(MapAttention):
 
     def __init__(self, embed_dims: int, num_heads: int, *, split: int | None = 7, **kwargs: Any) -> None:
         super().__init__(embed_dims, num_heads, **kwargs)
+        refuse_class_tokens(self.class_tokens)
         self.split = split
         self.lepe = lepe_convolutions(embed_dims, num_heads, split)
 

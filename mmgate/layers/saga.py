@@ -31,11 +31,9 @@ class SAGAGate(LinearGate):
 
     Args:
         sizes: Sizes of the host's attention.
-        map_size: Height and width of the map in pre-training.
         gate: True gates keys and values (Table 4, Gate_Aug).
         dwc: True adds the convolved values (Table 4, DWC).
         output_augmentation: True multiplies by G (Table 4, Output_Aug).
-        position_encoding: True adds the learnt position encoding to K.
         scale_by_tokens: True (default) scales K^T V by 1 / N and Q by 1 / sqrt(d), as above. False scales neither, as
             in Eq. 10 as printed; the output then grows with the number of tokens and soon leaves half precision.
         **kwargs: Arguments of :class:`~mmgate.layers.linear.base.LinearGate`.
@@ -47,21 +45,19 @@ class SAGAGate(LinearGate):
     """
 
     gate_layers = GATES
+    has_positions = True
 
     def __init__(
         self,
         sizes: Sizes,
         *,
-        map_size: tuple[int, int],
         gate: bool = True,
         dwc: bool = True,
         output_augmentation: bool = True,
-        position_encoding: bool = True,
         scale_by_tokens: bool = True,
         **kwargs: Any,
     ) -> None:
-        size = map_size if position_encoding else None
-        super().__init__(sizes, dwc=5 if dwc else 0, dwc_shared=True, map_size=size, **kwargs)
+        super().__init__(sizes, dwc=5 if dwc else 0, dwc_shared=True, **kwargs)
         check_option('scale_by_tokens', scale_by_tokens, (True, False))
         if not scale_by_tokens and self.scale != self.head_dim**-0.5:
             raise ConfigError(

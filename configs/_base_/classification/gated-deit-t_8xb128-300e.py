@@ -4,4 +4,4 @@ _base_ = 'deit-t_8xb128-300e.py'
 model = dict(
     type='mmgate.Gated',
     host='mmpretrain.ImageClassifier',
-    attention=dict(path='backbone.layers.*.attn', class_token=True))
+    attention=dict(path='backbone.layers.*.attn'))

@@ -1,6 +1,6 @@
 _base_ = 'agent-deit-s_8xb128-300e_in1k.py'
 # Table 4: from scratch on larger images, 5e-4 for 512 of them a step.
-model = dict(backbone=dict(img_size=448), attention=dict(map_size=(28, 28)))
+model = dict(backbone=dict(img_size=448))
 train_pipeline = _base_.train_dataloader.dataset.pipeline
 train_pipeline[1].scale = 448
 test_pipeline = _base_.val_dataloader.dataset.pipeline

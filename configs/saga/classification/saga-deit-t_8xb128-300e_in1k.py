@@ -1,2 +1,2 @@
 _base_ = '../../_base_/classification/gated-deit-t_8xb128-300e.py'
-model = dict(attention=dict(type='SAGAAttention', map_size=(14, 14), position_encoding=False))
+model = dict(attention=dict(type='SAGAAttention', position_encoding=False))

@@ -49,8 +49,10 @@ class Sizes:
         shifted: True if the host shifts its windows over the map.
         in_vit: True if the host is part of a vision transformer: there linear layers start in another way than in
             detectors.
-        map_size: Height and width of the map that the host sees in pre-training, where a gate over a map has to know
-            it; else None.
+        map_size: Height and width of the map that the host sees at the image size which the model around it keeps;
+            None if it keeps none.
+        stride: Pixels of an image, along a side, for each token of the map; None if the model does not tell.
+        class_tokens: Number of tokens before the map's: a class token, registers.
     """
 
     channels: int
@@ -66,6 +68,8 @@ class Sizes:
     shifted: bool = False
     in_vit: bool = False
     map_size: tuple[int, int] | None = None
+    stride: int | None = None
+    class_tokens: int = 0
 
     @property
     def head_dim(self) -> int:

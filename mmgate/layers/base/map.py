@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from math import isqrt
-from threading import get_ident
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import Proxy
 
 from mmgate._environment import log
-from mmgate.errors import ConfigError
+from mmgate.errors import ConfigError, OptionError
 from mmgate.layers.base.gate import Gate, Sizes, StateDict
 from mmgate.layers.base.gated import GatedModule
 from mmgate.layers.base.mmcv_or_torch import build_dropout
 from mmgate.layers.base.named import attention_named
-from mmgate.layers.parts.options import integer, number
+from mmgate.layers.parts.options import height_and_width, integer, number
 from mmgate.notes import note
 from mmgate.ops.layout import check_layout
-from mmgate.ops.tracing import is_compiling
 
 # Height and width.
 Size = tuple[int, int]
-# The note of a gated module with the size of its map, by thread.
-MAPS = 'maps'
+# Example of an option that tells a gate its map, in an error's message.
+EXAMPLE = 'image_size=224'
 
 
 class MapGate(Gate):
@@ -39,27 +34,28 @@ class MapGate(Gate):
 
     Args:
         sizes: Sizes of the host's attention.
-        class_token: True if a class token comes before the map's tokens (DeiT), or the number of tokens that do: a
-            class token and the registers of DINOv2.
 
     Raises:
-        ConfigError: The channels are no multiple of the heads, or ``class_token`` is no number of tokens.
+        ConfigError: The channels are no multiple of the heads.
 
     Attributes:
-        class_tokens: Number of tokens before the map's, as ``class_token`` says.
-        map_size: Height and width of the map in pre-training, or None. In a ViT, whose call does not name the map, it
-            is the first guess of :meth:`map_of`.
+        class_tokens: Number of tokens before the map's: a class token, the registers of DINOv2.
+        map_size: Height and width of the map in pre-training, of which position terms have their shapes; None for a
+            gate without such terms. A map may have any other size.
+        host_map: Height and width of the map that the model around keeps, or None. A ViT's call of its attention does
+            not name the map: there it is this one.
         scale: Factor of the logits.
         shifted: True if the host's windows are shifted, as in Swin's odd blocks.
     """
 
-    def __init__(self, sizes: Sizes, *, class_token: bool | int = False) -> None:
+    map_size: Size | None = None
+
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
-        tokens = int(class_token) if isinstance(class_token, bool) else class_token
-        self.class_tokens = integer('class_token', tokens, least=0)
+        self.class_tokens = sizes.class_tokens
+        self.host_map = sizes.map_size
         self.scale = sizes.scale or self.head_dim**-0.5
         self.shifted = sizes.shifted
-        self.map_size = sizes.map_size
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
         """Mix the tokens of a map: attend with projected queries, keys and values, up to the output projection.
@@ -79,17 +75,6 @@ class MapGate(Gate):
         note(self, 'values', v)
         heads = F.scaled_dot_product_attention(q, k, v, dropout_p=self.drop_rate, scale=self.scale)
         return self.merge_heads(heads)
-
-    def map_of(self, tokens: int) -> Size:
-        """Guess height and width of a map from its number of tokens, class token included.
-
-        The map of pre-training is taken if it has as many tokens, and else a square.
-        """
-        tokens -= self.class_tokens
-        if self.map_size is not None and tokens == self.map_size[0] * self.map_size[1]:
-            return self.map_size
-        side = isqrt(tokens)
-        return side, side
 
     def after_class_token(self, x: Tensor) -> Tensor:
         """Put a zero for the class token, if there is one, before values of the map's tokens ``(B, h w, C)``."""
@@ -111,6 +96,46 @@ class MapGate(Gate):
         return f'a map of {self.map_size}'
 
 
+def map_in_training(sizes: Sizes, map_size: Size | None, image_size: int | Size | None) -> Size:
+    """Return the map in pre-training: as a rule says it, else the one that the model around the attention keeps.
+
+    It gives parameters their shapes. An optimizer takes them before the first forward pass, which cannot be waited for.
+
+    Args:
+        sizes: Sizes of the host's attention.
+        map_size: The map, height and width, or None.
+        image_size: The images, side or height and width, or None.
+
+    Raises:
+        OptionError: Nothing of this tells the map; the message has the option to write.
+        ConfigError: An option is no size.
+    """
+    if map_size is not None:
+        return height_and_width('map_size', map_size)
+    if image_size is not None and sizes.stride is not None:
+        return map_of_image(image_size, sizes.stride)
+    if image_size is None and sizes.map_size is not None:
+        return sizes.map_size
+    if sizes.stride is not None:
+        height, width = map_of_image(224, sizes.stride)
+        raise OptionError(
+            'it needs the size of the images in pre-training, which this model does not keep. Write '
+            f'{EXAMPLE} into the rule, their side or (height, width), of which this map is image_size / '
+            f'{sizes.stride}; or map_size=({height}, {width}), the map.'
+        )
+    raise OptionError(
+        'it needs the map in pre-training, and neither the attention nor the model around it tells its stride. Write '
+        "map_size=(14, 14) into the rule, the images' height and width over the stride."
+    )
+
+
+def map_of_image(image_size: int | Sequence[int], stride: int) -> Size:
+    """Return the map of an image, its side or (height, width); a part of a patch at the border counts as a whole."""
+    sides = image_size if isinstance(image_size, Sequence) else (image_size, image_size)
+    height, width = height_and_width('image_size', sides)
+    return -(-height // stride), -(-width // stride)
+
+
 def _check_tokens(x: Tensor, hw_shape: Size, class_tokens: int = 0) -> None:
     """Raise ValueError unless the number of tokens in ``x`` is that of a map of height and width ``hw_shape``."""
     height, width = hw_shape
@@ -124,16 +149,6 @@ class MapHost(GatedModule):
 
     gate: MapGate
 
-    @classmethod
-    def map_of_images(cls, model: Any, image: Size) -> tuple[Size, int] | None:
-        """Return the map that a model cuts images into, and the number of tokens before it; None if it does not say.
-
-        Args:
-            model: The nearest module around the host with a ``patch_embed``.
-            image: Height and width of the images.
-        """
-        return None
-
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project tokens to queries, keys and values, all ``(B, N, C)``, with the host's layers, by default ``qkv``."""
         q, k, v = self.qkv(x).chunk(3, -1)
@@ -143,12 +158,12 @@ class MapHost(GatedModule):
         """Turn mixed tokens ``(B, N, C)`` into the output, with the host's output projection and dropouts."""
         return self.dropout_layer(self.proj_drop(self.proj(x)))
 
-    def attend_gated(self, x: Tensor, hw_shape: Size | None, identity: Tensor | float | None = None) -> Tensor:
+    def attend_gated(self, x: Tensor, hw_shape: Size | None = None, identity: Tensor | float | None = None) -> Tensor:
         """Attend over the tokens of a map with the gate: project, mix, project the output, add ``identity``.
 
         Args:
             x: Tokens ``(B, N, C)``.
-            hw_shape: Height and width of the map; None for the guess of :meth:`MapGate.map_of`.
+            hw_shape: Height and width of the map; None for the one that the model around keeps.
             identity: Tensor or number that is added to the output, as PVT and Twins do; None to add nothing.
 
         Returns:
@@ -162,75 +177,36 @@ class MapHost(GatedModule):
         # Twins adds the number 0.0.
         added = identity if isinstance(identity, Tensor) else None
         check_layout(('x', x, f'B N {gate.embed_dims}'), ('identity', added, f'B N {gate.embed_dims}'), filled='N')
-        height, width = gate.map_of(x.shape[1]) if hw_shape is None else tuple(hw_shape)
-        _check_tokens(x, (height, width), gate.class_tokens)
+        if hw_shape is None:
+            height, width = _host_map(gate, x)
+        else:
+            height, width = hw_shape
+            _check_tokens(x, (height, width), gate.class_tokens)
         q, k, v = self.project(x)
         out = self.finish(gate.mix(x, q, k, v, (height, width)))
         return out if identity is None else identity + out
 
 
-class UntoldMapHost(MapHost):
-    """Base class of the adapters for a ViT's attention, whose call does not give the size of the map.
-
-    A hook on the patch embedding around the host notes the map of each image.
-
-    Attributes:
-        noted_map: Height and width of the map that the patch embedding has returned last, or None.
-    """
-
-    noted_map: Size | None = None
-
-    @classmethod
-    def embedded_map(cls, embedding: Any, args: Any, output: Any) -> Size | None:
-        """Return the size of the map that a call of the patch embedding cut an image into; None if it does not say."""
-        raise TypeError(f'{cls.__name__} does not say what its patch embedding returns.')
-
-    def after_gating(self, model: nn.Module) -> None:
-        """Register the hook on the patch embedding around this attention."""
-        embedding = getattr(embedder_around(model, self.gating.name), 'patch_embed', None)
-        if isinstance(embedding, nn.Module):
-            self.gating.handles.append(embedding.register_forward_hook(partial(note_map, self)))
-
-    def attend_on_noted_map(self, x: Tensor) -> Tensor:
-        """Attend over the tokens ``(B, N, C)`` of a map, with the gate.
-
-        The map has the size that was noted in this thread, else in any. If that does not fit, it has the size of
-        pre-training, or else is a square.
-        """
-        tokens = x.shape[1] - self.gate.class_tokens
-        noted = self.noted_map
-        if not is_compiling():
-            noted = self.gating.notes.get(MAPS, {}).get(get_ident(), noted)
-        fits = noted is not None and noted[0] * noted[1] == tokens
-        return self.attend_gated(x, noted if fits else None)
-
-
-def note_map(gated: Any, embedding: nn.Module, args: Any, output: Any) -> None:
-    """Tell a gated attention, whose gate may be off, the size of the map that its patch embedding returns; a hook.
+def _host_map(gate: MapGate, x: Tensor) -> Size:
+    """Return the map that the model around a gate keeps, if the tokens ``(B, N, C)`` are its tokens, all of them.
 
     Raises:
-        ConfigError: torch.fx traces the patch embedding, in whose graph there is no hook.
+        ValueError: They are others, or no map was told.
     """
-    if any(isinstance(one, Proxy) for one in (*args, output)):
-        name = type(embedding).__name__
-        raise ConfigError(
-            f'torch.fx cannot look into {name}, whose call tells a gate the size of its map. Make it a leaf module of '
-            f"the tracer (is_leaf_module; leaf_modules=[{name}] of torchvision's create_feature_extractor; "
-            f"timm's register_notrace_module({name})), or take features by forward hooks."
+    if gate.host_map is None:
+        raise ValueError(
+            f"{type(gate).__name__} was told no map: hand hw_shape to attend_gated, or let the adapter's around return "
+            'the map_size that the model keeps.'
         )
-    noted = gated.gating.adapter.embedded_map(embedding, args, output)
-    if noted is not None:
-        gated.noted_map = noted
-        # DataParallel runs each copy of the model in another thread, and all copies have this one record.
-        if not is_compiling():
-            gated.gating.notes.setdefault(MAPS, {})[get_ident()] = noted
-
-
-def embedder_around(model: nn.Module, name: str) -> nn.Module | None:
-    """Return the nearest module around a module of a model that has a ``patch_embed``, or None."""
-    names = name.split('.')
-    around = (model.get_submodule('.'.join(names[:count])) for count in range(len(names) - 1, -1, -1))
-    return next((part for part in around if hasattr(part, 'patch_embed')), None)
+    height, width = gate.host_map
+    if x.shape[1] != gate.class_tokens + height * width:
+        raise ValueError(
+            f'{x.shape[1]} tokens are not the {gate.class_tokens} + {height} x {width} of the image size that the '
+            f'model was built for. Its calls do not name the map, so that {type(gate).__name__} takes images of that '
+            'size alone, and all of their tokens. Build the model for the size of these images, such as '
+            'img_size=(height, width), gate it, and load the checkpoint then.'
+        )
+    return gate.host_map
 
 
 class MapAttention(nn.Module):
@@ -244,9 +220,11 @@ class MapAttention(nn.Module):
         attn_drop: Probability of dropping an attention weight.
         proj_drop: Probability of dropout after the output projection.
         dropout_layer: Config of the dropout or drop path before the identity is added.
+        class_tokens: Number of tokens before the map's, such as a class token.
 
     Raises:
-        ConfigError: ``embed_dims`` is no multiple of ``num_heads``, or ``attn_drop`` no probability.
+        ConfigError: ``embed_dims`` is no multiple of ``num_heads``, ``attn_drop`` no probability, or ``class_tokens``
+            no number of tokens.
     """
 
     def __init__(
@@ -259,6 +237,7 @@ class MapAttention(nn.Module):
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
         dropout_layer: dict | None = None,
+        class_tokens: int = 0,
     ) -> None:
         super().__init__()
         if embed_dims % num_heads:
@@ -266,6 +245,7 @@ class MapAttention(nn.Module):
         self.embed_dims = embed_dims
         self.num_heads = num_heads
         self.attn_drop = number('attn_drop', attn_drop, least=0, most=1)
+        self.class_tokens = integer('class_tokens', class_tokens, least=0)
         self.head_dim = embed_dims // num_heads
         self.scale = qk_scale or self.head_dim**-0.5
         self.qkv = nn.Linear(embed_dims, 3 * embed_dims, bias=qkv_bias)
@@ -290,7 +270,7 @@ class MapAttention(nn.Module):
             ValueError: ``x`` has another shape, or its tokens do not make the map.
         """
         check_layout(('x', x, f'B N {self.embed_dims}'), filled='N')
-        _check_tokens(x, hw_shape)
+        _check_tokens(x, hw_shape, self.class_tokens)
         q, k, v = self.qkv(x).chunk(3, -1)
         return self.dropout_layer(self.proj_drop(self.proj(self.mix(x, q, k, v, hw_shape))))
 
@@ -301,11 +281,17 @@ class GatedMapAttention(MapHost):
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
         """Read channels, heads and dropout off an attention module (the host), for its gate."""
-        bias = host.qkv.bias is not None
-        return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop, scale=host.scale, bias=bias)
+        return Sizes(
+            host.embed_dims,
+            host.num_heads,
+            dropout=host.attn_drop,
+            scale=host.scale,
+            bias=host.qkv.bias is not None,
+            class_tokens=host.class_tokens,
+        )
 
-    def forward(self, x: Tensor, hw_shape: Size | None = None, identity: Tensor | float | None = None) -> Tensor:
-        """Attend over the tokens of a map, see :meth:`attend_gated`; a ViT gives no ``hw_shape``."""
+    def forward(self, x: Tensor, hw_shape: Size, identity: Tensor | float | None = None) -> Tensor:
+        """Attend over the tokens of a map, see :meth:`attend_gated`."""
         return self.attend_gated(x, hw_shape, identity)
 
 

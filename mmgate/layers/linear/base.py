@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import Sizes, StateDict, start_linear
-from mmgate.layers.base.map import MapGate, Size
+from mmgate.layers.base.map import MapGate, Size, map_in_training
 from mmgate.notes import note
 from mmgate.ops.linear_attention import key_value_map, rotate
 
-from ..parts.options import height_and_width, integer
+from ..parts.options import integer
 from ..parts.resizing import resize_grid
 
 
@@ -26,26 +26,34 @@ class LinearGate(MapGate):
         dwc: Side of the kernel of a depthwise convolution, whose output is added to the heads; 0 for no convolution. By
             default ``default_dwc`` of the class, which is the paper's.
         dwc_shared: True for d kernels, which the heads share; False for C kernels.
-        map_size: Height and width of the map in pre-training, the shape of the position encoding of the keys; None for
-            no encoding. The encoding is resized bilinearly for another map, in a forward pass and on loading.
-        **kwargs: ``class_token`` of :class:`~mmgate.layers.base.map.MapGate`. The class token attends, but has no
-            position and is not convolved.
+        position_encoding: True adds a learnt position encoding to the keys. By default the class's ``has_positions``
+            says it, which is the paper's, and a ``map_size`` or ``image_size`` that is given. The encoding is resized
+            bilinearly for another map, in a forward pass and on loading.
+        map_size: Height and width of the map in pre-training, the shape of the encoding; by default that of
+            ``image_size``.
+        image_size: Side, or height and width, of the images in pre-training; by default those of the map that the model
+            around the host keeps.
+
+    A class token attends, but has no position and is not convolved.
 
     Raises:
         ConfigError: Sizes do not divide, an option is no size, or ``attn_drop`` is not 0: there are no attention
             weights to drop.
+        OptionError: The position encoding needs the map, and neither the rule nor the model around the host tells it.
 
     The convolution starts as torch's, the position encoding at 0 and the gates as PVT's linear layers.
 
     Attributes:
         gate_layers: Names of the linear layers that compute gates from the tokens; ``gate_out`` multiplies the output.
         default_dwc: Side of the convolution's kernel where ``dwc`` is not given.
+        has_positions: True if the keys get a position encoding where ``position_encoding`` is not given.
         head_multiple: Number of which the head width has to be a multiple.
     """
 
     undecayed: tuple[str, ...] = ('position_encoding',)
     gate_layers: tuple[str, ...] = ()
     default_dwc = 0
+    has_positions = False
     head_multiple = 1
 
     def __init__(
@@ -54,10 +62,11 @@ class LinearGate(MapGate):
         *,
         dwc: int | None = None,
         dwc_shared: bool = False,
+        position_encoding: bool | None = None,
         map_size: tuple[int, int] | None = None,
-        **kwargs: Any,
+        image_size: int | tuple[int, int] | None = None,
     ) -> None:
-        super().__init__(sizes, **kwargs)
+        super().__init__(sizes)
         if self.dropout:
             raise ConfigError(
                 f'attn_drop={self.dropout}: {type(self).__name__} has no attention weights to drop; leave it at 0, '
@@ -72,9 +81,11 @@ class LinearGate(MapGate):
         channels = self.head_dim if dwc_shared else self.embed_dims
         self.dwc: Any = nn.Conv2d(channels, channels, dwc, padding=dwc // 2, groups=channels) if dwc else None
         self.position_encoding: Any = None
-        if map_size is not None:
-            self.map_size = height_and_width('map_size', map_size)
-            self.position_encoding = nn.Parameter(torch.zeros(1, self.map_size[0] * self.map_size[1], self.embed_dims))
+        if position_encoding is None:
+            position_encoding = self.has_positions or map_size is not None or image_size is not None
+        if position_encoding:
+            height, width = self.map_size = map_in_training(sizes, map_size, image_size)
+            self.position_encoding = nn.Parameter(torch.zeros(1, height * width, self.embed_dims))
         for name in self.gate_layers:
             self.add_module(name, nn.Linear(self.embed_dims, self.embed_dims, bias=sizes.bias))
 

@@ -26,7 +26,6 @@ class FocusedLinearGate(LinearGate):
 
     Args:
         sizes: Sizes of the host's attention.
-        map_size: Height and width of the map in pre-training; None for no position encoding.
         power: Focusing factor p, above 0.
         **kwargs: Arguments of :class:`~mmgate.layers.linear.base.LinearGate`.
 
@@ -34,17 +33,17 @@ class FocusedLinearGate(LinearGate):
     """
 
     default_dwc = 5
+    has_positions = True
     undecayed = (*LinearGate.undecayed, 'focus_scale')
 
     def __init__(
         self,
         sizes: Sizes,
         *,
-        map_size: tuple[int, int] | None,
         power: float = 3.0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(sizes, map_size=map_size, dwc_shared=True, **kwargs)
+        super().__init__(sizes, dwc_shared=True, **kwargs)
         self.power = number('power', power, above=0)
         self.focus_scale = nn.Parameter(torch.zeros(1, 1, self.embed_dims))
 

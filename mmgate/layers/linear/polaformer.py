@@ -29,7 +29,6 @@ class PolaFormerGate(LinearGate):
 
     Args:
         sizes: Sizes of the host's attention.
-        map_size: Height and width of the map in pre-training; None for no position encoding.
         alpha: Most by which the power exceeds 1, 0 or more.
         **kwargs: Arguments of :class:`~mmgate.layers.linear.base.LinearGate`.
 
@@ -38,6 +37,7 @@ class PolaFormerGate(LinearGate):
 
     gate_layers = ('gate_out',)
     default_dwc = 5
+    has_positions = True
     # One half of the channels is for each polarity.
     head_multiple = 2
     undecayed = (*LinearGate.undecayed, 'focus_scale', 'power')
@@ -46,11 +46,10 @@ class PolaFormerGate(LinearGate):
         self,
         sizes: Sizes,
         *,
-        map_size: tuple[int, int] | None,
         alpha: float = 4.0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(sizes, map_size=map_size, dwc_shared=True, **kwargs)
+        super().__init__(sizes, dwc_shared=True, **kwargs)
         self.alpha = number('alpha', alpha, least=0)
         self.focus_scale = nn.Parameter(torch.zeros(1, 1, self.embed_dims))
         self.power = nn.Parameter(torch.zeros(1, self.num_heads, 1, self.head_dim))

@@ -74,11 +74,11 @@ def number(
 
 
 def height_and_width(name: str, value: object) -> tuple[int, int]:
-    """Return an option's value, the size of a map, as a tuple of height and width.
+    """Return an option's value, the size of a map or an image, as a tuple of height and width.
 
     Raises:
         ConfigError: The value is no sequence of two positive integers.
     """
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2:
         return integer(f'{name}[0]', value[0]), integer(f'{name}[1]', value[1])
-    raise ConfigError(f'{name}={value!r} must be the height and the width of a map, such as {name}=(56, 56).')
+    raise ConfigError(f'{name}={value!r} must be a height and a width, such as {name}=(56, 56).')
