@@ -17,6 +17,22 @@ from mmgate.wrappers import named_parts, unwrap_model
 MOST_NAMES = 12
 
 
+def frozen_attention(model: nn.Module, planned: Mapping[str, tuple[nn.Module, object]]) -> list[str]:
+    """Return the paths of attention that is frozen in training, whose gates are to be frozen, too; warn of them.
+
+    Args:
+        model: A model before its gates are put in.
+        planned: By path, the attention that is to be gated, and what makes its gate.
+
+    Raises:
+        ConfigError: Rules differ for a part of the model and a frozen copy of it, or an average would leave gates out.
+    """
+    refuse_unlike(model, {id(attention): made_by for attention, made_by in planned.values()})
+    frozen = frozen_in_training(model, {path: attention for path, (attention, _) in planned.items()})
+    warn_of_frozen(model, frozen)
+    return frozen
+
+
 def frozen_in_training(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[str]:
     """Return the names of modules that are frozen while other parts of the model train; none if nothing trains.
 
@@ -68,7 +84,7 @@ def averaged_copies(model: nn.Module) -> dict[str, str]:
     return {copied: source for copied in frozen for source in sources if tensors[source] == tensors[copied]}
 
 
-def refuse_unlike(model: nn.Module, rules: Mapping[int, Sequence[object]]) -> None:
+def refuse_unlike(model: nn.Module, rules: Mapping[int, object]) -> None:
     """Raise ConfigError if rules gate a part of a model and a frozen copy of it differently, or what an average lists.
 
     Args:

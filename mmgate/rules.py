@@ -203,6 +203,12 @@ def _typed(rule: Mapping[str, Any], where: str) -> tuple[type[nn.Module], dict[s
             f'{where}: {full_name(rule_type)} has no option {", ".join(unknown)}; it has '
             f'{", ".join(sorted(known)) or "none"} (sizes are those of the module that is gated).'
         )
+    missing = [name for name, option in known.items() if option.default is option.empty and name not in options]
+    if missing:
+        raise OptionError(
+            f'{where}: {full_name(rule_type)} cannot be made without {", ".join(missing)}; write it into the rule, as '
+            f'in {missing[0]}=...'
+        )
     for name, value in options.items():
         taken = str(getattr(known[name].annotation, '__name__', known[name].annotation))
         kinds = [KINDS.get(part.strip().partition('[')[0]) for part in taken.split('|')]

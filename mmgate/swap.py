@@ -1,12 +1,12 @@
-"""Gate attention modules of any model, chosen by path patterns: parse the rules, find, make the gates, commit.
+"""Gate attention modules of any model, chosen by path patterns.
 
-Each of the four steps returns what the next one takes. Only the last one changes the model.
+Rules are parsed, then all gates are planned and made, then put in. Only the last step changes the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from torch import fx, nn
 
 from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
-from mmgate.frozen import frozen_in_training, refuse_unlike, warn_of_frozen
+from mmgate.frozen import frozen_attention
 from mmgate.hosts import adapter_for, hosts_of
-from mmgate.hosts.table import Adapter, full_name, gate_of_type, host_names, options_of, refusal_of
+from mmgate.hosts.table import Adapter, full_name, gate_of_type, host_names, refusal_of
 from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.layers.base.gate import draw_gates, random_stream
 from mmgate.layers.base.gated import (
@@ -32,63 +32,41 @@ from mmgate.layers.base.gated import (
 from mmgate.layers.base.starts import initialise_gates_last
 from mmgate.listing import inventory
 from mmgate.rules import Rule, Rules, as_lines, parse_rules, path_regex
-from mmgate.wrappers import named_part, named_parts, own_model, refuse_replicated, refuse_sharded
+from mmgate.wrappers import model_to_gate, named_part, named_parts
 
 # The number of hosts that a message lists.
 MOST_HOSTS = 6
 
 
 @dataclass(frozen=True)
-class Host:
-    """An attention module that a rule names and an adapter fits.
-
-    Attributes:
-        name: The name in the model of the module that the rule names.
-        child: The path from there to the module that is gated; empty if it is that module itself.
-        module: The module that is gated.
-        adapter: The adapter of its family.
-    """
-
-    name: str
-    child: str
-    module: nn.Module
-    adapter: Adapter
-
-    @property
-    def path(self) -> str:
-        """The name in the model of the module that is gated."""
-        return f'{self.name}.{self.child}'.rstrip('.')
-
-
-@dataclass(frozen=True)
-class Found:
-    """The hosts that a pattern of a rule matches.
+class Planned:
+    """A gate that is made for an attention, and not yet in it.
 
     Attributes:
         rule: The rule.
-        pattern: The pattern, one of the rule's.
-        hosts: The hosts, in the order of the model.
-        refusals: Of a pattern that takes whatever fits, the reasons why modules were left out.
+        name: The name in the model of the module that the rule names.
+        child: The path from there to the attention that is gated; empty if it is that module itself.
+        attention: The attention that is gated.
+        adapter: The adapter of its class.
+        gate: The gate.
     """
 
     rule: Rule
-    pattern: str
-    hosts: list[Host] = field(default_factory=list)
-    refusals: list[str] = field(default_factory=list)
+    name: str
+    child: str
+    attention: nn.Module
+    adapter: Adapter
+    gate: nn.Module
 
     @property
-    def whatever_fits(self) -> bool:
-        """True for a pattern that ends with ``**``: it means every attention there that the gate fits."""
-        return self.pattern.endswith('**')
+    def path(self) -> str:
+        """The name in the model of the attention that is gated."""
+        return f'{self.name}.{self.child}'.rstrip('.')
 
-
-@dataclass(frozen=True)
-class Made:
-    """A host and the gate that was made for it, by a rule, and is not yet in it."""
-
-    rule: Rule
-    host: Host
-    gate: nn.Module
+    @property
+    def made_by(self) -> tuple[object, object]:
+        """The type and the options of the gate; equal for equal gates."""
+        return self.rule.type, self.rule.options
 
 
 def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
@@ -118,181 +96,132 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
             of several names, or for a part of the model and its frozen copy. A method of a module was replaced, so that
             the gate would not be called. The model is sharded, or in DistributedDataParallel.
     """
-    refuse_sharded(model, 'takes no gates, which would not be sharded with it; gate the model first, then shard it.')
-    refuse_replicated(model)
-    model = own_model(model)
-    return commit(model, make(model, find(model, parse_rules(rules))))
+    model = model_to_gate(model)
+    planned: dict[str, Planned] = {}
+    for rule in parse_rules(rules):
+        for pattern in rule.paths:
+            planned.update(_plan(model, rule, pattern, planned))
+    _refuse_nested(model, planned)
+    once: dict[int, Planned] = {}
+    for one in planned.values():
+        once.setdefault(id(one.attention), one)  # several layers may share it
+    frozen = frozen_attention(model, {one.path: (one.attention, one.made_by) for one in once.values()})
+    # From here on nothing is refused.
+    for one in once.values():
+        record = Record(one.adapter, one.path, one.rule.given, one.child)
+        gate_module(one.attention, one.adapter, one.gate, record)
+        gated: Any = one.attention
+        gated.after_gating(model)
+        # A tensor that is to train and gets no gradient, as in a teacher, ends a training by DDP.
+        if one.path in frozen:
+            one.gate.requires_grad_(False)
+    switch_nested_tensors(model)
+    initialise_gates_last(model)
+    return list(planned)
 
 
-def find(model: nn.Module, rules: Sequence[Rule]) -> list[Found]:
-    """Find the modules that rules name, and the adapter of each.
+def _plan(model: nn.Module, rule: Rule, pattern: str, planned: Mapping[str, Planned]) -> dict[str, Planned]:
+    """Make the gates of all modules that a pattern of a rule matches, and return them by the names of these modules.
 
-    Raises:
-        ConfigError: A pattern matches no module, or a module that is gated already or that the gate does not replace.
+    Args:
+        model: The model, which stays as it is.
+        rule: The rule.
+        pattern: One of its patterns. One that ends with ``**`` means every attention there that the gate fits.
+        planned: The gates of the rules and patterns before.
     """
-    return [_found(model, rule, pattern) for rule in rules for pattern in rule.paths]
-
-
-def _found(model: nn.Module, rule: Rule, pattern: str) -> Found:
-    modules = {name: module for name, module in named_parts(model) if name and path_regex(pattern).fullmatch(name)}
-    if not modules:
+    regex = path_regex(pattern)
+    matched = {name: module for name, module in named_parts(model) if name and regex.fullmatch(name)}
+    if not matched:
         raise ConfigError(f'{rule.where}: path {pattern!r} matches no module. {inventory(model)}')
-    found = Found(rule, pattern)
-    for name, module in modules.items():
-        gate = _gated_in(model, module)
-        adapted = None if gate else adapter_for(rule.type, module)
-        if gate and not found.whatever_fits:
-            raise ConfigError(
-                f'{rule.where}: {name} is gated already, by a {gate}. Leave it out of the path, or take its gate off '
-                'first: mmgate.restore_attention(model).'
-            )
-        if gate and record_of(module) is not None:
-            found.refusals.append(f'{name} is gated already, by a {gate}.')
-        elif adapted:
-            adapter, child = adapted
-            path = f'{name}.{child}'.rstrip('.')
-            found.hosts.append(Host(name, child, named_part(model, path), adapter))
-        elif not found.whatever_fits:
-            raise ConfigError(_does_not_replace(model, rule, name, module))
-    return found
+    whatever_fits = pattern.endswith('**')
+    new: dict[str, Planned] = {}
+    refusals: list[str] = []
+    for name, module in matched.items():
+        has = _gate_in(model, module)
+        found = None if has else adapter_for(rule.type, module)
+        if found is None:
+            if not whatever_fits:
+                raise ConfigError(f'{rule.where}: {_not_replaced(model, rule.type, name, module, has)}')
+            if record_of(module) is not None:
+                refusals.append(f'{name} is gated already, by a {has}.')
+            continue
+        if whatever_fits and any(name.startswith(f'{outer}.') for outer in new):
+            continue
+        adapter, child = found
+        path = f'{name}.{child}'.rstrip('.')
+        attention = named_part(model, path)
+        bypass = bypass_of(attention, adapter)
+        if bypass is not None:
+            raise ConfigError(f'{rule.where}: {rule.type.__name__} cannot act in {name}: {bypass}.')
+        before = next((one for one in (*planned.values(), *new.values()) if one.attention is attention), None)
+        _refuse_other_rule(rule, name, planned.get(name), before)
+        try:
+            gate = _gate(model, rule, path, attention, adapter) if before is None else before.gate
+        except OptionError as error:
+            raise OptionError(f'{rule.where}: {rule.type.__name__} in {name}: {error}') from error
+        except ValueError as error:
+            if not whatever_fits:
+                raise ConfigError(f'{rule.where}: {rule.type.__name__} does not replace {name}: {error}') from error
+            refusals.append(f'{name}: {error}')
+            continue
+        new[name] = Planned(rule, name, child, attention, adapter, gate)
+    if not new:
+        raise ConfigError(
+            f'{rule.where}: {rule.type.__name__} fits nothing that {pattern!r} matches.{as_lines(refusals)}\n'
+            f'{inventory(model)}'
+        )
+    for refusal in refusals:
+        log(f'mmgate: {rule.where} leaves {refusal}')
+    return new
 
 
-def make(model: nn.Module, found: Sequence[Found]) -> list[Made]:
-    """Make and initialise the gates; a module of several names gets one. The model stays as it is.
+def _gate(model: nn.Module, rule: Rule, path: str, attention: nn.Module, adapter: Adapter) -> nn.Module:
+    """Make and initialise the gate of an attention, from a random stream of the attention's name."""
+    gate_type: Any = gate_of_type(rule.type)
+    if getattr(attention, CHILD, None) is not None:
+        kind = full_name(type(attention))
+        raise ConfigError(f"this {kind} has an attribute 'gate' already.{adapter.own_gates}")
+    names = path.split('.')
+    around = [type(model.get_submodule('.'.join(names[:count]))) for count in range(len(names) + 1)]
+    surroundings = dict(in_vit=adapter.is_in_vit(around))
+    surroundings.update(adapter.around(model, path))
+    device = device_of(attention, model)
+    # Not on the device of a ``with torch.device`` around: its generator would be moved.
+    with torch.device('cpu'), random_stream(path):
+        gate = adapter.make_gate(attention, gate_type, surroundings, **rule.options)
+    draw_gates(path, gate)
+    return gate.to(device=device, dtype=computed_dtype(attention, model))
 
-    Raises:
-        OptionError: A gate needs an option that its rule leaves out.
-        ConfigError: A gate does not fit its host, or would not be called there; two rules choose one module, or a
-            module and another inside it; or they differ for a module of several names.
+
+def _refuse_other_rule(rule: Rule, name: str, claimed: Planned | None, shared: Planned | None) -> None:
+    """Raise ConfigError if another rule has chosen a module, or gates the attention in it by another of its names.
+
+    Args:
+        rule: The rule that chooses it now.
+        name: The name of the module.
+        claimed: What an earlier pattern has planned for this name.
+        shared: What one has planned for the attention, under whatever name.
     """
-    made: dict[str, Made] = {}
-    # By identity: a module that several layers share has one gate.
-    first: dict[int, Made] = {}
-    for one in found:
-        rule = one.rule
-        # A later pattern of a rule may match a module again.
-        others = {name: other.rule for name, other in made.items() if other.rule is not rule}
-        new = _fitting(model, one, first)
-        for name, gated in new.items():
-            if name in others:
-                raise ConfigError(
-                    f'{rule.where}: {name} is claimed by {others[name].claim} already; let each path match once.'
-                )
-            before = first[id(gated.host.module)].rule
-            if (before.type, before.options) != (rule.type, rule.options):
-                raise ConfigError(
-                    f'{rule.where}: {name} is shared, and {before.claim} gates it otherwise; let both agree.'
-                )
-        made.update(new)
-    for name in made:
-        outer = next((other for other in made if name.startswith(f'{other}.')), None)
+    if claimed is not None and claimed.rule is not rule:
+        raise ConfigError(f'{rule.where}: {name} is claimed by {claimed.rule.claim} already; let each path match once.')
+    if shared is not None and shared.made_by != (rule.type, rule.options):
+        raise ConfigError(
+            f'{rule.where}: {name} is shared, and {shared.rule.claim} gates it otherwise; let both agree.'
+        )
+
+
+def _refuse_nested(model: nn.Module, names: Collection[str]) -> None:
+    """Raise ConfigError if one of the modules that rules choose lies inside another."""
+    for name in names:
+        outer = next((other for other in names if name.startswith(f'{other}.')), None)
         if outer is not None:
             raise ConfigError(
                 f'{name} lies inside {outer}, and both are to be gated; let the paths match one of the two, most '
                 f'often the outer. {inventory(model)}'
             )
-    return list(made.values())
 
 
-def _fitting(model: nn.Module, found: Found, first: dict[int, Made]) -> dict[str, Made]:
-    """Return the hosts that a gate fits, by name, each with its gate.
-
-    Args:
-        model: The model.
-        found: The hosts that a pattern matches.
-        first: What was made first for each module, by its id; a module that has a gate there gets that one.
-    """
-    rule = found.rule
-    made: dict[str, Made] = {}
-    refusals = [*found.refusals]
-    for host in found.hosts:
-        if found.whatever_fits and any(host.name.startswith(f'{outer}.') for outer in made):
-            continue
-        bypass = bypass_of(host.module, host.adapter)
-        if bypass is not None:
-            raise ConfigError(f'{rule.where}: {rule.type.__name__} cannot act in {host.name}: {bypass}.')
-        shared = first.get(id(host.module))
-        _refuse_missing_options(rule, host)
-        try:
-            gate = _gate(model, rule, host) if shared is None else shared.gate
-        except OptionError as error:
-            raise OptionError(f'{rule.where}: {rule.type.__name__} in {host.name}: {error}') from error
-        except ValueError as error:
-            if not found.whatever_fits:
-                raise ConfigError(
-                    f'{rule.where}: {rule.type.__name__} does not replace {host.name}: {error}'
-                ) from error
-            refusals.append(f'{host.name}: {error}')
-            continue
-        made[host.name] = Made(rule, host, gate)
-        first.setdefault(id(host.module), made[host.name])
-    if not made:
-        raise ConfigError(
-            f'{rule.where}: {rule.type.__name__} fits nothing that {found.pattern!r} matches.{as_lines(refusals)}\n'
-            f'{inventory(model)}'
-        )
-    for refusal in refusals:
-        log(f'mmgate: {rule.where} leaves {refusal}')
-    return made
-
-
-def _gate(model: nn.Module, rule: Rule, host: Host) -> nn.Module:
-    """Make and initialise the gate of a host, from a random stream of its name."""
-    gate_type: Any = gate_of_type(rule.type)
-    if getattr(host.module, CHILD, None) is not None:
-        kind = full_name(type(host.module))
-        raise ConfigError(f"this {kind} has an attribute 'gate' already.{host.adapter.own_gates}")
-    names = host.name.split('.')
-    around = [type(model.get_submodule('.'.join(names[:count]))) for count in range(len(names) + 1)]
-    surroundings = dict(in_vit=host.adapter.is_in_vit(around))
-    surroundings.update(host.adapter.around(model, host.path))
-    device = device_of(host.module, model)
-    # Not on the device of a ``with torch.device`` around: its generator would be moved.
-    with torch.device('cpu'), random_stream(host.path):
-        gate = host.adapter.make_gate(host.module, gate_type, surroundings, **rule.options)
-    draw_gates(host.path, gate)
-    return gate.to(device=device, dtype=computed_dtype(host.module, model))
-
-
-def _refuse_missing_options(rule: Rule, host: Host) -> None:
-    known = options_of(rule.type)
-    missing = [name for name, option in known.items() if option.default is option.empty and name not in rule.options]
-    if missing:
-        raise OptionError(
-            f'{rule.where}: {full_name(rule.type)} cannot be made for {host.name} without {", ".join(missing)}; write '
-            f'it into the rule, as in {missing[0]}=...'
-        )
-
-
-def commit(model: nn.Module, made: Sequence[Made]) -> list[str]:
-    """Put gates into their hosts, and prepare the model for its initialisation and training with them.
-
-    Returns:
-        The names of the modules that the rules chose.
-
-    Raises:
-        ConfigError: Rules differ for a part of the model and its frozen copy.
-    """
-    once: dict[int, Made] = {}
-    for one in made:
-        once.setdefault(id(one.host.module), one)
-    refuse_unlike(model, {module: (one.rule.type, one.rule.options) for module, one in once.items()})
-    resting = frozen_in_training(model, {one.host.path: one.host.module for one in once.values()})
-    warn_of_frozen(model, resting)
-    for one in once.values():
-        host = one.host
-        gate_module(host.module, host.adapter, one.gate, Record(host.adapter, host.path, one.rule.given, host.child))
-        gated: Any = host.module
-        gated.after_gating(model)
-        # A tensor that is to train and gets no gradient, as in a teacher, ends a training by DDP.
-        if host.path in resting:
-            one.gate.requires_grad_(False)
-    switch_nested_tensors(model)
-    initialise_gates_last(model)
-    return [one.host.name for one in made]
-
-
-def _gated_in(model: nn.Module, module: nn.Module) -> str | None:
+def _gate_in(model: nn.Module, module: nn.Module) -> str | None:
     """Return the class name of a gate that a module, one around it or one inside it has already, or None."""
     for _, gated in gated_modules(model):
         inside = any(part is gated for part in module.modules())
@@ -301,12 +230,24 @@ def _gated_in(model: nn.Module, module: nn.Module) -> str | None:
     return None
 
 
-def _does_not_replace(model: nn.Module, rule: Rule, name: str, module: nn.Module) -> str:
-    """Return the message for a module that a rule names and no adapter fits: why, and what the gate replaces."""
-    said = f'{rule.where}: {name} is a {full_name(type(module))}'
+def _not_replaced(model: nn.Module, gate: type[nn.Module], name: str, module: nn.Module, has: str | None) -> str:
+    """Return the message for a module that a rule names and no gate of its type can be put into.
+
+    Args:
+        model: The model.
+        gate: The rule's type.
+        name: The name of the module.
+        module: The module.
+        has: The class name of the gate that is there already, or None.
+    """
+    if has is not None:
+        return (
+            f'{name} is gated already, by a {has}. Leave it out of the path, or take its gate off first: '
+            'mmgate.restore_attention(model).'
+        )
     return (
-        f'{said}, which {rule.type.__name__} does not replace.{_hint(rule.type, module)} It '
-        f'replaces{_near_hosts(rule.type, model, module)}\n{inventory(model)}'
+        f'{name} is a {full_name(type(module))}, which {gate.__name__} does not replace.{_hint(gate, module)} It '
+        f'replaces{_near_hosts(gate, model, module)}\n{inventory(model)}'
     )
 
 

@@ -69,6 +69,17 @@ def refuse_replicated(model: nn.Module) -> None:
         )
 
 
+def model_to_gate(model: nn.Module) -> nn.Module:
+    """Return the model that gates can be put into, inside wrappers such as PEFT's.
+
+    Raises:
+        ConfigError: It is sharded or in DistributedDataParallel, which would not know of its gates.
+    """
+    refuse_sharded(model, 'takes no gates, which would not be sharded with it; gate the model first, then shard it.')
+    refuse_replicated(model)
+    return own_model(model)
+
+
 def vanilla_state(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's state dict as it would be without wrappers: under vanilla names, without PEFT's tensors.
 

@@ -400,7 +400,7 @@ def test_an_option_without_a_default(host: type[nn.Module], path: str) -> None:
     model = nn.ModuleDict(dict(host=host(16, 4)))
     swap_attention(model, dict(path='host', type=ScaledGate, factor=2.0))
     assert model.get_submodule(path).gate.factor == 2.0
-    with pytest.raises(TypeError, match='cannot be made for host without factor; write it'):
+    with pytest.raises(TypeError, match='cannot be made without factor; write it'):
         swap_attention(nn.ModuleDict(dict(host=host(16, 4))), dict(path='host', type=ScaledGate))
 
 
