@@ -8,11 +8,13 @@ import re
 import subprocess
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mmdet
 import pytest
+import torch
 from conftest import CONFIGS, ROOT, needs_host, one_of_each, skip_unless_readable
 from helpers.metafiles import MODELS
 from mmengine import registry
@@ -24,6 +26,7 @@ from mmgate import restore_attention
 from mmgate._environment import available
 from mmgate.analysis.structure import build_structure
 from mmgate.layers.base.gate import Gate, named_gate_parameters, undecayed_parameters
+from mmgate.layers.base.gated import gated_modules
 
 NAMES = [str(path.relative_to(ROOT / 'configs')) for path in CONFIGS]
 METADATA = {model['Config'].removeprefix('configs/'): model['Metadata'] for model in MODELS}
@@ -31,6 +34,28 @@ PARAMETERS = {name: metadata['Parameters'] for name, metadata in METADATA.items(
 if mmdet.__version__ >= '3.5':  # the fork's DINO encodes boxes in twice the channels
     PARAMETERS['plug/dino/plug-dino-4scale_r50_8xb2-12e_coco.py'] += 2 * 256 * 256
     PARAMETERS['vanilla/dino/ungated-dino-4scale_r50_8xb2-12e_coco.py'] += 2 * 256 * 256
+PYRAMID = [(56, 56), (28, 28), (14, 14), (7, 7)]
+# By a small config of each kind, the maps of the stages whose gates have position terms.
+MAPS = {
+    'agent/classification/agent-pvt-t_8xb128-300e_in1k.py': PYRAMID,
+    'agent/classification/agent-pvt-m_8xb64-300e_in1k-256px.py': [(64, 64), (32, 32), (16, 16), (8, 8)],
+    'agent/classification/agent-swin-t_8xb128-300e_in1k.py': PYRAMID[:3],
+    'agent/classification/agent-swin-s_8xb32-30e_in1k-352px.py': [(88, 88), (44, 44)],
+    'agent/classification/agent-cswin-t_8xb128-300e_in1k.py': PYRAMID[:2],
+    'agent/classification/agent-cswin-b_8xb32-30e_in1k-384px.py': [(96, 96), (48, 48)],
+    'agent/classification/agent-deit-t_8xb128-300e_in1k.py': [(14, 14)],
+    'agent/classification/agent-deit-s_8xb64-300e_in1k-448px.py': [(28, 28)],
+    'agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py': [(32, 32), (16, 16), (8, 8), (4, 4)],
+    'agent/semantic_fpn/agent-semantic-fpn_pvt-t_8xb2-40k_ade20k-512x512.py': PYRAMID,
+    'saga/classification/saga-pvtv2-b0_8xb128-300e_in1k.py': PYRAMID,
+    'saga/classification/saga-swin-t_8xb128-300e_in1k.py': PYRAMID[:3],
+    'saga/mask_rcnn/saga-mask-rcnn_swin-demo_1xb8-8e_shapes.py': [(32, 32), (16, 16), (8, 8)],
+    'linear/classification/flatten-pvt-t_8xb128-300e_in1k.py': PYRAMID,
+    'linear/classification/flatten-swin-t_8xb128-300e_in1k.py': PYRAMID[:2],
+    'linear/classification/flatten-deit-t_8xb128-300e_in1k.py': [(14, 14)],
+    'linear/classification/polaformer-pvtv2-b0_8xb128-300e_in1k.py': PYRAMID,
+    'linear/classification/polaformer-deit-t_8xb128-300e_in1k.py': [(14, 14)],
+}
 
 
 def method_and_gate(name: str) -> tuple[str, str]:
@@ -72,6 +97,33 @@ def test_every_config_builds(name: str) -> None:
         shared = of_names.keys() & vanilla.keys()
         # what a config says for names, as in custom_keys, reaches what is shared as in the vanilla model
         assert shared and {key: of_names[key] for key in shared} == {key: vanilla[key] for key in shared}
+
+
+@pytest.mark.parametrize('name', MAPS)
+def test_gates_have_the_map_of_the_images_in_pre_training(name: str) -> None:
+    """As a pass of the backbone shows it."""
+    skip_unless_readable(name)
+    cfg = Config.fromfile(ROOT / 'configs' / name)
+    backbone: Any = build_structure(cfg).backbone.to('meta')
+    of_images = cfg.model.backbone
+    side = of_images.get('pretrain_img_size', of_images.get('img_size', 224))
+    seen: dict[str, Any] = {}
+
+    def see(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x, *others = (*args, *kwargs.values())
+        seen[path] = next((tuple(one) for one in others if isinstance(one, (tuple, list))), x.shape[1])
+
+    gated = dict(gated_modules(backbone))
+    for path, module in gated.items():
+        hook = partial(lambda path, _, args, kwargs: see(path, args, kwargs), path)
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+    backbone.eval()  # returns nothing
+    with torch.no_grad():
+        backbone(torch.empty(1, 3, side, side, device='meta'))
+    maps = {path: module.gate.map_size for path, module in gated.items()}
+    assert [*dict.fromkeys(maps.values())] == MAPS[name]
+    # A ViT's call names the tokens alone, of which the first is the class token.
+    assert seen == {path: size if 'deit' not in name else 1 + size[0] * size[1] for path, size in maps.items()}
 
 
 def is_vanilla(name: str) -> bool:

@@ -259,13 +259,13 @@ def test_every_linear_attention_but_one_has_a_map_of_keys_and_values() -> None:
     assert found == set(LINEAR) and len(LINEAR) == 9  # Hydra's heads have one channel each
 
 
-@pytest.mark.parametrize('class_token', [False, True], ids=['map', 'class token'])
+@pytest.mark.parametrize('class_tokens', [0, 1], ids=['map', 'class token'])
 @pytest.mark.parametrize('kind', LINEAR)
-def test_the_map_of_keys_and_values(kind: str, class_token: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_map_of_keys_and_values(kind: str, class_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is what the operator multiplies the queries by, divided by the number of tokens."""
-    layer = filled(getattr(layers, kind)(C, HEADS, class_token=class_token, **LINEAR[kind]), 0.3)
+    layer = filled(getattr(layers, kind)(C, HEADS, class_tokens=class_tokens, **LINEAR[kind]), 0.3)
     model, used = Holder(layer), list[Tensor]()
-    given = dict(x=x(2, 16 + class_token, C), **({} if class_token else dict(hw_shape=(2, 8))))
+    given = dict(x=x(2, 16 + class_tokens, C), hw_shape=(2, 8))
     with record(model, ['kv', 'gate_out']) as recording, torch.no_grad():
         model(**given)
     kv = recording['attn']['kv'].tensors[0]
@@ -298,7 +298,7 @@ def test_maps_of_powers_are_not_narrowed(kind: str) -> None:
     assert kv.dtype is torch.float32 and kv.isfinite().all() and kv.ne(0).any()
 
 
-AGENTS = [{}, *(dict(window=side) for side in (4, 5, 10)), dict(shifted=True, window=4), dict(class_token=True)]
+AGENTS = [{}, *(dict(window=side) for side in (4, 5, 10)), dict(shifted=True, window=4), dict(class_tokens=1)]
 AGENTS += [dict(bias=False), dict(agents='static'), dict(broadcast_scale=0.5)]
 
 
@@ -311,7 +311,7 @@ def test_agents_are_read_in_every_form(options: dict[str, Any]) -> None:
     layer.gate.shifted = shifted
     model, extra = Holder(layer).eval(), layer.gate.class_tokens
     hw = (8, 8) if extra else (8, 12)
-    given = dict(x=x(2, hw[0] * hw[1] + extra, C), **({} if extra else dict(hw_shape=hw)))
+    given = dict(x=x(2, hw[0] * hw[1] + extra, C), hw_shape=hw)
     with record(model) as recording, torch.no_grad():
         expected = model(**given)
         value = layer.qkv(given['x']).chunk(3, -1)[2]

@@ -30,8 +30,8 @@ def vit(rule: dict[str, Any] | None, size: int = 224) -> nn.Module:
         head=dict(type='VisionTransformerClsHead', num_classes=1000, in_channels=192),
     )
     if rule is not None:
-        over_map = dict(path='backbone.layers.*.attn', map_size=(size // 16, size // 16), class_token=True)
-        model.update(type='mmgate.Gated', host='mmpretrain.ImageClassifier', attention={**over_map, **rule})
+        attention = dict(path='backbone.layers.*.attn', **rule)
+        model.update(type='mmgate.Gated', host='mmpretrain.ImageClassifier', attention=attention)
     return MODELS.build(model)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ class Block:
         path: Of the host in it.
         named: What it is called with by name.
         refused: By gate, why the host refuses it with its default options; all other pairs run.
+        told: Attributes of the model around, which tells a gate its map.
         **options: Its further arguments.
     """
 
@@ -45,14 +47,17 @@ class Block:
         path: str = 'attn',
         named: dict | None = None,
         refused: dict[str, str] | None = None,
+        told: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self.name, self.sizes, self.options, self.call, self.path = name, sizes, options, call, path
-        self.named, self.refused = named or {}, refused or {}
+        self.named, self.refused, self.told = named or {}, refused or {}, told or {}
 
     def make(self) -> nn.Module:
         module, _, name = self.name.rpartition('.')
-        return getattr(import_module(module), name)(*copy.deepcopy(self.sizes), **copy.deepcopy(self.options))
+        made = getattr(import_module(module), name)(*copy.deepcopy(self.sizes), **copy.deepcopy(self.options))
+        vars(made).update(self.told)
+        return made
 
 
 LAYERS, DET, SEG = 'mmdet.models.layers.transformer', 'mmdet.models', 'mmseg.models.backbones'
@@ -83,6 +88,10 @@ CROSSED = dict(self_attn_cfg=ATTENTION, cross_attn_cfg=dict(ATTENTION, cross_att
 SHIFTED = dict(window_size=4, shift=True)
 
 WINDOWS = {'WindowMSA': 'attn.w_msa', 'ShiftWindowMSA': 'attn'}
+
+# the map, as ViTs of mmpretrain and timm keep it
+VIT_OF_MMPRETRAIN = dict(patch_resolution=MAP, num_extra_tokens=0)
+VIT_OF_TIMM = dict(patch_embed=SimpleNamespace(grid_size=MAP, img_size=(64, 64)), num_prefix_tokens=0)
 
 ON_MAP, IN_MAP = [TOKENS, MAP], [torch.Size([2, 8, 8, C])]
 
@@ -177,7 +186,9 @@ BLOCKS: dict[str, Block] = {
         refused=refused_twice('a WindowMSAV2 attends by the cosine of whole heads.'),
         **SHIFTED,
     ),
-    f'{UTILS}.MultiheadAttention': Block(f'{PRE}.vision_transformer.TransformerEncoderLayer', C, H, C, call=[TOKENS]),
+    f'{UTILS}.MultiheadAttention': Block(
+        f'{PRE}.vision_transformer.TransformerEncoderLayer', C, H, C, call=[TOKENS], told=VIT_OF_MMPRETRAIN
+    ),
     f'{PRE}.vit_sam.Attention': Block(
         f'{PRE}.vit_sam.TransformerEncoderLayer', C, H, C, use_rel_pos=True, input_size=MAP, call=IN_MAP
     ),
@@ -237,13 +248,16 @@ BLOCKS: dict[str, Block] = {
             ('ultralytics.nn.modules.transformer.MSDeformAttn', 'ultralytics', '', {}),
         )
     },
-    f'{TIMM_ATTENTION}.Attention': Block(f'{TIMM_MODELS}.vision_transformer.Block', C, H, qkv_bias=True, call=[TOKENS]),
+    f'{TIMM_ATTENTION}.Attention': Block(
+        f'{TIMM_MODELS}.vision_transformer.Block', C, H, qkv_bias=True, call=[TOKENS], told=VIT_OF_TIMM
+    ),
     f'{TIMM_ATTENTION}.Attention normed': Block(
         f'{TIMM_MODELS}.vision_transformer.Block',
         *(C, H),
         qk_norm=True,
         scale_attn_norm=True,
         call=[TOKENS],
+        told=VIT_OF_TIMM,
         refused=refused(
             lambda gate: gate.attends_twice if gate.adds_queries else '',
             ', but this Attention normalises its queries (qk_norm).',

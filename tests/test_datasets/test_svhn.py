@@ -26,6 +26,7 @@ def test_svhn_reads_the_published_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="split='val' must be one of"):
         DATASETS.build(dict(type='mmgate.SVHN', data_root=str(tmp_path), split='val', pipeline=[]))
 
+
 @needs_mmpretrain
 @pytest.mark.parametrize('name', SETS)
 def test_the_papers_images_go_through_their_configs_pipelines(

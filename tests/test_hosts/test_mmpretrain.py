@@ -30,7 +30,7 @@ C, HEADS = 32, 4
 PLUG = dict(type='PLuGMultiheadAttention')
 
 
-@pytest.mark.parametrize('rule', [PLUG, dict(type='SoftmaxAttention', class_token=False)], ids=['PLuG', 'softmax'])
+@pytest.mark.parametrize('rule', [PLUG, dict(type='SoftmaxAttention')], ids=['PLuG', 'softmax'])
 @pytest.mark.parametrize(
     'make',
     [
@@ -44,6 +44,7 @@ def test_the_hosts_scale_is_taken_over(make: Callable[[], nn.Module], rule: dict
     """Whatever it is: mmpretrain's T2T-ViT multiplies logits by sqrt(d), where its paper divides them."""
     model = make().double().eval()
     gated = copy.deepcopy(nn.ModuleDict(dict(host=model)))
+    vars(gated).update(patch_resolution=(7, 7), num_extra_tokens=0)  # as a ViT around keeps them
     assert len(swap_attention(gated, dict(rule, path='**'))) == 1
     x = torch.randn(2, 49, C, dtype=torch.float64)
     torch.testing.assert_close(gated['host'](x), model(x), rtol=1e-12, atol=1e-12)

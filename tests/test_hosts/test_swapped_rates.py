@@ -77,7 +77,7 @@ def over_the_map(case: str, kind: str = '', scale: float | None = None) -> Any:
         return None
     if scale:
         getattr(host, 'w_msa', host).scale = scale
-    rule = dict(path=name, type='AgentAttention', map_size=MAP, class_token=False, agent_num=4, dwc=False)
+    rule = dict(path=name, type='AgentAttention', map_size=MAP, agent_num=4, dwc=False)
     swap_attention(model, rule)
     attention = randomised(model).get_submodule(name)
     assert type(attention.gate) is AgentGate

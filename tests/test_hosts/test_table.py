@@ -29,7 +29,6 @@ from mmgate.hosts import gates_for
 from mmgate.hosts.table import _ADAPTERS, full_name, gate_of_type, options_of
 from mmgate.layers.base.gate import named_gate_parameters
 from mmgate.layers.base.gated import gated_modules
-from mmgate.layers.base.map import MapGate
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +57,6 @@ def trained(module: nn.Module, block: Block) -> set[str]:
 
 def some_options(gate: type) -> dict[str, Any]:
     options: dict[str, Any] = dict(agent_num=4) if gate.__name__ == 'AgentAttention' else {}
-    options |= dict(class_token=False) if issubclass(gate_of_type(gate), MapGate) else {}
     return options | (dict(map_size=MAP) if 'map_size' in options_of(gate) else {})
 
 

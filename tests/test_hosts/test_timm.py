@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT
 from helpers.gated import anatomy, assert_same_anatomy
-from helpers.replicas import replicated
 from torch import Tensor, fx, nn
 
 from mmgate._environment import available
@@ -23,7 +22,6 @@ if not available('timm'):  # an import may fail in other ways than by absence
 import timm
 from helpers.timm_models import HEADS, MODELS, PATHS, PLUG, SDPA, C, build
 from timm.layers.attention import Attention
-from timm.layers.patch_embed import PatchEmbed
 from timm.models.eva import EvaAttention
 from timm.models.gcvit import WindowAttentionGlobal
 
@@ -110,8 +108,8 @@ def test_a_checkpoint_of_timms_gates_after_a_norm_finds_no_place() -> None:
 @pytest.mark.parametrize('gate', ['AgentAttention', 'SAGAAttention', 'FocusedLinearAttention'])
 @pytest.mark.parametrize('name, before', [('vit', 1), ('deit', 2), ('dinov2', 5), ('siglip', 0), ('swin', 0)])
 def test_attention_over_a_map_finds_the_map(name: str, before: int, gate: str) -> None:
-    """And the class and register tokens before it; maps of other images are those that the model embeds."""
-    model, images = build(name, **({} if name == 'swin' else dict(dynamic_img_size=True)))
+    """And the class and register tokens before it; images of another size are refused where a call names no map."""
+    model, images = build(name)
     path = 'layers.*.blocks.*' if name == 'swin' else PATHS[name]
     plain = copy.deepcopy(model)
     names = swap_attention(model, dict(type=gate, path=path, **(dict(agent_num=4) if 'Agent' in gate else {})))
@@ -126,9 +124,9 @@ def test_attention_over_a_map_finds_the_map(name: str, before: int, gate: str) -
         resting = [name for name, p in model.named_parameters() if not p.requires_grad]
         assert len(resting) == 4 and all('relative_position' in name for name in resting)
     else:
-        oblong = images.repeat(1, 1, 1, 2)
-        assert model(oblong).isfinite().all()
-        assert model.blocks[0].attn.noted_map == (4, 8)
+        assert [part.host_map for part in gates] == maps
+        with pytest.raises(ValueError, match='Gate takes images of that size alone, and all of their tokens'):
+            model.blocks(torch.randn(2, before + 4 * 8, C))
     restore_attention(model)
     assert torch.equal(model(images), plain(images)) and list(model.state_dict()) == list(plain.state_dict())
 
@@ -162,10 +160,10 @@ def test_masks_are_timms(kind: Any, mask: str) -> None:
 
 
 def test_a_map_has_no_pairs_to_mask() -> None:
-    model: Any = nn.ModuleDict(dict(attn=Attention(C, HEADS)))
-    swap_attention(model, dict(type='SAGAAttention', path='attn', map_size=(4, 4), class_token=False))
+    model, _ = build('siglip')
+    swap_attention(model, dict(type='SAGAAttention', path=PATHS['siglip']))
     with pytest.raises(ValueError, match='SAGAGate forms no pairs of tokens'):
-        model['attn'](torch.randn(1, 16, C), is_causal=True)
+        model.blocks[0].attn(torch.randn(1, 16, C), is_causal=True)
 
 
 def test_heads_of_another_width() -> None:
@@ -178,10 +176,11 @@ def test_heads_of_another_width() -> None:
         torch.testing.assert_close(gated['attn'](x), plain['attn'](x), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match='goes from 24 to 40 channels'):
         swap_attention(model, dict(SDPA, path='attn', position='G5'))
+    vars(model).update(num_prefix_tokens=0, patch_embed=SimpleNamespace(grid_size=(3, 3), img_size=(48, 48)))
     with pytest.raises(
         ValueError, match='needs one width, but Attention has 32 channels, its heads 24 and its output 40'
     ):
-        swap_attention(model, dict(type='SAGAAttention', path='attn', map_size=(3, 3), class_token=False))
+        swap_attention(model, dict(type='SAGAAttention', path='attn'))
 
 
 def test_attention_is_read_before_and_after() -> None:
@@ -254,33 +253,25 @@ def test_this_timm_is_told_apart() -> None:
     assert known[0] != 1 or known == [1, 0, 30] or (known > [1, 0, 29]) == BY_IMAGE
 
 
-def test_a_model_that_drops_tokens_takes_no_gate_over_the_map() -> None:
-    """A quarter of 16 x 16 patches would pass for a map of 8 x 8."""
-    model, _ = build('vit', img_size=256, patch_drop_rate=0.75)
-    with pytest.raises(
-        ConfigError, match=r'SAGAAttention needs all tokens .* VisionTransformer drops some .*PatchDropout'
-    ):
-        swap_attention(model, dict(type='SAGAAttention', path=PATHS['vit'], map_size=(16, 16), class_token=1))
+@pytest.mark.parametrize(
+    'options, said',
+    [
+        (dict(patch_drop_rate=0.75), r'needs all tokens .* VisionTransformer drops some .*PatchDropout'),
+        (dict(dynamic_img_size=True), r'VisionTransformer takes images of any size. Build it for one, img_size='),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else '',
+)
+def test_a_model_of_other_maps_takes_no_gate_over_the_map(options: dict[str, Any], said: str) -> None:
+    """A quarter of 16 x 16 patches would pass for a map of 8 x 8. Gates of pairs fit."""
+    model, _ = build('vit', img_size=256, **options)
+    with pytest.raises(ConfigError, match=f'SAGAAttention does not replace blocks.0.attn: .*{said}'):
+        swap_attention(model, dict(type='SAGAAttention', path=PATHS['vit'], map_size=(16, 16)))
     assert swap_attention(model, dict(PLUG, path=PATHS['vit']))
 
 
-@pytest.mark.parametrize('replicate', [False, True], ids=['shared', 'replicas'])
-def test_threads_see_the_map_of_their_own_images(replicate: bool) -> None:
-    """Both maps have as many tokens. DataParallel makes replicas before each step."""
-    model, _ = build('vit', dynamic_img_size=True)
-    swap_attention(model, dict(type='SAGAAttention', path=PATHS['vit']))
-    for parameter in gate_parameters(model).values():
-        nn.init.normal_(parameter)
-    inputs = [torch.randn(1, 3, 64, 128), torch.randn(1, 3, 128, 64), torch.randn(1, 3, 96, 96)]
-    expected = [model(images) for images in inputs]
-
-    def run(image: Tensor) -> Tensor:
-        return (replicated(model) if replicate else model)(image)
-
-    with ThreadPoolExecutor(len(inputs)) as threads:
-        for _ in range(20):
-            for found, wanted in zip(threads.map(run, inputs), expected, strict=True):
-                torch.testing.assert_close(found, wanted)
+def test_attention_outside_of_a_vit_takes_no_gate_over_the_map() -> None:
+    with pytest.raises(ConfigError, match='does not name the map, and no ViT around it keeps one'):
+        swap_attention(nn.ModuleDict(dict(attn=Attention(C, HEADS))), dict(type='SAGAAttention', path='attn'))
 
 
 def test_a_swin_with_whole_maps_takes_images_of_another_size() -> None:
@@ -320,17 +311,10 @@ def test_torch_fx_keeps_gated_attention_whole(name: str) -> None:
 
 
 @torch.no_grad()
-def test_torch_fx_traces_a_gate_over_a_map_beside_a_whole_patch_embedding() -> None:
-    """The call of the embedding tells the map, which would be taken for a square otherwise."""
-
-    class Tracer(fx.Tracer):
-        def is_leaf_module(self, module: nn.Module, name: str) -> bool:
-            return isinstance(module, PatchEmbed) or super().is_leaf_module(module, name)
-
+def test_torch_fx_traces_a_gate_over_an_oblong_map() -> None:
     model, _ = build('vit', img_size=(32, 128))
-    swap_attention(model, dict(path='blocks.*.attn', type='AgentAttention', agent_num=4))
+    gated = swap_attention(model, dict(path='blocks.*.attn', type='AgentAttention', agent_num=4))
     images = torch.randn(1, 3, 32, 128)
-    with pytest.raises(ConfigError, match=r'cannot look into PatchEmbed, .* leaf_modules=\[PatchEmbed\]'):
-        fx.symbolic_trace(model)
-    traced = fx.GraphModule(model, Tracer().trace(model))
+    traced = fx.symbolic_trace(model)
+    assert [node.target for node in traced.graph.nodes if node.target in gated] == gated
     torch.testing.assert_close(traced(images), model(images))

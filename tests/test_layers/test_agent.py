@@ -12,6 +12,7 @@ from helpers.published import agent_attention as published_agent_attention
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mmgate.errors import OptionError
 from mmgate.layers import AgentAttention
 
 B, H, D = 2, 3, 4
@@ -141,12 +142,16 @@ def test_agent_windows_attend_each_by_itself() -> None:
 
 
 @pytest.mark.parametrize('size, window', [((7, 14), 7), ((4, 16), 4), ((8, 8), 4)], ids=str)
-def test_agent_windows_of_a_vit_take_the_whole_map(size: tuple[int, int], window: int) -> None:
-    """Its map is that of pre-training, which need not be square, and not that of a window."""
-    attention = AgentAttention(8, 2, map_size=size, agent_num=4, window=window).double()
-    x = torch.randn(2, size[0] * size[1], 8, dtype=torch.float64)
-    assert torch.equal(attention(x), attention(x, size))
-    assert attention.gate.ah_bias.shape[3] == attention.gate.aw_bias.shape[4] == window
+def test_biases_of_windows_have_the_size_of_windows(size: tuple[int, int], window: int) -> None:
+    gate = AgentAttention(8, 2, map_size=size, agent_num=4, window=window).gate
+    assert gate.map_size == size and gate.bias_size == (window, window)
+    assert gate.ah_bias.shape[3] == gate.aw_bias.shape[4] == window
+
+
+def test_agents_without_biases_need_no_map() -> None:
+    assert AgentAttention(8, 2, bias=False).gate.map_size is None
+    with pytest.raises(OptionError, match='needs the map in pre-training'):
+        AgentAttention(8, 2)
 
 
 @pytest.mark.parametrize(

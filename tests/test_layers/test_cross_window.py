@@ -10,7 +10,8 @@ from torch import nn
 
 from mmgate import gate_parameters, swap_attention
 from mmgate.errors import ConfigError
-from mmgate.layers import CrossWindowAttention
+from mmgate.layers import CrossWindowAttention, CrossWindowGate
+from mmgate.layers.base.gate import Sizes
 
 
 def test_cross_windows_go_into_another_host_by_a_rule() -> None:
@@ -29,10 +30,15 @@ def test_cross_windows_go_into_another_host_by_a_rule() -> None:
     assert list(gate_parameters(model)) == [
         f'attn.gate.lepe.{branch}.{part}' for branch in (0, 1) for part in ('weight', 'bias')
     ]
-    for path, options, message in (
-        ('odd', {}, 'num_heads=3 must be even'),
-        ('even', dict(class_token=True), 'no class token: it would lie in no stripe'),
+    hosts = nn.ModuleDict(dict(odd=SpatialReductionAttention(12, 3)))
+    with pytest.raises(ConfigError, match='num_heads=3 must be even'):
+        swap_attention(hosts, dict(path='odd', type='CrossWindowAttention'))
+
+
+def test_cross_windows_take_no_class_token() -> None:
+    for make in (
+        lambda: CrossWindowAttention(12, 2, class_tokens=1),
+        lambda: CrossWindowGate(Sizes(12, 2, class_tokens=1)),
     ):
-        hosts = nn.ModuleDict(dict(odd=SpatialReductionAttention(12, 3), even=SpatialReductionAttention(12, 2)))
-        with pytest.raises(ConfigError, match=message):
-            swap_attention(hosts, dict(path=path, type='CrossWindowAttention', **options))
+        with pytest.raises(ConfigError, match='no class token: it would lie in no stripe'):
+            make()

@@ -18,11 +18,11 @@ def formula(layer: SoftmaxAttention, x: Tensor, scale: float) -> Tensor:
     return layer.proj(heads.transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize('class_token', [False, True], ids=['map', 'class_token'])
+@pytest.mark.parametrize('class_tokens', [0, 2], ids=['map', 'class_tokens'])
 @pytest.mark.parametrize('qk_scale', [None, 0.3], ids=['usual_scale', 'scale'])
-def test_softmax_attention_is_its_formula(qk_scale: float | None, class_token: bool) -> None:
-    layer = SoftmaxAttention(C, HEADS, qk_scale=qk_scale, class_token=class_token).double()
-    x = torch.randn(2, class_token + 3 * 5, C, dtype=torch.float64)
+def test_softmax_attention_is_its_formula(qk_scale: float | None, class_tokens: int) -> None:
+    layer = SoftmaxAttention(C, HEADS, qk_scale=qk_scale, class_tokens=class_tokens).double()
+    x = torch.randn(2, class_tokens + 3 * 5, C, dtype=torch.float64)
     torch.testing.assert_close(layer(x, (3, 5)), formula(layer, x, qk_scale or (C // HEADS) ** -0.5))
 
 

@@ -10,7 +10,7 @@ from mmgate.layers import LinearAngularAttention
 
 def test_angular_convolves_a_class_token_in_its_row_or_not_at_all() -> None:
     """Along the tokens as published, it stands before the first; over the map it is left out."""
-    along, over = (LinearAngularAttention(C, HEADS, class_token=True, convolution=c) for c in ('tokens', 'map'))
+    along, over = (LinearAngularAttention(C, HEADS, class_tokens=1, convolution=c) for c in ('tokens', 'map'))
     assert tuple(along.gate.dwc.weight.shape) == (HEADS, 1, 9, 1) and along.gate.dwc.bias is None
     assert tuple(over.gate.dwc.weight.shape) == (C, 1, 3, 3) and over.gate.dwc.bias is not None
     x = torch.randn(1, 1 + 16, C)

@@ -199,7 +199,7 @@ def test_linear_attention_refuses_what_does_not_fit(name: str, options: dict[str
 @every_layer
 def test_class_token_attends_and_is_neither_convolved_nor_placed(name: str) -> None:
     """A map's tokens in another place change what they are; the class token sees a set."""
-    layer = build(name, class_token=True)
+    layer = build(name, class_tokens=1)
     layer.load_state_dict(build(name).state_dict())
     x = torch.randn(1, 1 + 16, C, dtype=torch.float64)
     assert layer(x, (4, 4)).shape == x.shape

@@ -44,9 +44,9 @@ def test_what_is_no_number_in_bounds_is_refused(value: object) -> None:
 @pytest.mark.parametrize(
     ('value', 'said'),
     [
-        ((56,), r'm=\(56,\) must be the height and the width of a map, such as m=\(56, 56\)'),
-        (56, 'm=56 must be the height'),
-        ('56', "m='56' must be the height"),
+        ((56,), r'm=\(56,\) must be a height and a width, such as m=\(56, 56\)'),
+        (56, 'm=56 must be a height'),
+        ('56', "m='56' must be a height"),
         ((56.5, 56), r'm\[0\]=56.5 must be an integer, 1 or more'),
         ((0, 7), r'm\[0\]=0 must be'),
         ((7, True), r'm\[1\]=True must be'),
@@ -70,7 +70,6 @@ MAP = dict(map_size=(4, 4))
         (layers.AgentGate, dict(MAP, window=0), 'window=0 must be an integer'),
         (layers.AgentGate, dict(MAP, value_factor=nan), 'value_factor=nan must be a finite number'),
         (layers.AgentGate, dict(MAP, broadcast_scale=-1.0), 'broadcast_scale=-1.0 must be a finite number above 0'),
-        (layers.AgentGate, dict(MAP, class_token=-1), 'class_token=-1 must be an integer'),
         (layers.SAGAGate, dict(map_size=(0, 7)), 'map_size'),
         (layers.FocusedLinearGate, dict(MAP, power=-3), 'power=-3 must be'),
         (layers.PolaFormerGate, dict(MAP, alpha=-1.0), 'alpha=-1.0 must be'),

@@ -244,7 +244,11 @@ def test_layers_of_others_compute_in_a_pixel_decoder_what_they_do_elsewhere() ->
     positions = dict(num_feats=4, normalize=True)
     torch.manual_seed(0)
     decoder = MSDeformAttnPixelDecoder(
-        [8] * 4, feat_channels=8, out_channels=8, encoder=Config(encoder), positional_encoding=Config(positions),
+        [8] * 4,
+        feat_channels=8,
+        out_channels=8,
+        encoder=Config(encoder),
+        positional_encoding=Config(positions),
         norm_cfg=dict(type='GN', num_groups=2),
     )
     decoder.init_weights()
