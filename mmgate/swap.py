@@ -5,7 +5,8 @@ Each of the four steps returns what the next one takes. Only the last one change
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,18 +20,20 @@ from mmgate.hosts import adapter_for, hosts_of
 from mmgate.hosts.map_size import Derived, map_options
 from mmgate.hosts.table import Adapter, full_name, gate_of_type, host_names, options_of, refusal_of
 from mmgate.hosts.torch import switch_nested_tensors
+from mmgate.layers.base.former import was_in_vit
 from mmgate.layers.base.gate import draw_gates, random_stream
 from mmgate.layers.base.gated import (
-    CHILD,
     Record,
     bypass_of,
     computed_dtype,
     device_of,
     gate_module,
     gated_modules,
+    make_gate,
     record_of,
 )
 from mmgate.layers.base.starts import initialise_gates_last
+from mmgate.layers.gml import GatingModulation
 from mmgate.listing import inventory
 from mmgate.rules import Rule, Rules, as_lines, parse_rules, path_regex
 from mmgate.wrappers import named_part, named_parts, own_model, refuse_replicated, refuse_sharded
@@ -240,17 +243,11 @@ def _fitting(model: nn.Module, found: Found, first: dict[int, Made]) -> dict[str
 def _gate(model: nn.Module, rule: Rule, host: Host, derived: Derived) -> nn.Module:
     """Make and initialise the gate of a host, from a random stream of its name."""
     gate_type: Any = gate_of_type(rule.type)
-    if getattr(host.module, CHILD, None) is not None:
-        kind = full_name(type(host.module))
-        raise ConfigError(f"this {kind} has an attribute 'gate' already.{host.adapter.own_gates}")
-    names = host.name.split('.')
-    around = [type(model.get_submodule('.'.join(names[:count]))) for count in range(len(names) + 1)]
-    surroundings = dict(in_vit=host.adapter.is_in_vit(around), map_size=derived.map_size)
-    surroundings.update(host.adapter.around(model, host.path))
+    around = {'map_size': derived.map_size, **host.adapter.around(model, host.path)}
     device = device_of(host.module, model)
     # Not on the device of a ``with torch.device`` around: its generator would be moved.
     with torch.device('cpu'), random_stream(host.path):
-        gate = host.adapter.make_gate(host.module, gate_type, surroundings, **{**derived.options, **rule.options})
+        gate = make_gate(host.adapter, host.module, gate_type, around, **{**derived.options, **rule.options})
     draw_gates(host.path, gate)
     return gate.to(device=device, dtype=computed_dtype(host.module, model))
 
@@ -280,6 +277,7 @@ def commit(model: nn.Module, made: Sequence[Made]) -> list[str]:
     refuse_unlike(model, {module: (one.rule.type, one.rule.options) for module, one in once.items()})
     resting = frozen_in_training(model, {one.host.path: one.host.module for one in once.values()})
     warn_of_frozen(model, resting)
+    _warn_of_start(model, once.values())
     for one in once.values():
         host = one.host
         gate_module(host.module, host.adapter, one.gate, Record(host.adapter, host.path, one.rule.given, host.child))
@@ -291,6 +289,23 @@ def commit(model: nn.Module, made: Sequence[Made]) -> list[str]:
     switch_nested_tensors(model)
     initialise_gates_last(model)
     return [one.host.name for one in made]
+
+
+def _warn_of_start(model: nn.Module, made: Iterable[Made]) -> None:
+    """Warn once a rule of gates whose start 0.2 took from the model around them; to be removed in 0.4."""
+    first: dict[int, Made] = {}
+    for one in made:
+        if any(isinstance(part, GatingModulation) and part.init == 'paper' for part in one.gate.modules()):
+            names = one.host.name.split('.')
+            around = (type(model.get_submodule('.'.join(names[:count]))) for count in range(len(names) + 1))
+            if was_in_vit(around):
+                first.setdefault(id(one.rule), one)
+    for one in first.values():
+        log(
+            f"mmgate: {one.rule.where}: since 0.3 init='paper' starts gates as in detectors, in {one.host.name}, too, "
+            "which is part of a vision transformer. Write init='vit' for their start of 0.2.0.",
+            logging.WARNING,
+        )
 
 
 def _gated_in(model: nn.Module, module: nn.Module) -> str | None:
