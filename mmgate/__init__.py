@@ -27,7 +27,7 @@ from .finetune import (
 from .hosts import adapts
 from .layers.base.deformable import DeformableGate, DeformableHost
 from .layers.base.dense import DenseGate, DenseHost
-from .layers.base.gate import Gate, Sizes
+from .layers.base.gate import Gate, Sizes, refuse_to_split
 from .layers.base.gated import GatedModule
 from .layers.base.map import MapGate, MapHost
 from .listing import list_attention
@@ -57,6 +57,7 @@ __all__ = [
     'load_gates',
     'note',
     'record',
+    'refuse_to_split',
     'restore_attention',
     'save_gates',
     'swap_attention',

@@ -97,6 +97,8 @@ def _sizes_of_heads(attention: nn.Module, gates: Sequence[type]) -> dict[str, in
         return {}
     adapter, child = found
     sizes = adapter.sizes(attention.get_submodule(child))
+    if isinstance(sizes, dict):
+        sizes = next(iter(sizes.values()))
     return dict(embed_dims=sizes.channels, num_heads=sizes.heads)
 
 

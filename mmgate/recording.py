@@ -21,7 +21,7 @@ from mmgate.hosts.table import Adapter, adapter_for
 from mmgate.layers.base.deformable import DeformableGate
 from mmgate.layers.base.dense import DenseGate
 from mmgate.layers.base.gate import CHILD, Gate
-from mmgate.layers.base.gated import RECORD, GatedModule, Record, gated_class, host_class, is_off
+from mmgate.layers.base.gated import RECORD, GatedModule, Record, gated_class, host_class, is_off, make_gate
 from mmgate.notes import POINTS, WEIGHTS, Kept, Note, Recorder, Recording, in_graph, recording_by
 
 # By kind of attention without a gate, what it notes.
@@ -91,10 +91,9 @@ def plain_adapter(module: nn.Module) -> tuple[type[Gate], Adapter] | None:
     if _is_on(module):
         return None
     vanilla = _as_vanilla(module)
-    has_own = vanilla._modules.get(CHILD) is not None
     for kind in PLAIN:
         found = adapter_for(kind, vanilla)
-        if found is not None and not found[1] and (found[0].own_gates or not has_own):
+        if found is not None and not found[1]:
             return kind, found[0]
     return None
 
@@ -152,7 +151,6 @@ class _Plain:
         state = {name: value for name, value in vars(vanilla).items() if name not in (FORWARD, CHILD)}
         state['_modules'] = {**vanilla._modules, CHILD: self.gate.train(module.training)}
         state[RECORD] = Record(self.adapter, '', {})
-        state['own_gate'] = vanilla._modules.get(CHILD)
         vars(gated).update(state)
         return kind.forward(gated, *args, **kwargs)
 
@@ -186,6 +184,6 @@ def _plain(module: nn.Module, names: set[str] | None) -> _Plain | None:
         return None
     kind, adapter = found
     try:
-        return _Plain(module, adapter, adapter.make_gate(_as_vanilla(module), kind))
+        return _Plain(module, adapter, make_gate(adapter, _as_vanilla(module), kind))
     except ConfigError:
         return None

@@ -5,7 +5,8 @@ Rules are parsed, then all gates are planned and made, then put in. Only the las
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +19,20 @@ from mmgate.frozen import frozen_attention
 from mmgate.hosts import adapter_for, hosts_of
 from mmgate.hosts.table import Adapter, full_name, gate_of_type, host_names, refusal_of
 from mmgate.hosts.torch import switch_nested_tensors
+from mmgate.layers.base.former import was_in_vit
 from mmgate.layers.base.gate import draw_gates, random_stream
 from mmgate.layers.base.gated import (
-    CHILD,
     Record,
     bypass_of,
     computed_dtype,
     device_of,
     gate_module,
     gated_modules,
+    make_gate,
     record_of,
 )
 from mmgate.layers.base.starts import initialise_gates_last
+from mmgate.layers.gml import GatingModulation
 from mmgate.listing import inventory
 from mmgate.rules import Rule, Rules, as_lines, parse_rules, path_regex
 from mmgate.wrappers import model_to_gate, named_part, named_parts
@@ -106,6 +109,7 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     for one in planned.values():
         once.setdefault(id(one.attention), one)  # several layers may share it
     frozen = frozen_attention(model, {one.path: (one.attention, one.made_by) for one in once.values()})
+    _warn_of_start(model, once.values())
     # From here on nothing is refused.
     for one in once.values():
         record = Record(one.adapter, one.path, one.rule.given, one.child)
@@ -178,17 +182,10 @@ def _plan(model: nn.Module, rule: Rule, pattern: str, planned: Mapping[str, Plan
 def _gate(model: nn.Module, rule: Rule, path: str, attention: nn.Module, adapter: Adapter) -> nn.Module:
     """Make and initialise the gate of an attention, from a random stream of the attention's name."""
     gate_type: Any = gate_of_type(rule.type)
-    if getattr(attention, CHILD, None) is not None:
-        kind = full_name(type(attention))
-        raise ConfigError(f"this {kind} has an attribute 'gate' already.{adapter.own_gates}")
-    names = path.split('.')
-    around = [type(model.get_submodule('.'.join(names[:count]))) for count in range(len(names) + 1)]
-    surroundings = dict(in_vit=adapter.is_in_vit(around))
-    surroundings.update(adapter.around(model, path))
     device = device_of(attention, model)
     # Not on the device of a ``with torch.device`` around: its generator would be moved.
     with torch.device('cpu'), random_stream(path):
-        gate = adapter.make_gate(attention, gate_type, surroundings, **rule.options)
+        gate = make_gate(adapter, attention, gate_type, adapter.around(model, path), **rule.options)
     draw_gates(path, gate)
     return gate.to(device=device, dtype=computed_dtype(attention, model))
 
@@ -219,6 +216,23 @@ def _refuse_nested(model: nn.Module, names: Collection[str]) -> None:
                 f'{name} lies inside {outer}, and both are to be gated; let the paths match one of the two, most '
                 f'often the outer. {inventory(model)}'
             )
+
+
+def _warn_of_start(model: nn.Module, planned: Iterable[Planned]) -> None:
+    """Warn once a rule of gates whose start 0.2 took from the model around them; to be removed in 0.4."""
+    first: dict[int, Planned] = {}
+    for one in planned:
+        if any(isinstance(part, GatingModulation) and part.init == 'paper' for part in one.gate.modules()):
+            names = one.name.split('.')
+            around = (type(model.get_submodule('.'.join(names[:count]))) for count in range(len(names) + 1))
+            if was_in_vit(around):
+                first.setdefault(id(one.rule), one)
+    for one in first.values():
+        log(
+            f"mmgate: {one.rule.where}: since 0.3 init='paper' starts gates as in detectors, in {one.name}, too, which "
+            "is part of a vision transformer. Write init='vit' for their start of 0.2.0.",
+            logging.WARNING,
+        )
 
 
 def _gate_in(model: nn.Module, module: nn.Module) -> str | None:

@@ -17,7 +17,7 @@ from mmengine.hub import get_config
 from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
-from mmgate import adapts, restore_attention, swap_attention
+from mmgate import adapts, list_attention, restore_attention, swap_attention
 from mmgate.errors import ConfigError
 from mmgate.hosts.table import _ADAPTERS
 from mmgate.layers import PLuGMultiScaleDeformableAttention
@@ -316,6 +316,28 @@ def test_a_pair_of_somebody_else() -> None:
 
 
 @pytest.mark.usefixtures('_own_pair')
+def test_attention_with_several_gates_has_sizes_for_each() -> None:
+    class Both(GatedWrapped):
+        @classmethod
+        def sizes(cls, host: Any) -> dict[str, Sizes]:  # type: ignore[override]
+            return dict(first=Sizes(16, 4), second=Sizes(8, 2))
+
+        def forward(self, query: torch.Tensor) -> torch.Tensor:
+            return self.gate['second'].change(self.attn(query, query, query)[0])
+
+    adapts(Halved, Wrapped)(Both)
+    model = nn.ModuleDict(dict(layer=Wrapped(16)))
+    swap_attention(model, dict(path='layer', type=Halved, offset=1.0))
+    assert [(name, gate.embed_dims, gate.offset) for name, gate in model['layer'].gate.items()] == [
+        ('first', 16, 1.0),
+        ('second', 8, 1.0),
+    ]
+    adapts(DenseGate, Wrapped)(Both)
+    listed = list_attention(nn.ModuleDict(dict(layer=Wrapped(16))))[0]
+    assert listed.path == 'layer' and listed.sizes == dict(embed_dims=16, num_heads=4)
+
+
+@pytest.mark.usefixtures('_own_pair')
 def test_an_error_in_a_gates_constructor_or_adapter_is_not_taken_for_a_bad_rule() -> None:
     class Buggy(Halved):
         def __init__(self, sizes: Sizes, *, factor: float = 0.5) -> None:
@@ -324,12 +346,12 @@ def test_an_error_in_a_gates_constructor_or_adapter_is_not_taken_for_a_bad_rule(
 
     class Filled(GatedWrapped):
         @classmethod
-        def build_gate(cls, sizes: Sizes, gate_type: type[Gate], **options: Any) -> nn.Module:
-            return super().build_gate(sizes, gate_type, factor=1.0, **options)
+        def sizes(cls, host: Any) -> Sizes:
+            return Sizes(**dict(channels=8, heads=2, width=4))
 
     for adapter, kind, words in (
         (GatedWrapped, Buggy, "object of type 'float' has no len()"),
-        (Filled, Halved, 'multiple values for keyword argument .factor'),
+        (Filled, Halved, "unexpected keyword argument 'width'"),
     ):
         adapts(Halved, Wrapped)(adapter)
         with pytest.raises(TypeError, match=words) as info:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmgate.analysis.structure import build_structure
+from mmgate.layers.agent import AgentGate
 from mmgate.layers.base.deformable import DeformableGate
-from mmgate.layers.base.gate import Gate
 from mmgate.layers.base.gated import unused_names
 from mmgate.ops.custom_op import CAN_REGISTER
 
@@ -82,8 +82,8 @@ def _count_host(model: Any, image: Tensor) -> Complexity:
 def count_model(model: nn.Module, *inputs: Any) -> Complexity:
     """Return the parameters and MACs of the call ``model(*inputs)``; it changes the model, so give a copy.
 
-    The model is changed: it is left in evaluation mode, with no parameter that requires a gradient, and its gates lose
-    computations that do not count, see :meth:`.Gate.prepare_count`. Give a copy of a model that goes on.
+    The model is changed: it is left in evaluation mode, with no parameter that requires a gradient, and Agent's gates
+    with biases of zeros. Give a copy of a model that goes on.
     """
     if not CAN_REGISTER and any(
         isinstance(module, DeformableGate) and type(module) is not DeformableGate for module in model.modules()
@@ -95,9 +95,9 @@ def count_model(model: nn.Module, *inputs: Any) -> Complexity:
     model.eval()
     # The counter hooks what requires a gradient, even if no gradient is taken.
     model.requires_grad_(False)
-    for layer in list(model.modules()):
-        if isinstance(layer, Gate):
-            layer.prepare_count()
+    for layer in model.modules():
+        if isinstance(layer, AgentGate) and layer.an_bias is not None:
+            layer.biases = partial(_unresized, layer)  # type: ignore[method-assign]
     counter = FlopCounterMode(display=False, custom_mapping=rules())
     # Under a torch function mode torch's attention leaves out its fused operator, which would hide the products.
     with torch.no_grad(), torch.device('cpu'), counter:
@@ -157,6 +157,13 @@ def _pooled(extractor: Any, features: tuple[Tensor, ...], rois: Tensor, *_: Any)
 def _first_masks(head: nn.Module, features: Tensor, *_: Any) -> Tensor:
     masks = type(head).forward(head, features[:MASKS])
     return masks.new_zeros(len(features), *masks.shape[1:])
+
+
+def _unresized(gate: AgentGate, hw_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return zeros of the shapes that :meth:`.AgentGate.biases` returns, without the products that resize."""
+    tokens = gate.class_tokens + hw_shape[0] * hw_shape[1]
+    bias = gate.an_bias.new_zeros(1, gate.num_heads, gate.grid**2, tokens)
+    return bias, bias.transpose(2, 3)
 
 
 def _attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:

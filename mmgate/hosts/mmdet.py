@@ -12,12 +12,11 @@ from mmdet.models.layers.transformer.utils import ConditionalAttention
 from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
 from torch import Tensor, nn
 
-from mmgate.errors import ConfigError
 from mmgate.hosts.table import adapts
 from mmgate.hosts.torch import adapt_reduced
 from mmgate.hosts.window import adapt_swin
 from mmgate.layers.base.dense import DenseGate, DenseHost
-from mmgate.layers.base.gate import Gate, Sizes
+from mmgate.layers.base.gate import Sizes
 
 adapt_swin(WindowMSA, ShiftWindowMSA)
 adapt_reduced(SpatialReductionAttention)
@@ -43,13 +42,13 @@ class GatedConditionalAttention(DenseHost):
     proj_drop: nn.Module
 
     @classmethod
-    def check_gate(cls, host: ConditionalAttention, gate: DenseGate) -> None:
-        """Raise ConfigError for a differential gate in cross-attention, where the halves of a head have a meaning."""
-        if host.cross_attn and gate.attends_twice:
-            raise ConfigError(
-                f'the gate {gate.attends_twice}, but those of a conditional cross-attention are content and position '
-                'already.'
-            )
+    def sizes(cls, host: Any) -> Sizes:
+        """Read the sizes off an attention module (the host), whose cross-attention has queries of twice the width."""
+        sizes = super().sizes(host)
+        if not host.cross_attn:
+            return sizes
+        reason = 'those of a conditional cross-attention are content and position already'
+        return replace(sizes, query_width=2 * sizes.head_dim, whole_heads=reason)
 
     def forward(
         self,
@@ -114,19 +113,14 @@ class GatedBiMultiHeadAttention(DenseHost):
     out_l_proj: nn.Module
 
     @classmethod
-    def sizes(cls, host: Any) -> Sizes:
-        """Read the sizes of attention from the image to words off the host."""
-        inputs = (host.v_dim, host.l_dim, host.l_dim)
-        return Sizes(host.embed_dim, host.num_heads, inputs=inputs, output=host.v_dim, dropout=host.dropout)
+    def sizes(cls, host: Any) -> dict[str, Sizes]:  # type: ignore[override]
+        """Read the sizes off an attention module (the host), for its two gates.
 
-    @classmethod
-    def build_gate(cls, sizes: Sizes, gate_type: type[Gate], **options: Any) -> nn.Module:
-        """Build two gates: ``vision`` for attention from the image to words, ``language`` for the reverse."""
-        vision, language, _ = sizes.input_widths
-        reverse = replace(sizes, inputs=(language, vision, vision), output=language)
-        build = super().build_gate
-        gates = dict(vision=build(sizes, gate_type, **options), language=build(reverse, gate_type, **options))
-        return nn.ModuleDict(gates)
+        ``vision`` is for attention from the image to words, ``language`` for the reverse.
+        """
+        sizes = Sizes(host.embed_dim, host.num_heads, dropout=host.dropout)
+        widths = dict(vision=(host.v_dim, host.l_dim), language=(host.l_dim, host.v_dim))
+        return {name: replace(sizes, inputs=(own, other, other), output=own) for name, (own, other) in widths.items()}
 
     def forward(
         self,

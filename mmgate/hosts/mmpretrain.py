@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,9 +26,10 @@ from mmgate.hosts.around import nearest_with
 from mmgate.hosts.relative_positions import GatedRelativeAttention
 from mmgate.hosts.table import adapts
 from mmgate.hosts.window import adapt_swin
-from mmgate.layers.base.dense import DenseGate, DenseHost, is_plain
+from mmgate.layers.base.dense import DenseGate, DenseHost
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import MapGate, MapHost
+from mmgate.layers.plug_dense import PLuGGate
 
 LARGEST = math.log(100.0)  # of Swin v2's logit_scale
 
@@ -57,13 +59,13 @@ class GatedWindowMSAV2(DenseHost):
     proj_drop: nn.Module
 
     @classmethod
-    def check_gate(cls, host: Any, gate: Any) -> None:
-        """Raise ConfigError for a gate that attends twice, which does not fit cosines.
+    def sizes(cls, host: Any) -> Sizes:
+        """Read channels, heads and dropout off an attention module (the host), for its gate.
 
         Neither halves of unit vectors nor queries that a gate projects are unit vectors.
         """
-        if gate.attends_twice:
-            raise ConfigError(f'the gate {gate.attends_twice}, but a WindowMSAV2 attends by the cosine of whole heads.')
+        reason = f'a {type(host).__name__} attends by the cosine of whole heads'
+        return replace(super().sizes(host), whole_heads=reason)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend inside each of nW windows of an image, with the gate; ``x`` is ``(B nW, N, C)``, image by image."""
@@ -103,12 +105,22 @@ def logit_factor(host: Any) -> float:
     raise ConfigError("its scaled_dot_product_attention is not mmpretrain's.")
 
 
-def check_extras(host: Any) -> None:
-    """Raise ConfigError if an attention uses an extra that its gated forward lacks, such as ``v_shortcut``."""
-    extras = dict(v_shortcut=host.v_shortcut, input_dims=host.input_dims != host.embed_dims)
-    refused = [name for name, used in extras.items() if used]
-    if refused:
-        raise ConfigError(f'this MultiheadAttention has {", ".join(refused)}.')
+def extras(host: Any) -> str:
+    """Return the extras of an attention that its gated forward lacks, such as ``v_shortcut``, in words for an error."""
+    found = dict(v_shortcut=host.v_shortcut, input_dims=host.input_dims != host.embed_dims)
+    names = [name for name, used in found.items() if used]
+    return f'this MultiheadAttention has {", ".join(names)}.' if names else ''
+
+
+def sizes_of_tokens(host: Any) -> Sizes:
+    """Read channels, heads, dropout and the scale of the logits off mmpretrain's ``MultiheadAttention``."""
+    return Sizes(
+        host.embed_dims,
+        host.num_heads,
+        dropout=host.attn_drop,
+        scale=logit_factor(host) * host.head_dims**-0.5,
+        bias=host.qkv.bias is not None,
+    )
 
 
 @adapts(DenseGate, MultiheadAttention)
@@ -125,23 +137,13 @@ class GatedTokenAttention(DenseHost):
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
-        """Read channels, heads and dropout off an attention module (the host), for its gate."""
-        return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop)
-
-    @classmethod
-    def check_gate(cls, host: Any, gate: Any) -> None:
-        """Raise ConfigError for an extra that a gate does not know, or a scale of the logits that it would lose."""
-        if not is_plain(gate):
-            check_extras(host)
-        if logit_factor(host) != 1 and gate.adds_queries:
-            raise ConfigError(f'it has a qk_scale, which its queries carry, but the gate {gate.attends_twice}.')
-        if logit_factor(host) != 1 and gate.adds_to_queries:
-            raise ConfigError('it has a qk_scale, which the queries carry, and what the gate adds to them would not.')
+        """Read the sizes off an attention module (the host), for its gate."""
+        return replace(sizes_of_tokens(host), no_gate=extras(host))
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over the tokens ``(B, N, C)``, with the gate."""
         query, key, value = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, N, d)
-        out = self.attend_gated((query, key, value), (x, x, x), self.proj, logit_factor=logit_factor(self))
+        out = self.attend_gated((query, key, value), (x, x, x), self.proj)
         out = out.contiguous()  # as the host's, for what is dropped to be the same
         out = self.out_drop(self.gamma1(self.proj_drop(out)))
         return value.squeeze(1) + out if self.v_shortcut else out
@@ -162,15 +164,15 @@ class MixedTokenAttention(MapHost):
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
-        """Read channels, heads and the scale of the logits off an attention module (the host), for its gate."""
-        scale = logit_factor(host) * host.head_dims**-0.5
-        bias = host.qkv.bias is not None
-        return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop, scale=scale, bias=bias)
+        """Read the sizes off an attention module (the host), for its gate."""
+        return sizes_of_tokens(host)
 
     @classmethod
     def check(cls, host: Any) -> None:
         """Raise ConfigError if the host has an extra that a gated forward lacks."""
-        check_extras(host)
+        reason = extras(host)
+        if reason:
+            raise ConfigError(reason)
 
     @classmethod
     def around(cls, model: nn.Module, path: str) -> dict[str, Any]:
@@ -220,15 +222,16 @@ class GatedLeAttention(DenseHost):
     def sizes(cls, host: Any) -> Sizes:
         """Read the sizes off an attention module (the host), whose heads and tokens may differ in width."""
         width = host.qkv.in_features
-        return Sizes(host.num_heads * host.key_dim, host.num_heads, inputs=(width, width, width), output=width)
-
-    @classmethod
-    def check_gate(cls, host: Any, gate: Any) -> None:
-        """Raise ConfigError for values of another width than the keys, as in LeViT; attention without a gate fits."""
-        if host.d != host.key_dim and not is_plain(gate):
-            raise ConfigError(
-                f'heads need one width, but here are keys of {host.key_dim} and values of {host.d} channels.'
-            )
+        reason = ''
+        if host.d != host.key_dim:  # as in LeViT
+            reason = f'heads need one width, but here are keys of {host.key_dim} and values of {host.d} channels.'
+        return Sizes(
+            host.num_heads * host.key_dim,
+            host.num_heads,
+            inputs=(width, width, width),
+            output=width,
+            no_gate=reason,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over the tokens ``(B, N, C)``, with the gate."""
@@ -240,9 +243,9 @@ class GatedLeAttention(DenseHost):
         return self.attend_gated((query, key, value), (x, x, x), self.proj, bias[None].to(query.dtype))
 
 
-@adapts(DenseGate, XCA)
+@adapts(PLuGGate, XCA)
 class GatedXCA(DenseHost):
-    """Adapter that lets gates with ``gates_by_vectors``, as PLuG's, into XCiT's cross-covariance attention.
+    """Adapter that lets PLuG's gates into XCiT's cross-covariance attention.
 
     There the d channels of a head attend to each other, so that logits and gate are d x d maps. The gate is formed as
     the host forms its logits: from ``Wq x`` and ``Wk x``, d channels each, normalised over the tokens. The paper says
@@ -259,21 +262,7 @@ class GatedXCA(DenseHost):
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
         """Read channels, heads and dropout off an attention module (the host), for its gate."""
-        return Sizes(host.proj.in_features, host.num_heads, dropout=host.attn_drop.p)
-
-    @classmethod
-    def check_gate(cls, host: Any, gate: Any) -> None:
-        """Raise ConfigError for a gate that does not fit attention between channels, as PLuG's does at ratio 1."""
-        if not gate.gates_by_vectors:
-            raise ConfigError(
-                'in a cross-covariance attention (XCA) the channels attend to each other, and this gate does not act '
-                'between channels; PLuGMultiheadAttention does.'
-            )
-        if gate.gate_width != gate.head_dim:
-            raise ConfigError(
-                f'the gate is of {gate.gate_width} x {gate.gate_width} pairs of channels, but the heads of this XCA '
-                f'have {gate.head_dim}; leave ratio at 1.'
-            )
+        return Sizes(host.proj.in_features, host.num_heads, dropout=host.attn_drop.p, over_channels=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend between the channels of the tokens ``(B, N, C)``, with the gate."""

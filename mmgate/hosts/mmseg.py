@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmgate.hosts.table import adapts
 from mmgate.hosts.torch import adapt_reduced, sizes_of_pyramid
 from mmgate.hosts.window import adapt_swin
-from mmgate.layers.base.dense import DenseGate, DenseHost, check_scale, factor_of
+from mmgate.layers.base.dense import DenseGate, DenseHost
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import MapGate, MapHost, Size
 
@@ -24,19 +24,8 @@ adapt_swin(WindowMSA, ShiftWindowMSA)
 adapt_reduced(EfficientMultiheadAttention, GlobalSubsampledAttention)
 
 
-class PlainScale(DenseHost):
-    """Base of adapters that let gates into attention with the usual scale of the logits only, no own ``qk_scale``."""
-
-    scale: float
-
-    @classmethod
-    def check_gate(cls, host: Any, gate: Any) -> None:
-        """Raise ConfigError if an attention scales its logits by another number than ``1 / sqrt(d)``."""
-        check_scale(host, gate)
-
-
 @adapts(DenseGate, BEiTAttention, MAEAttention)
-class GatedBEiTAttention(PlainScale):
+class GatedBEiTAttention(DenseHost):
     """Adapter that lets dense gates into mmseg's ``BEiTAttention`` and ``MAEAttention``.
 
     The relative position bias is added after the gate.
@@ -61,14 +50,11 @@ class GatedBEiTAttention(PlainScale):
         query, key, value = projected.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, N, d)
         position = self.relative_position_bias_table[self.relative_position_index]  # (N, N, H)
         position = position.permute(2, 0, 1)[None].to(query.dtype)
-        factor = factor_of(self.scale, query)
-        return self.proj_drop(
-            self.attend_gated((query, key, value), (x, x, x), self.proj, position, logit_factor=factor)
-        )
+        return self.proj_drop(self.attend_gated((query, key, value), (x, x, x), self.proj, position))
 
 
 @adapts(DenseGate, LocallyGroupedSelfAttention)
-class GatedLocallyGroupedSelfAttention(PlainScale):
+class GatedLocallyGroupedSelfAttention(DenseHost):
     """Adapter that lets dense gates into the windows of Twins' ``LocallyGroupedSelfAttention``."""
 
     num_heads: int
@@ -97,8 +83,7 @@ class GatedLocallyGroupedSelfAttention(PlainScale):
             padded = self._windows(padded, rows, columns)  # (nW, N, 1)
             bias = -1000.0 * (padded != padded.transpose(1, 2)).to(query.dtype)[:, None]
             bias = bias.repeat(x.shape[0], 1, 1, 1)
-        inputs = (windows, windows, windows)
-        out = self.attend_gated((query, key, value), inputs, self.proj, bias, logit_factor=factor_of(self.scale, query))
+        out = self.attend_gated((query, key, value), (windows, windows, windows), self.proj, bias)
         out = out.unflatten(0, (-1, rows, columns)).unflatten(3, (side, side)).transpose(2, 3)
         out = out.flatten(3, 4).flatten(1, 2)[:, :height, :width]  # (B, H, W, C)
         return self.proj_drop(out.flatten(1, 2))

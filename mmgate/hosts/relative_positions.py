@@ -22,8 +22,6 @@ class GatedRelativeAttention(DenseHost):
     Source: MViTv2 (arXiv 2112.01526), Eq. 4; ViTDet (arXiv 2203.16527), section 3.
     """
 
-    vits = (*DenseHost.vits, 'vit')
-
     num_heads: int
     qkv: nn.Module
     proj: nn.Module

@@ -31,10 +31,6 @@ TOKENS = 'timm.layers.attention.Attention'
 ROTARY = ('timm.layers.attention.AttentionRope', 'timm.models.eva.EvaAttention')
 WINDOWS = 'timm.models.swin_transformer.WindowAttention'
 SWIN_BLOCK = 'timm.models.swin_transformer.SwinTransformerBlock'
-OWN_GATES = (
-    " It is one of timm's: build the attention without gated=True, and gate it by SDPAGatedMultiheadAttention, which "
-    'loads checkpoints of that gate (without scale_norm).'
-)
 # timm's own gate has the weight of an SDPA gate at G1 in this place, so that its checkpoints load.
 OF_TIMM_GATES = {'gate.weight': 'gate.gate_weight', 'gate.bias': 'gate.gate_bias'}
 
@@ -153,15 +149,21 @@ class SizedByProjections(GatedModule):
         )
 
 
+def refuse_own_gate(host: Any) -> None:
+    """Raise ConfigError for an attention that was built with timm's own gate, ``gated=True``."""
+    if getattr(host, CHILD, None) is not None:
+        raise ConfigError(
+            f"this {type(host).__name__} has an attribute 'gate' already. It is one of timm's: build the attention "
+            'without gated=True, and gate it by SDPAGatedMultiheadAttention, which loads checkpoints of that gate '
+            '(without scale_norm).'
+        )
+
+
 class TokenProjections(SizedByProjections, DenseHost):
     """Base of the adapters for timm's ViTs; it has their projections, norms of queries and keys, and masks.
 
     A gate at G1 acts before the norm of the heads (``scale_norm``), where there is one; timm's own acts after it.
     """
-
-    host_signature = True
-    own_gates = OWN_GATES
-    own_gate: nn.Module | None = None  # timm's own, of a host that is recorded
 
     num_heads: int
     qkv: nn.Linear | None
@@ -171,11 +173,16 @@ class TokenProjections(SizedByProjections, DenseHost):
     proj_drop: nn.Module
 
     @classmethod
-    def check_gate(cls, host: Any, gate: Any) -> None:
-        """Raise ConfigError for a gate that adds queries if the host normalises queries."""
-        if gate.adds_queries and not isinstance(host.q_norm, nn.Identity):
-            kind = type(host).__name__
-            raise ConfigError(f'the gate {gate.attends_twice}, but this {kind} normalises its queries (qk_norm).')
+    def sizes(cls, host: Any) -> Sizes:
+        """Read the sizes off an attention module of timm (the host), for its gate."""
+        normed = not isinstance(host.q_norm, nn.Identity)
+        reason = f'this {type(host).__name__} normalises queries and keys (qk_norm)'
+        return replace(super().sizes(host), whole_heads=reason if normed else '')
+
+    @classmethod
+    def check(cls, host: Any) -> None:
+        """Raise ConfigError for a host that was built with timm's own gate."""
+        refuse_own_gate(host)
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: object, **kwargs: object) -> None:
         norm = getattr(self, 'norm', None)
@@ -221,8 +228,7 @@ class TokenProjections(SizedByProjections, DenseHost):
             attn_mask = ~attn_mask
 
         def project(merged: Tensor) -> Tensor:
-            merged = self.norm(merged) if hasattr(self, 'norm') else merged
-            return self.proj(merged if self.own_gate is None else merged * self.own_gate(x).sigmoid())
+            return self.proj(self.norm(merged) if hasattr(self, 'norm') else merged)
 
         out = self.attend_gated((query, key, value), (x, x, x), project, attn_mask=attn_mask)
         return self.proj_drop(out)
@@ -247,13 +253,10 @@ class GatedRotaryAttention(TokenProjections):
     num_prefix_tokens: int
 
     @classmethod
-    def check_gate(cls, host: Any, gate: Any) -> None:
-        """Raise ConfigError for a gate that attends twice, which does not fit rotary positions."""
-        if gate.attends_twice:
-            raise ConfigError(
-                f'the gate {gate.attends_twice}, but {type(host).__name__} rotates channels of both together.'
-            )
-        super().check_gate(host, gate)
+    def sizes(cls, host: Any) -> Sizes:
+        """Read the sizes off an attention module of timm (the host), for its gate."""
+        reason = f'{type(host).__name__} rotates channels of both together'
+        return replace(super().sizes(host), whole_heads=reason)
 
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
@@ -303,9 +306,6 @@ class MixedAttention(SizedByProjections, MapHost):  # type: ignore[override]
     was built for.
     """
 
-    host_signature = True
-    own_gates = OWN_GATES
-
     num_heads: int
     q_norm: nn.Module
     k_norm: nn.Module
@@ -314,7 +314,8 @@ class MixedAttention(SizedByProjections, MapHost):  # type: ignore[override]
 
     @classmethod
     def check(cls, host: Any) -> None:
-        """Raise ConfigError for heads of another width than the tokens."""
+        """Raise ConfigError for heads of another width than the tokens, or for timm's own gate."""
+        refuse_own_gate(host)
         check_width(host)
 
     @classmethod

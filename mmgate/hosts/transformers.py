@@ -75,8 +75,6 @@ class Trial:
 class _TrialGate(nn.Module):
     """Stand-in for a gate in a trial run, which keeps the shapes of the heads and computes nothing."""
 
-    acts_after_projection = False
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[torch.Size, ...]] = []
@@ -206,12 +204,7 @@ class GatedInterfaceAttention(DenseHost):
     the host runs.
     """
 
-    host_signature = True
     returns_weights = False
-    vits = (
-        *DenseHost.vits,
-        *('vit', 'deit', 'dinov2*', 'dinov3_vit', 'swin', 'segformer', 'RfDetrDinov2*'),
-    )
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
@@ -224,12 +217,15 @@ class GatedInterfaceAttention(DenseHost):
             dropout = getattr(dropout, name)
         if isinstance(dropout, nn.Dropout):
             dropout = dropout.p
+        kind = type(host).__name__
+        reason = f'{kind} rotates their halves together or changes them otherwise, by {", ".join(reading.changes)}'
         return Sizes(
             found.heads * found.head_dim,
             found.heads,
             inputs=(query, key, value),
             output=host.get_submodule(reading.output).out_features,
             dropout=float(dropout) if reading.dropout else 0.0,
+            whole_heads=reason if reading.changes else '',
         )
 
     @classmethod
@@ -241,22 +237,6 @@ class GatedInterfaceAttention(DenseHost):
     def check(cls, host: Any) -> None:
         """Raise ConfigError if the host does something else than its source and a trial run without numbers tell."""
         try_on_meta(host)
-
-    @classmethod
-    def check_gate(cls, host: Any, gate: Any) -> None:
-        """Raise ConfigError for a gate that attends twice if the host rotates its queries or changes them otherwise.
-
-        Attention without a gate runs where the model makes the masks that it takes.
-        """
-        implementation = host.config._attn_implementation
-        if is_plain(gate) and implementation not in PLAIN_MASKS:
-            raise ConfigError(f'it attends by {implementation!r}, whose masks this adapter does not know.')
-        changes = read_forward(host).changes
-        if gate.attends_twice and changes:
-            raise ConfigError(
-                f'the gate {gate.attends_twice}, but {type(host).__name__} rotates their halves together or changes '
-                f'them otherwise, by {", ".join(changes)}.'
-            )
 
     def after_gating(self, model: nn.Module) -> None:
         """Let this module call our attention function, and register hooks that keep the inputs of its projections."""
@@ -281,6 +261,9 @@ class GatedInterfaceAttention(DenseHost):
         """
         if is_plain(self.gate):  # a copy of the host, see mmgate.recording, which no hook has to tell its inputs
             own = vars(self)['config']
+            if own._attn_implementation not in PLAIN_MASKS:  # whose masks it would misread: the host runs as it is
+                self.gating.notes['config'] = own
+                return super().forward(*args, **kwargs)
             self.returns_weights = own._attn_implementation == 'eager'
             self.gating.notes['config'] = copy(own)
             self.config._attn_implementation = NAME
@@ -313,8 +296,7 @@ class GatedInterfaceAttention(DenseHost):
         for name in names:
             hook = partial(note_input, name)
             self.gating.handles.append(getattr(self, name).register_forward_pre_hook(hook))
-        if self.gate.acts_after_projection:
-            self.gating.handles.append(getattr(self, notes['output']).register_forward_hook(finish_output))
+        self.gating.handles.append(getattr(self, notes['output']).register_forward_hook(finish_output))
 
     def _unhook_projections(self) -> None:
         """Remove the hooks of :meth:`_hook_projections` from the projections."""
@@ -355,7 +337,7 @@ def note_input(name: str, projection: Any, args: tuple[Tensor, ...]) -> None:
 def finish_output(projection: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
     """Let the gate change the output of the output projection; a forward hook, for gates that act there."""
     call = getattr(_here, 'call', None)
-    if call is None:
+    if call is None or 'finish' not in call:  # in a trial there is no gate
         return output
     gate, query, inputs = call['finish']
     tokens = output.reshape(*inputs[0].shape[:2], output.shape[-1])
@@ -431,8 +413,6 @@ class GatedMask2FormerAttention(DenseHost):
     It does not call the attention interface.
     """
 
-    host_signature = True
-
     q_proj: nn.Module
     k_proj: nn.Module
     v_proj: nn.Module
@@ -475,8 +455,6 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
 
     A gate reads the query with its position.
     """
-
-    host_signature = True
 
     n_heads: int
     n_levels: int

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mmgate.errors import ConfigError
 from mmgate.hosts.around import backbone_and_stage, sizes_of_stage
 from mmgate.hosts.table import adapts
-from mmgate.layers.base.dense import DenseGate, DenseHost, check_scale, factor_of
+from mmgate.layers.base.dense import DenseGate, DenseHost
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import MapGate, MapHost, Size
 
@@ -24,17 +24,11 @@ class GatedWindowMSA(DenseHost):
     """
 
     num_heads: int
-    scale: float
     qkv: nn.Module
     proj: nn.Module
     proj_drop: nn.Module
     relative_position_bias_table: Tensor
     relative_position_index: Tensor
-
-    @classmethod
-    def check_gate(cls, host: Any, gate: Any) -> None:
-        """Raise ConfigError if an attention scales its logits by another number than ``1 / sqrt(d)``."""
-        check_scale(host, gate)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend inside each of nW windows of an image, with the gate; ``x`` is ``(B nW, N, C)``, image by image."""
@@ -45,8 +39,7 @@ class GatedWindowMSA(DenseHost):
         if mask is not None:
             bias = (bias + mask[:, None]).repeat(x.shape[0] // mask.shape[0], 1, 1, 1)
         bias = bias.to(query.dtype)
-        factor = factor_of(self.scale, query)
-        out = self.attend_gated((query, key, value), (x, x, x), self.proj, bias, logit_factor=factor)
+        out = self.attend_gated((query, key, value), (x, x, x), self.proj, bias)
         return self.proj_drop(out)
 
 

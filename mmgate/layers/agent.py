@@ -287,17 +287,6 @@ class AgentGate(MapGate):
                 resized.append(name)
         return resized
 
-    def prepare_count(self) -> None:
-        """Leave the resizing of the biases out of a count of operations; see :meth:`.Gate.prepare_count`."""
-        if self.an_bias is not None:
-            self.biases = self._unresized  # type: ignore[method-assign]
-
-    def _unresized(self, hw_shape: Size) -> tuple[Tensor, Tensor]:
-        """Return zeros of the shapes that :meth:`biases` returns, without the products that resize."""
-        tokens = self.class_tokens + hw_shape[0] * hw_shape[1]
-        bias = self.an_bias.new_zeros(1, self.num_heads, self.grid**2, tokens)
-        return bias, bias.transpose(2, 3)
-
     def train(self, mode: bool = True) -> AgentGate:
         """Switch between training and evaluation, and forget what was interpolated."""
         self._kept = None

@@ -7,10 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.layers.base.dense import DenseGate, Inputs, dense_attention
-from mmgate.layers.base.gate import Sizes
+from mmgate.layers.base.gate import Sizes, refuse_other_output
 from mmgate.notes import note
 from mmgate.ops.differential import differential_attention, differential_map
 
+from .differential import check_streams
 from .parts.options import check_option, integer, number
 from .parts.rms_norm import RMSNorm
 
@@ -33,14 +34,13 @@ class DGSAGate(DenseGate):
             describe a deeper network; here the layers before the last have C channels, with GELU between them.
 
     Raises:
-        ConfigError: The residual is unknown, the head width is odd, ``gate_depth`` is no positive integer, or
-            ``lambda_init`` no number below 1.
+        ConfigError: The residual is unknown or not as wide as the output, the heads cannot be split in two,
+            ``gate_depth`` is no positive integer, or ``lambda_init`` no number below 1.
 
     Source: M-DGSA, sections 4.1 and 4.2, A.5.
     """
 
     undecayed = ('head_norm', 'lambda_init')
-    two_streams = True
 
     def __init__(
         self,
@@ -52,6 +52,9 @@ class DGSAGate(DenseGate):
         gate_depth: int = 1,
     ) -> None:
         check_option('residual', residual, ('query', 'input', 'none'))
+        check_streams(sizes)
+        if residual != 'none':
+            refuse_other_output(sizes)
         super().__init__(sizes)
         self.residual = residual
         self.lambda_start = number('lambda_init', lambda_init, below=1)
@@ -85,11 +88,6 @@ class DGSAGate(DenseGate):
         note(self, 'values', value)
         heads = differential_attention(query, key, value, gate, bias, dropout=self.drop_rate)
         return self.head_norm(heads) * (1 - self.lambda_init)
-
-    @property
-    def acts_after_projection(self) -> bool:
-        """True if the projected queries or the input are added to the output (``residual`` is not ``'none'``)."""
-        return self.residual != 'none'
 
     def finish(self, output: Tensor, query: Tensor, inputs: Inputs) -> Tensor:
         """Add the projected queries or the query input to the projected output, as the option ``residual`` says."""

@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
 from mmgate.layers.base.dense import DenseGate, Inputs, dense_attention
-from mmgate.layers.base.gate import Sizes
+from mmgate.layers.base.gate import Sizes, refuse_to_split
 from mmgate.notes import note
 from mmgate.ops.differential import (
     differential_streams,
@@ -21,6 +22,13 @@ from .parts.options import check_option, integer, number
 from .parts.rms_norm import RMSNorm
 
 LAMBDAS = ('lambda_q1', 'lambda_k1', 'lambda_q2', 'lambda_k2')
+
+
+def check_streams(sizes: Sizes) -> None:
+    """Raise ConfigError if the heads of an attention cannot be split into two streams, half of the channels each."""
+    refuse_to_split(sizes, 'splits heads into two streams')
+    if sizes.head_dim % 2:
+        raise ConfigError(f'The head width {sizes.head_dim} must be even, half of it for each stream.')
 
 
 class DifferentialGate(DenseGate):
@@ -38,7 +46,8 @@ class DifferentialGate(DenseGate):
         learnable: True learns lambda; False makes it ``lambda_init``.
 
     Raises:
-        ConfigError: The head width is odd, ``depth`` is no positive integer, or ``lambda_init`` no number below 1.
+        ConfigError: The heads cannot be split in two, ``depth`` is no positive integer, or ``lambda_init`` no number
+            below 1.
 
     The vectors start normal with deviation 0.1.
 
@@ -46,7 +55,6 @@ class DifferentialGate(DenseGate):
     """
 
     undecayed = ('head_norm', *LAMBDAS)
-    two_streams = True
     lambda_q1: nn.Parameter | None
     lambda_k1: nn.Parameter
     lambda_q2: nn.Parameter
@@ -60,6 +68,7 @@ class DifferentialGate(DenseGate):
         lambda_init: float | None = None,
         learnable: bool = True,
     ) -> None:
+        check_streams(sizes)
         super().__init__(sizes)
         of_depth = 0.8 - 0.6 * math.exp(-0.3 * (integer('depth', depth) - 1))
         self.lambda_init = of_depth if lambda_init is None else number('lambda_init', lambda_init, below=1)
@@ -127,7 +136,7 @@ class DifferentialV2Gate(DenseGate):
         lambda_init: Lambda at the start, above 0 and below 1. Default 0.5, near the source's.
 
     Raises:
-        ConfigError: ``init`` is unknown, or ``lambda_init`` is not between 0 and 1.
+        ConfigError: ``init`` is unknown, ``lambda_init`` is not between 0 and 1, or the host takes no further queries.
 
     Source: Differential Transformer V2 (Ye, Dong, Sun, Wei; January 2026, huggingface.co/blog/microsoft/diff-attn-v2).
     The identity start is ours.
@@ -135,10 +144,10 @@ class DifferentialV2Gate(DenseGate):
 
     # The bias holds lambda's start.
     undecayed = ('lambda_proj.bias',)
-    adds_queries = True
 
     def __init__(self, sizes: Sizes, *, init: str = 'paper', lambda_init: float = 0.5) -> None:
         check_option('init', init, ('paper', 'identity'))
+        refuse_to_split(sizes, 'adds a second set of queries')
         super().__init__(sizes)
         self.init = init
         self.lambda_init = number('lambda_init', lambda_init, above=0, below=1)
@@ -169,8 +178,8 @@ class DifferentialV2Gate(DenseGate):
     def _second_query(self, query: Tensor, query_input: Tensor) -> Tensor:
         """Compute the queries of the second, subtracted attention, ``(B, H, N, d)``."""
         if self.init == 'paper':
-            return self.split_heads(self.query_proj(query_input))
-        return query + self.split_heads(self.query_shift(query_input))
+            return self.scaled(self.split_heads(self.query_proj(query_input)))
+        return query + self.scaled(self.split_heads(self.query_shift(query_input)))
 
     @property
     def _factor(self) -> float:

@@ -54,11 +54,11 @@ class GatingModulation(nn.Module):
             and 8).
         residual: True if the host multiplies by ``1 + G``, so that G = 0 is the identity; False if it multiplies by
             ``G``, so that G = 1 is.
-        init: Start of the parameters. ``'identity'`` (default): G = 0 or 1, as the residual asks. ``'vit'``: weights
-            from a normal distribution of deviation 0.02, truncated, and biases 0, so that the gate starts near 0.
-            ``'paper'``: as the authors' hosts start linear layers. In vision transformers that is ``'vit'``; in
-            detectors weights are uniform in xavier's bounds (``sqrt 2`` for 1 -> 2) and biases in torch's (1).
-            The variant ``'none'`` has nothing to start; there the gate projections have to make the identity.
+        init: Start of the parameters. ``'identity'`` (default): G = 0 or 1, as the residual asks. ``'paper'``: as the
+            authors' detectors start linear layers, weights uniform in xavier's bounds (``sqrt 2`` for 1 -> 2) and
+            biases in torch's (1). ``'vit'``: as their vision transformers do, weights from a normal distribution of
+            deviation 0.02, truncated, and biases 0, so that the gate starts near 0. The variant ``'none'`` has nothing
+            to start; there the gate projections have to make the identity.
 
     All parameters are one-dimensional. Detectors draw every parameter of more dimensions by xavier, which would undo
     the start.
@@ -98,28 +98,19 @@ class GatingModulation(nn.Module):
             self.bias = nn.Parameter(torch.empty(maps))
         self.reset_parameters()
 
-    def start_projection(self, projection: nn.Linear, in_vit: bool) -> None:
-        """Initialise the linear layer that computes the raw gates, as the option ``init`` says.
-
-        Args:
-            projection: Layer that computes the raw gates.
-            in_vit: True if the host is a vision transformer, False if it is a detector or another model.
-        """
-        if self.starts_narrow(in_vit):
+    def start_projection(self, projection: nn.Linear) -> None:
+        """Initialise the linear layer that computes the raw gates, as the option ``init`` says."""
+        if self.init == 'vit':
             start_linear(projection)
         else:
             xavier_(projection)
 
-    def starts_narrow(self, in_vit: bool) -> bool:
-        """Return True if linear layers are initialised as vision transformers do: std 0.02, biases 0."""
-        return self.init == 'vit' or (self.init == 'paper' and in_vit)
-
     @torch.no_grad()
-    def reset_parameters(self, in_vit: bool = False) -> None:
-        """Initialise the scalars as the option ``init`` says; ``in_vit`` as in :meth:`start_projection`."""
+    def reset_parameters(self) -> None:
+        """Initialise the scalars as the option ``init`` says."""
         if self.variant == 'none':
             return
-        if self.starts_narrow(in_vit):
+        if self.init == 'vit':
             for name, parameter in self.named_parameters():
                 if name.endswith('bias'):
                     parameter.zero_()

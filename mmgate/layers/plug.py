@@ -41,9 +41,9 @@ class PLuGDeformableGate(DeformableGate):
         position: ``'pre_softmax'`` (default) gates the logits, ``'post_softmax'`` the weights (Table 10).
         residual: True (default) multiplies by ``1 + G``, False by ``G`` (Table 12).
         init: Start of the gate. ``'identity'`` (default): exactly the vanilla attention until the gate is trained.
-            ``'paper'``: as the authors' hosts start linear layers. ``'vit'``: as vision transformers start them, see
-            :class:`GatingModulation`. The gate projection starts xavier-uniform with torch's bias, but for the start of
-            a vision transformer.
+            ``'paper'``: as the authors' detectors start linear layers. ``'vit'``: as vision transformers start them,
+            see :class:`GatingModulation`. The gate projection starts xavier-uniform with torch's bias, but for
+            ``'vit'``.
         backend: Backend of :func:`mmgate.ops.ms_deform_attn`. Default ``'auto'``.
 
     Raises:
@@ -53,8 +53,6 @@ class PLuGDeformableGate(DeformableGate):
     """
 
     identity_start = True
-    # At the identity start only two scalars of the gate get a gradient.
-    trial_rate = 20.0
     undecayed = ('gml',)
 
     def __init__(
@@ -87,11 +85,11 @@ class PLuGDeformableGate(DeformableGate):
     @torch.no_grad()
     def reset(self) -> None:
         """Initialise the gate as the option ``init`` says."""
-        self.gml.start_projection(self.gate_proj, self.in_vit)
+        self.gml.start_projection(self.gate_proj)
         if self.gml.variant == 'none' and self.gml.init == 'identity':
             self.gate_proj.weight.zero_()
             self.gate_proj.bias.fill_(0.0 if self.residual else 1.0)
-        self.gml.reset_parameters(self.in_vit)
+        self.gml.reset_parameters()
 
     def compute_gate(self, query: Tensor) -> Tensor:
         """Compute the gate ``G`` of queries (B, Q, C) that include their position embedding (Eq. 10).

@@ -29,13 +29,13 @@ class PLuGGate(DenseGate):
         position: ``'pre_softmax'`` (default) gates the logits, ``'post_softmax'`` the weights (Table 10).
         residual: True (default) multiplies by ``1 + G``, False by ``G`` (Table 11).
         init: Start of the gate. ``'identity'`` (default): the vanilla attention. ``'paper'``: as the authors' hosts
-            start linear layers, which vision transformers and detectors do in different ways. ``'vit'``: as vision
-            transformers do, in any host. See :class:`GatingModulation`. The gate projections start xavier-uniform with
-            torch's bias, but for the start of a vision transformer.
+            start linear layers in detectors. ``'vit'``: as they do in vision transformers. See
+            :class:`GatingModulation`. The gate projections start xavier-uniform with torch's bias, but for ``'vit'``.
         backend: Backend of :func:`mmgate.ops.plug_attention`. Default ``'auto'``.
 
     Raises:
-        ConfigError: An option is unknown, the backend does not have it, or a ratio leaves no gate channel. Or the
+        ConfigError: An option is unknown, the backend does not have it, or a ratio leaves no gate channel or, between
+            channels, is not 1. Or the
             options rule out an identity start: G = 1 through a saturating activation, or ``gml='none'``, which has no
             parameter that could make G = 0.
 
@@ -43,11 +43,8 @@ class PLuGGate(DenseGate):
     """
 
     identity_start = True
-    # At the identity start only two scalars of the gate get a gradient.
-    trial_rate = 20.0
     operator = 'plug_attention'
     undecayed = ('gml',)
-    gates_by_vectors = True
 
     def __init__(
         self,
@@ -70,6 +67,11 @@ class PLuGGate(DenseGate):
         width = round(number('ratio', ratio, above=0) * self.head_dim)
         if width < 1:
             raise ConfigError(f'ratio={ratio} of {self.head_dim} channels a head leaves no gate channel.')
+        if sizes.over_channels and width != self.head_dim:
+            raise ConfigError(
+                f'the gate is of {width} x {width} pairs of channels, but the heads of this attention between channels '
+                f'have {self.head_dim}; leave ratio at 1.'
+            )
         self.gate_heads = 1 if heads == 'shared' else self.num_heads
         self.gate_width = width
         self.position = position
@@ -82,9 +84,9 @@ class PLuGGate(DenseGate):
 
     def reset(self) -> None:
         """Initialise the gate as the option ``init`` says."""
-        self.gml.start_projection(self.gate_q_proj, self.in_vit)
-        self.gml.start_projection(self.gate_k_proj, self.in_vit)
-        self.gml.reset_parameters(self.in_vit)
+        self.gml.start_projection(self.gate_q_proj)
+        self.gml.start_projection(self.gate_k_proj)
+        self.gml.reset_parameters()
 
     def gate_vectors(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Project the inputs to the gate's queries ``(B, H|1, N, g)`` and keys ``(B, H|1, M, g)``.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
 from mmgate.layers.base.dense import DenseGate, Inputs, dense_attention
-from mmgate.layers.base.gate import Sizes, StateDict
+from mmgate.layers.base.gate import Sizes, StateDict, refuse_other_output
 from mmgate.notes import note
 
 from .parts.options import check_option, integer, number
@@ -62,7 +62,8 @@ class SDPAGate(DenseGate):
             (default), the paper's, reads all. modded-nanogpt reads 12 of 768, headwise.
 
     Raises:
-        ConfigError: An option is unknown; ``granularity`` or ``head_shared`` need heads at G5; the options rule out an
+        ConfigError: An option is unknown; ``granularity`` or ``head_shared`` need heads at G5, or the output there is
+            not as wide as the heads; the options rule out an
             identity start; ``gate_channels`` is below 1 or above the channels of ``x``. On loading: the checkpoint
             is of a gate with other ``gate_channels``.
 
@@ -99,6 +100,8 @@ class SDPAGate(DenseGate):
                 "position='G5' gates what the output projection has mixed, where there are no heads: use "
                 f"granularity='elementwise' and head_shared=False; got {granularity!r} and {head_shared!r}."
             )
+        if position == 'G5':
+            refuse_other_output(sizes)
         # A scale of 0 would switch the attention off.
         scale = number('scale', scale, above=0)
         if init == 'identity':
@@ -111,7 +114,8 @@ class SDPAGate(DenseGate):
         self.init = init
         self.head_shared = head_shared
         heads = 1 if head_shared == 'projection' else self.num_heads
-        self.gate_shape = (heads, self.head_dim if granularity == 'elementwise' else 1)
+        width = sizes.query_width or self.head_dim if position in ('G3', 'G4') else self.head_dim
+        self.gate_shape = (heads, width if granularity == 'elementwise' else 1)
         outputs = self.gate_shape[0] * self.gate_shape[1]
         inputs = self._input_width
         meaning = f', the channels of the input that a gate at {position} reads here'
@@ -163,7 +167,9 @@ class SDPAGate(DenseGate):
         gate = self.compute_gate(inputs)
         multiplies = self.form == 'multiplicative'
         note(self, 'gate', gate, 'heads', unchanged=1 if multiplies else 0)
-        return heads * gate if multiplies else heads + gate
+        if multiplies:
+            return heads * gate
+        return heads + (self.scaled(gate) if self.position == 'G4' else gate)
 
     def _gated_at(self, position: str, x: Tensor, inputs: Inputs) -> Tensor:
         """Apply the gate to ``x`` if the gate acts at ``position``; return ``x`` unchanged otherwise."""
@@ -175,16 +181,6 @@ class SDPAGate(DenseGate):
         key = self._gated_at('G3', key, inputs)
         value = self._gated_at('G2', value, inputs)
         return self._gated_at('G1', super().attend(query, key, value, inputs, bias), inputs)
-
-    @property
-    def acts_after_projection(self) -> bool:
-        """True if the gate acts at G5, on the output of the output projection."""
-        return self.position == 'G5'
-
-    @property
-    def adds_to_queries(self) -> bool:
-        """True if the gate is a summand of the queries: at G4 with ``form='additive'``."""
-        return (self.position, self.form) == ('G4', 'additive')
 
     def finish(self, output: Tensor, query: Tensor, inputs: Inputs) -> Tensor:
         """Return the projected output, with the gate applied if it acts at G5."""

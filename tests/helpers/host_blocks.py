@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +14,7 @@ from torch import Tensor, nn
 
 from helpers.projects import Attention, deformable_inputs
 from mmgate._environment import available
-from mmgate.hosts.table import _packages_with_adapters, gate_of_type, registered_gates
-from mmgate.layers.base.dense import DenseGate
-from mmgate.layers.base.gate import Sizes
+from mmgate.hosts.table import _packages_with_adapters
 from mmgate.rules import path_regex
 
 C, H, MAP = 32, 4, (8, 8)
@@ -100,28 +97,19 @@ TIMM_MODELS, TIMM_ATTENTION = 'timm.models', 'timm.layers.attention'
 
 GLOBAL = 'timm.models.gcvit.GlobalContextVitBlock'
 
-# by type, every dense gate with its default options
-DENSE = {
-    kind.__name__: gate_of_type(kind)(Sizes(C, H))
-    for kind in registered_gates()
-    if kind.__module__.startswith('mmgate.') and issubclass(gate_of_type(kind), DenseGate)
+STREAMS = 'splits heads into two streams'
+# by type, how a gate acts that needs more than whole heads
+TWICE = {
+    'DifferentialMultiheadAttention': STREAMS,
+    'DifferentialGatedMultiheadAttention': STREAMS,
+    'DifferentialV2MultiheadAttention': 'adds a second set of queries',
 }
-
-
-def refused(words: Callable[[Any], str], reason: str) -> dict[str, str]:
-    """Return the refusals of the dense gates on which there are words, each ending with a reason."""
-    return {kind: f'the gate {words(gate)}{reason}' for kind, gate in DENSE.items() if words(gate)}
 
 
 def refused_twice(reason: str) -> dict[str, str]:
     """Return the refusals of the gates that attend twice, which end with a reason."""
-    return refused(lambda gate: gate.attends_twice, f', but {reason}')
+    return {kind: f'the gate {how}, but {reason}' for kind, how in TWICE.items()}
 
-
-OF_CHANNELS = (
-    'in a cross-covariance attention (XCA) the channels attend to each other, and this gate does not act between '
-    'channels; PLuGMultiheadAttention does.'
-)
 
 # by the name of a host, and what is special about this one, what calls it
 BLOCKS: dict[str, Block] = {
@@ -197,7 +185,6 @@ BLOCKS: dict[str, Block] = {
         f'{PRE}.xcit.XCABlock',
         *(C, H),
         call=[TOKENS, *MAP],
-        refused={kind: OF_CHANNELS for kind, gate in DENSE.items() if not gate.gates_by_vectors},
     ),
     'timm.models.visformer.Attention 1.0': Block(
         'timm.models.visformer.Block', C, H, 1.0, call=[torch.Size([2, C, 8, 8])]
@@ -206,9 +193,9 @@ BLOCKS: dict[str, Block] = {
         'timm.models.visformer.Block',
         *(C, H, 0.5),
         call=[torch.Size([2, C, 8, 8])],
-        refused=refused(
-            lambda gate: 'acts after an output projection as wide as the heads' if gate.acts_after_projection else '',
-            ', but this one goes from 16 to 32 channels.',
+        refused=dict(
+            DifferentialGatedMultiheadAttention='the gate acts after an output projection as wide as the heads, but '
+            'this one goes from 16 to 32 channels.'
         ),
     ),
     'timm.models.gcvit.WindowAttentionGlobal': Block(
@@ -258,10 +245,7 @@ BLOCKS: dict[str, Block] = {
         scale_attn_norm=True,
         call=[TOKENS],
         told=VIT_OF_TIMM,
-        refused=refused(
-            lambda gate: gate.attends_twice if gate.adds_queries else '',
-            ', but this Attention normalises its queries (qk_norm).',
-        ),
+        refused=refused_twice('this Attention normalises queries and keys (qk_norm).'),
     ),
     f'{TIMM_ATTENTION}.AttentionRope': Block(
         f'{TIMM_MODELS}.eva.EvaBlock',

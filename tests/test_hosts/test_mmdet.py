@@ -41,6 +41,20 @@ def test_conditional_attention_starts_as_the_vanilla_one(cross_attn: bool, is_fi
         torch.testing.assert_close(gated['attn'](**inputs), actual)
 
 
+@pytest.mark.parametrize('position', ['G3', 'G4'])
+def test_a_gate_of_queries_or_keys_is_as_wide_as_content_and_position(position: str) -> None:
+    """It has a score for each channel that is multiplied, and starts as the vanilla attention."""
+    model = trained(nn.ModuleDict(dict(attn=ConditionalAttention(32, 4, cross_attn=True))))
+    rule = dict(type='SDPAGatedMultiheadAttention', position=position, init='identity', scale=2.0, path='attn')
+    gated, _ = gated_copy(model, rule)
+    assert gated['attn'].gate.gate_weight.shape == (64, 32)
+    inputs = conditional(True)
+    expected = model['attn'](**inputs)
+    torch.testing.assert_close(gated['attn'](**inputs), expected, rtol=1e-5, atol=1e-5)
+    nn.init.normal_(gated['attn'].gate.gate_weight)
+    assert not torch.allclose(gated['attn'](**inputs), expected, atol=1e-3)
+
+
 def test_the_gate_of_conditional_attention_reads_positions() -> None:
     model = trained(nn.ModuleDict(dict(attn=ConditionalAttention(32, 4, cross_attn=True))))
     swap_attention(model, dict(GATES['plug'], path='attn', init='paper'))

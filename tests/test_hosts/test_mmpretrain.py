@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mmengine.registry import MODELS
-from torch import nn
+from torch import Tensor, nn
 
 from mmgate._environment import available
 
@@ -86,6 +86,37 @@ def test_maps_are_read_with_the_hosts_scale() -> None:
     torch.testing.assert_close(read[1], read[0], rtol=1e-10, atol=1e-10)
 
 
+def test_queries_that_a_gate_adds_have_the_hosts_scale() -> None:
+    """Those of the second version's other attention, and summands at G4."""
+    x = torch.randn(2, 9, C, dtype=torch.float64)
+    for rule in (
+        dict(type='SDPAGatedMultiheadAttention', position='G4', form='additive', act='silu'),
+        dict(type='DifferentialV2MultiheadAttention'),
+        dict(type='DifferentialV2MultiheadAttention', init='identity'),
+    ):
+        model: Any = nn.ModuleDict(dict(host=MultiheadAttention(C, HEADS, qk_scale=0.3))).double().eval()
+        swap_attention(model, dict(rule, path='host'))
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        host = model['host']
+        gate = host.gate
+        q, k, v = (gate.split_heads(part) for part in host.qkv(x).chunk(3, -1))
+        scale = MultiheadAttention(C, HEADS, qk_scale=0.3).scaled_dot_product_attention.keywords['scale']
+
+        def heads(query: Tensor, k: Tensor = k, v: Tensor = v, scale: float = scale) -> Tensor:
+            return (query @ k.transpose(-1, -2) / scale).softmax(-1) @ v
+
+        if rule['type'].startswith('SDPA'):
+            out = heads(q + gate.compute_gate((x, x, x)))
+        elif 'init' in rule:
+            second = heads(q + gate.split_heads(gate.query_shift(x)))
+            out = 2 * (heads(q) - gate._lambda(x) * second)
+        else:
+            out = heads(q) - gate._lambda(x) * heads(gate.split_heads(gate.query_proj(x)))
+        expected = host.proj(gate.merge_heads(out))
+        torch.testing.assert_close(host(x), expected, rtol=1e-10, atol=1e-10)
+
+
 def scaled_by_someone() -> nn.Module:
     host = MultiheadAttention(C, HEADS)
     host.scaled_dot_product_attention = partial(F.scaled_dot_product_attention, scale=0.1)
@@ -108,7 +139,7 @@ def test_cross_covariance_gates_pairs_of_channels() -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_papers_start_is_that_of_the_host() -> None:
+def test_the_start_of_vision_transformers() -> None:
     """In DeiT every |G| starts near 0, as with timm's linear layers; with a detector's a fifth would be saturated."""
     arch = dict(embed_dims=192, num_layers=2, num_heads=3, feedforward_channels=768)
     gates = {}
@@ -120,14 +151,14 @@ def test_the_papers_start_is_that_of_the_host() -> None:
         with record(model, ['gate']) as recording, torch.no_grad():
             model(torch.randn(1, 3, 64, 64))
         gates[init] = torch.cat([found['gate'].last.flatten() for found in recording.values()]).abs()
-    assert 0 < gates['paper'].max() < 1e-4 and torch.equal(gates['paper'], gates['vit'])
+    assert 0 < gates['vit'].max() < 1e-4 and gates['paper'].gt(0.9).float().mean() > 0.05
     assert not gates['identity'].any()
 
 
 @pytest.mark.parametrize(
     'host, rule, message',
     [
-        (lambda: XCA(C, HEADS), dict(type='SDPAGatedMultiheadAttention'), 'the channels attend to each other'),
+        (lambda: XCA(C, HEADS), dict(type='SDPAGatedMultiheadAttention'), 'SDPAGate.* does not replace'),
         (lambda: XCA(C, HEADS), dict(PLUG, ratio=0.5), 'leave ratio at 1'),
         (lambda: LeAttention(C, 8, HEADS, attn_ratio=2), PLUG, 'values of 16 channels'),
         (
@@ -137,16 +168,6 @@ def test_the_papers_start_is_that_of_the_host() -> None:
         ),
         (lambda: T2TTransformerLayer(C, HEADS, 64, input_dims=C // 2).attn, PLUG, 'v_shortcut, input_dims'),
         (scaled_by_someone, PLUG, "its scaled_dot_product_attention is not mmpretrain's"),
-        (
-            lambda: MultiheadAttention(C, HEADS, qk_scale=0.3),
-            dict(type='SDPAGatedMultiheadAttention', position='G4', form='additive', act='silu'),
-            'which the queries carry, and what .* adds to them would not',
-        ),
-        (
-            lambda: MultiheadAttention(C, HEADS, qk_scale=0.3),
-            dict(type='DifferentialV2MultiheadAttention'),
-            'which its queries carry, but the gate adds a second set of queries',
-        ),
         (
             lambda: WindowMSAV2(C, (4, 4), HEADS),
             dict(type='DifferentialMultiheadAttention'),
@@ -165,8 +186,6 @@ def test_the_papers_start_is_that_of_the_host() -> None:
         'visformer G5',
         'tokens-to-token',
         'own product',
-        'scale and G4',
-        'scale and second queries',
         'cosines',
         'cosines in windows',
     ],

@@ -126,9 +126,14 @@ def test_attention_over_the_whole_map_scales_as_its_host(case: str, scale: float
 @pytest.mark.parametrize(
     'name', [f'{DET}.backbones.swin.WindowMSA', f'{SEG}.swin.WindowMSA', TWINS, f'{SEG}.beit.BEiTAttention']
 )
-def test_a_dense_gate_refuses_a_scale_that_it_would_lose(name: str) -> None:
-    model = BLOCKS[name].make()
-    for host in hosts_in(model, BLOCKS[name]).values():
+def test_a_dense_gate_takes_its_hosts_scale_over(name: str) -> None:
+    block = BLOCKS[name]
+    vanilla = randomised(block.make())
+    usual = called(vanilla, block)
+    for host in hosts_in(vanilla, block).values():
         host.scale = 0.9
-    with pytest.raises(ValueError, match=r'has another qk_scale than 1 / sqrt\(d\)'):
-        swap_attention(model, dict(path=BLOCKS[name].path, type='PLuGMultiheadAttention'))
+    gated = copy.deepcopy(vanilla)
+    swap_attention(gated, dict(path=block.path, type='PLuGMultiheadAttention'))
+    expected = called(vanilla, block)
+    assert not torch.allclose(expected, usual, atol=1e-3)
+    torch.testing.assert_close(called(gated, block), expected, rtol=1e-4, atol=1e-4)

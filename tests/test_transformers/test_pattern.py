@@ -23,7 +23,6 @@ import mmgate
 from mmgate.errors import ConfigError
 from mmgate.hosts import gates_for
 from mmgate.hosts.interface import goes_through_interface, read_forward
-from mmgate.hosts.transformers import GatedInterfaceAttention
 from mmgate.layers.base.gated import GatedModule
 
 PLUG = dict(type='PLuGMultiheadAttention')
@@ -118,16 +117,6 @@ def test_every_vision_model_of_the_interface_is_in_the_table() -> None:
         for name, kind in inspect.getmembers(found, inspect.isclass):
             if kind.__module__ == found.__name__ and issubclass(kind, nn.Module) and goes_through_interface(kind):
                 assert name in NAMES, f'{module}.{name}'
-
-
-def test_vision_transformers_are_told_by_their_modules() -> None:
-    class ViTAttention(nn.Module):
-        __module__ = 'transformers.models.vit.modeling_vit'
-
-    class DetrAttention(nn.Module):
-        __module__ = 'transformers.models.detr.modeling_detr'
-
-    assert GatedInterfaceAttention.is_in_vit([ViTAttention]) and not GatedInterfaceAttention.is_in_vit([DetrAttention])
 
 
 def test_pooled_queries_are_refused() -> None:

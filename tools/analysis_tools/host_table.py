@@ -18,6 +18,7 @@ from mmgate.hosts import adapter_for, gates_for
 from mmgate.hosts.table import gate_of_type, registered_gates
 from mmgate.layers.base.deformable import DeformableGate
 from mmgate.layers.base.dense import DenseGate
+from mmgate.layers.base.gated import make_gate
 from mmgate.layers.base.map import MapGate
 from mmgate.train import cli
 
@@ -104,7 +105,7 @@ def hosts_in(package: str, config: str) -> list[Host]:
         for gate in gates_for(module):
             adapter, child = adapter_for(gate, module)  # type: ignore[misc]
             try:
-                adapter.make_gate(module.get_submodule(child), gate_of_type(gate))  # type: ignore[arg-type]
+                make_gate(adapter, module.get_submodule(child), gate_of_type(gate))  # type: ignore[arg-type]
             except ValueError as error:
                 host.refusals[gate.__name__] = str(error)
                 continue

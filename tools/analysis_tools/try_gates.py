@@ -29,6 +29,7 @@ from mmgate.benchmarks.costs import costs_table, first_batch, measure_costs, run
 from mmgate.errors import ConfigError
 from mmgate.finetune import TRAINS
 from mmgate.hosts.table import gate_of_type
+from mmgate.layers import PLuGDeformableGate, PLuGGate
 from mmgate.registry import MODELS
 from mmgate.rules import FORM, check_rules, read_rules
 from mmgate.train import cli
@@ -44,6 +45,8 @@ from mmgate.train.gate_options import put_gates
 from mmgate.train.trial import first_figure, make_trial
 
 VANILLA = 'vanilla'
+# Default rates of gates that join a trained model. At PLuG's identity start only two scalars of a gate get a gradient.
+RATES = {PLuGDeformableGate: 20.0, PLuGGate: 20.0}
 PLAN = 'plan.json'
 SHORTENED = ('MultiScaleDeformableAttention', 'MultiheadAttention', 'Attention')
 # Pictures of a pair of models, the first that both can be drawn by.
@@ -176,13 +179,13 @@ def rates_of(gates: Sequence[str], rate: float | None, *, trained: bool) -> floa
 
     Args:
         gates: Texts of ``--gate``.
-        rate: The rate that was asked for, or None for the gates' own.
+        rate: The rate that was asked for, or None for the defaults.
         trained: True if they join a trained model.
     """
     if rate is not None:
         return rate
     kinds = (gate_of_type(MODELS.get(rule['type'])) for text in gates for rule in read_rules(text))
-    return {kind.__name__: kind.trial_rate for kind in kinds if kind is not None} if trained else 1.0
+    return {kind.__name__: RATES.get(kind, 1.0) for kind in kinds if kind is not None} if trained else 1.0
 
 
 def _gated(args: argparse.Namespace, text: str) -> list[str]:

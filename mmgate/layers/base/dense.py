@@ -27,6 +27,7 @@ from mmgate.ops.tracing import is_exporting
 
 # Query, key and value before projection, (B, N|M, C) each.
 Inputs = tuple[Tensor, Tensor, Tensor]
+NO_INPUT = 'no input belongs to the key that add_bias_kv or add_zero_attn appends; leave them at False.'
 
 
 class DenseGate(Gate):
@@ -39,40 +40,33 @@ class DenseGate(Gate):
         sizes: Sizes of the host's attention.
 
     Raises:
-        ConfigError: The channels are no multiple of the heads, or the heads of a gate with ``two_streams`` have an odd
-            width.
+        ConfigError: The channels are no multiple of the heads, or no gate fits the host.
 
     Attributes:
-        two_streams: True if the two halves of a head's channels attend separately.
-        adds_queries: True if the gate projects a second set of queries from the query input, to which a host does
-            not do what it does to its projected queries.
-        adds_to_queries: True if the gate adds something to the projected queries, to which a host's own scale of them
-            does not apply.
-        gates_by_vectors: True if the gate of a pair depends on the product of two vectors of ``gate_width`` channels,
-            and the gate has :class:`~mmgate.layers.PLuGGate`'s ``gate_vectors`` and ``attend_by_vectors``. Attention
-            between channels takes such gates only.
-        acts_after_projection: True if :meth:`finish` changes the projected output, which then has to be as wide as the
-            heads together.
         qdim: Channels of the query input.
         kdim: Channels of the key input.
         vdim: Channels of the value input.
+        logit_factor: Factor by which the host's logits exceed those of the usual scale ``1 / sqrt(d)``.
     """
-
-    two_streams = False
-    adds_queries = False
-    gates_by_vectors = False
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
-        if self.two_streams and self.head_dim % 2:
-            raise ConfigError(f'The head width {self.head_dim} must be even, half of it for each stream.')
+        if sizes.no_gate and not is_plain(self):
+            raise ConfigError(sizes.no_gate)
         self.qdim, self.kdim, self.vdim = sizes.input_widths
+        usual = (sizes.query_width or self.head_dim) ** -0.5
+        scale = sizes.scale or usual
+        self.logit_factor = 1.0 if scale == usual else scale / usual
+
+    def scaled(self, query: Tensor) -> Tensor:
+        """Scale projected queries, or what a gate adds to them, so that the host's logits are ``q k / sqrt(d)``."""
+        return query if self.logit_factor == 1 else query * self.logit_factor
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Compute attention with the gate, between the projections; return the heads ``(B, H, N, d)``.
 
         Args:
-            query: Projected queries ``(B, H, N, d)``.
+            query: Projected queries ``(B, H, N, d)``, :meth:`scaled`.
             key: Projected keys ``(B, H, M, d)``.
             value: Projected values ``(B, H, M, d)``.
             inputs: Query, key and value before projection, ``(B, N|M, C)``.
@@ -90,27 +84,10 @@ class DenseGate(Gate):
 
         Args:
             output: Heads after the output projection, ``(B, N, C)``.
-            query: Projected queries ``(B, H, N, d)``.
+            query: Projected queries ``(B, H, N, d)``, not scaled.
             inputs: Query, key and value before projection.
         """
         return output
-
-    @property
-    def acts_after_projection(self) -> bool:
-        """True if the gate acts after the output projection, that is, if :meth:`finish` changes the output."""
-        return False
-
-    @property
-    def adds_to_queries(self) -> bool:
-        """True if :meth:`attend` adds something to the projected queries before they meet the keys."""
-        return False
-
-    @property
-    def attends_twice(self) -> str:
-        """Words for an error message on how the gate attends a second time; empty if it attends once."""
-        if self.adds_queries:
-            return 'adds a second set of queries'
-        return 'splits heads into two streams' if self.two_streams else ''
 
 
 def softmax_map(query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
@@ -127,35 +104,14 @@ class WithSizes(Protocol):
     attn_drop: nn.Dropout
 
 
-class WithScale(Protocol):
-    """Protocol of attention modules that keep the scale of their logits."""
-
-    scale: float
-
-
 class DenseHost(GatedModule):
     """Base class of the adapters that let gates into dense attention (softmax between queries and keys)."""
 
     @classmethod
     def sizes(cls, host: WithSizes) -> Sizes:
-        """Read channels, heads and dropout off an attention module of the mm packages (the host), for its gate."""
-        return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop.p)
-
-    @classmethod
-    def build_gate(cls, sizes: Sizes, gate_type: type[Gate], **options: Any) -> nn.Module:
-        """Build a gate for a host of these sizes.
-
-        Raises:
-            ConfigError: The gate acts on the projected output, and that is not as wide as all heads together.
-        """
-        gate = super().build_gate(sizes, gate_type, **options)
-        width = sizes.channels if sizes.output is None else sizes.output
-        if isinstance(gate, DenseGate) and gate.acts_after_projection and width != gate.embed_dims:
-            raise ConfigError(
-                'the gate acts after an output projection as wide as the heads, but this one goes from '
-                f'{gate.embed_dims} to {width} channels.'
-            )
-        return gate
+        """Read channels, heads, dropout and scale off an attention of the mm packages (the host), for its gate."""
+        scale = getattr(host, 'scale', None)
+        return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop.p, scale=scale)
 
     def attend_gated(
         self,
@@ -166,7 +122,6 @@ class DenseHost(GatedModule):
         attn_mask: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
         gate: DenseGate | None = None,
-        logit_factor: float = 1.0,
     ) -> Tensor:
         """Attend with the gate, given projected queries, keys and values, and apply the output projection.
 
@@ -180,7 +135,6 @@ class DenseHost(GatedModule):
                 mask is added to the logits.
             key_padding_mask: Mask of keys ``(B, M)``, with the same meaning.
             gate: Gate to use, by default the child ``gate``.
-            logit_factor: Scale of the host's logits, divided by ``1 / sqrt(d)``.
 
         Returns:
             ``(B, N, C)``. The heads are 0 in a row whose keys are all masked.
@@ -189,7 +143,7 @@ class DenseHost(GatedModule):
         masks, dead = merge_masks(attn_mask, key_padding_mask, query.shape[0], query.shape[1], query.dtype)
         if masks is not None:
             bias = masks if bias is None else bias + masks
-        return self.attend_merged(projected, inputs, out_proj, bias, dead, gate, logit_factor)
+        return self.attend_merged(projected, inputs, out_proj, bias, dead, gate)
 
     def attend_merged(
         self,
@@ -199,13 +153,11 @@ class DenseHost(GatedModule):
         bias: Tensor | None,
         dead: Tensor | None,
         gate: DenseGate | None = None,
-        logit_factor: float = 1.0,
     ) -> Tensor:
         """Attend as :meth:`attend_gated` does, given the bias and the dead rows of :func:`.merge_masks`."""
         gate = self.gate if gate is None else gate
         query, key, value = projected
-        scaled = query if logit_factor == 1 else query * logit_factor
-        heads = gate.attend(scaled, key, value, inputs, bias)
+        heads = gate.attend(gate.scaled(query), key, value, inputs, bias)
         if dead is not None:
             heads = heads.masked_fill(dead, 0.0)
         return gate.finish(out_proj(gate.merge_heads(heads)), query, inputs)
@@ -216,26 +168,12 @@ def is_plain(gate: Any) -> bool:
     return type(gate) is DenseGate
 
 
-def factor_of(scale: float, query: Tensor) -> float:
-    """Return the factor by which logits of a scale exceed those with the usual one, for queries ``(B, H, N, d)``."""
-    usual = query.shape[-1] ** -0.5
-    return 1.0 if scale == usual else scale / usual
-
-
-def check_scale(host: WithScale, gate: Any) -> None:
-    """Raise ConfigError if an attention scales its logits by another number than ``1 / sqrt(d)``, which gates use."""
-    if not is_plain(gate) and host.scale != gate.head_dim**-0.5:
-        raise ConfigError(f'this {type(host).__name__} has another qk_scale than 1 / sqrt(d).')
-
-
 class GatedTorchAttention(DenseHost):
     """Adapter that lets dense gates into ``torch.nn.MultiheadAttention``.
 
     As in torch, attention weights are returned unless ``need_weights=False``. They are N x M maps, which the gates'
     operators otherwise keep out of memory; mmcv's attention and its kin around torch's drop them, and get none.
     """
-
-    vits = (*DenseHost.vits, 'vision_transformer', 'swin_transformer')  # torchvision's
 
     embed_dim: int
     num_heads: int
@@ -247,17 +185,14 @@ class GatedTorchAttention(DenseHost):
     @classmethod
     def sizes(cls, host: nn.MultiheadAttention) -> Sizes:  # type: ignore[override]
         """Read channels, heads and dropout off torch's module (the host), for its gate."""
+        appends = host.bias_k is not None or host.add_zero_attn
         return Sizes(
-            host.embed_dim, host.num_heads, inputs=(host.embed_dim, host.kdim, host.vdim), dropout=host.dropout
+            host.embed_dim,
+            host.num_heads,
+            inputs=(host.embed_dim, host.kdim, host.vdim),
+            dropout=host.dropout,
+            no_gate=NO_INPUT if appends else '',
         )
-
-    @classmethod
-    def check_gate(cls, host: nn.MultiheadAttention, gate: Any) -> None:
-        """Raise ConfigError if torch appends a key (``bias_k``, zeros), for which a gate has no input."""
-        if (host.bias_k is not None or host.add_zero_attn) and not is_plain(gate):
-            raise ConfigError(
-                'no input belongs to the key that add_bias_kv or add_zero_attn appends; leave them at False.'
-            )
 
     @property
     def _is_wrapped(self) -> bool:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
+from mmgate.layers.base.former import OF_GATES, refuse_former
 from mmgate.wrappers import name_in_states
 
 # The name of the child by which a gated module computes its gate.
@@ -39,6 +40,7 @@ class Sizes:
         heads: Heads H.
         inputs: Channels of the query, key and value inputs; C each by default.
         output: Channels of the output; C by default.
+        query_width: Channels of a query and of a key in one head; d by default.
         dropout: Probability of dropping an attention weight.
         scale: Factor of the logits; ``1 / sqrt(d)`` by default.
         bias: True if the host's projections of query, key and value have a bias.
@@ -46,9 +48,10 @@ class Sizes:
         points: Sampling points P of a head and level, of deformable attention; one number for each level if they
             differ.
         whole_heads: Why a gate may neither split heads nor add queries, the end of a message; empty if it may.
+        no_gate: Why no gate fits, but only attention without a gate, with which the host is recorded; empty if gates
+            do.
+        over_channels: True if the channels of a head attend to each other, not the tokens.
         shifted: True if the host shifts its windows over the map.
-        in_vit: True if the host is part of a vision transformer: there linear layers start in another way than in
-            detectors.
         map_size: Height and width of the map that the host sees at the image size which the model around it keeps;
             None if it keeps none.
         stride: Pixels of an image, along a side, for each token of the map; None if the model does not tell.
@@ -59,14 +62,16 @@ class Sizes:
     heads: int
     inputs: tuple[int, int, int] | None = None
     output: int | None = None
+    query_width: int | None = None
     dropout: float = 0.0
     scale: float | None = None
     bias: bool = True
     levels: int = 1
     points: int | tuple[int, ...] = 1
     whole_heads: str = ''
+    no_gate: str = ''
+    over_channels: bool = False
     shifted: bool = False
-    in_vit: bool = False
     map_size: tuple[int, int] | None = None
     stride: int | None = None
     class_tokens: int = 0
@@ -80,6 +85,11 @@ class Sizes:
     def input_widths(self) -> tuple[int, int, int]:
         """Number of channels of the query, key and value inputs before projection."""
         return self.inputs or (self.channels, self.channels, self.channels)
+
+    @property
+    def output_width(self) -> int:
+        """Number of channels of the output."""
+        return self.output or self.channels
 
 
 class Gate(nn.Module):
@@ -101,9 +111,6 @@ class Gate(nn.Module):
             pull them to zero: scalars, norms, positions, and biases of logits or that hold the gate's start. Linear
             layers and convolutions decay, weight and bias, as the host's do.
         identity_start: True if, by default, the gated attention starts as the vanilla one.
-        trial_rate: Learning rate with which the gate moves in a short training of a trained model, as a multiple of the
-            model's: the default of a trial.
-        in_vit: True if the host is part of a vision transformer, see :class:`Sizes`.
         operator: Name of the operator that computes with the gate, one of :data:`mmgate.ops.backend.OPERATORS`, or
             None.
         backend: Backend of the operator that is asked for.
@@ -113,11 +120,14 @@ class Gate(nn.Module):
 
     undecayed: tuple[str, ...] = ()
     identity_start = False
-    trial_rate = 1.0
     operator: str | None = None
     backend = 'auto'
     loaded = False
     drawn_as = ''
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_former(cls, OF_GATES)
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -127,7 +137,6 @@ class Gate(nn.Module):
         self.num_heads = sizes.heads
         self.head_dim = sizes.head_dim
         self.dropout = sizes.dropout
-        self.in_vit = sizes.in_vit
 
     def reset(self) -> None:
         """Initialise the gate's parameters; every subclass with parameters overrides this."""
@@ -146,12 +155,6 @@ class Gate(nn.Module):
         if before and not any(parameter.is_meta for parameter in self.parameters()):
             draw_gate(self.drawn_as, self)
         return self
-
-    def prepare_count(self) -> None:
-        """Prepare the gate for counting multiply-accumulates: leave out computations that do not count.
-
-        It cannot be undone, and it is called on the model that is counted: count a copy of one that goes on.
-        """
 
     def split_heads(self, x: Tensor) -> Tensor:
         """Split the channels of tokens ``(B, N, H * d)`` into heads ``(B, H, N, d)``."""
@@ -181,6 +184,15 @@ def refuse_to_split(sizes: Sizes, how: str) -> None:
     """
     if sizes.whole_heads:
         raise ConfigError(f'the gate {how}, but {sizes.whole_heads}.')
+
+
+def refuse_other_output(sizes: Sizes) -> None:
+    """Raise ConfigError for a gate that acts after the output projection, if its output is not as wide as the heads."""
+    if sizes.output_width != sizes.channels:
+        raise ConfigError(
+            'the gate acts after an output projection as wide as the heads, but this one goes from '
+            f'{sizes.channels} to {sizes.output_width} channels.'
+        )
 
 
 def named_gate_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:

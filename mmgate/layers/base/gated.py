@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import wraps
 from itertools import chain
 from traceback import walk_stack
@@ -24,6 +23,7 @@ from torch.fx import Proxy
 from torch.utils import checkpoint
 
 from mmgate.errors import ConfigError
+from mmgate.layers.base.former import OF_ADAPTERS, refuse_former
 from mmgate.layers.base.gate import CHILD, Gate, Sizes, StateDict, are_hidden, gates_hidden
 from mmgate.ops.tracing import is_compiling
 
@@ -54,19 +54,10 @@ class GatedModule(nn.Module):
         unused: Dotted names of the host's parameters, buffers and children that a gated forward does not use. They stay
             in the module and its state dict, frozen: the optimizer and DDP pass over them, the host's forward has them
             while the gate is off, and a checkpoint may lack them.
-        host_signature: True if a gated class shows the signature of its host's ``forward``, for a family whose
-            signatures differ.
-        own_gates: What to do about hosts that were built with a gate of their package.
-        vits: Patterns of packages, modules and classes of vision transformers, each for one part of a dotted name, with
-            ``*`` for any letters. A host is in a vision transformer if a pattern matches its class or that of a module
-            around it.
     """
 
     gate: Any
     unused: ClassVar[tuple[str, ...]] = ()
-    host_signature: ClassVar[bool] = False
-    own_gates: ClassVar[str] = ''
-    vits: ClassVar[tuple[str, ...]] = ('backbones', 'mmpretrain', 'timm')
     gating: Any = None
     switch: Switch | None = None
 
@@ -75,10 +66,17 @@ class GatedModule(nn.Module):
         def __getattr__(self, name: str) -> Any:
             """Return an attribute of the host; for type checkers, since the host's class is a base as well."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_former(cls, OF_ADAPTERS)
+
     # An adapter gives its host the type that it reads, a class or a Protocol, and its gate the class of its kind.
     @classmethod
-    def sizes(cls, host: Any) -> Sizes:
-        """Read channels, heads and other sizes off an attention module (the host), for its gate."""
+    def sizes(cls, host: Any) -> Sizes | dict[str, Sizes]:
+        """Read channels, heads and other sizes off an attention module (the host), for its gate.
+
+        An attention with several gates returns the sizes of each, by name; ``self.gate`` is then a ``ModuleDict``.
+        """
         raise TypeError(f'{cls.__name__} does not say which sizes its hosts have.')
 
     @classmethod
@@ -99,49 +97,6 @@ class GatedModule(nn.Module):
             path: Name of the host in it.
         """
         return {}
-
-    @classmethod
-    def check_gate(cls, host: Any, gate: Any) -> None:
-        """Raise ConfigError if a gate does not fit an attention module (the host)."""
-
-    @classmethod
-    def is_in_vit(cls, around: Iterable[type]) -> bool:
-        """Return True if a host is part of a vision transformer, whose authors start linear layers in their own way.
-
-        DeiT, GCViT, Swin, PVT and others draw every linear layer from a normal distribution of deviation 0.02.
-        Detectors have torch's and mmcv's attention, too. It is part of a vision transformer if it lies in a backbone.
-
-        Args:
-            around: Classes of the host and of the modules around it.
-        """
-        parts = {part for kind in around for part in f'{kind.__module__}.{kind.__qualname__}'.split('.')}
-        return any(fnmatchcase(part, vit) for part in parts for vit in cls.vits)
-
-    @classmethod
-    def make_gate(
-        cls, host: Any, gate_type: type[Gate], surroundings: Mapping[str, Any] | None = None, /, **options: object
-    ) -> nn.Module:
-        """Make a gate of class ``gate_type`` for an attention module (the host) and return it.
-
-        Args:
-            host: Module to be gated.
-            gate_type: Class of the gate.
-            surroundings: The :class:`~mmgate.layers.base.gate.Sizes` that the model around the host tells, by name.
-            **options: Options of the gate.
-
-        Raises:
-            ConfigError: The gate does not fit; the message says why.
-            ValueError: The gate's constructor refuses an option.
-        """
-        cls.check(host)
-        gate = cls.build_gate(replace(cls.sizes(host), **(surroundings or {})), gate_type, **options)
-        cls.check_gate(host, gate)
-        return gate
-
-    @classmethod
-    def build_gate(cls, sizes: Sizes, gate_type: type[Gate], **options: Any) -> nn.Module:
-        """Build a gate, or several in a module, for a host of these sizes; :meth:`make_gate` checks the host before."""
-        return gate_type(sizes, **options)
 
     def after_gating(self, model: nn.Module) -> None:
         """Prepare the module for its gate, for instance with hooks on the model around it; called once, after gating.
@@ -190,6 +145,38 @@ class GatedModule(nn.Module):
         # Every object has __getstate__ from Python 3.11 on.
         state = self.__getstate__() if hasattr(self, '__getstate__') else vars(self)
         return _new_instance, made_of, state
+
+
+def make_gate(
+    adapter: type[GatedModule],
+    host: Any,
+    gate_type: type[Gate],
+    around: Mapping[str, Any] | None = None,
+    /,
+    **options: object,
+) -> nn.Module:
+    """Make a gate, or several in a ``ModuleDict``, for an attention module (the host), and return it.
+
+    Args:
+        adapter: Adapter of the host's family.
+        host: Module to be gated.
+        gate_type: Class of the gate.
+        around: The :class:`~mmgate.layers.base.gate.Sizes` that the model around the host tells, by name.
+        **options: Options of the gate.
+
+    Raises:
+        ConfigError: The adapter refuses the host, or the gate does not fit it; the message says why.
+        ValueError: The gate's constructor refuses an option.
+    """
+    adapter.check(host)
+    if getattr(host, CHILD, None) is not None:
+        kind = type(host)
+        raise ConfigError(f"this {kind.__module__}.{kind.__qualname__} has an attribute 'gate' already.")
+    sizes = adapter.sizes(host)
+    told = around or {}
+    if isinstance(sizes, Sizes):
+        return gate_type(replace(sizes, **told), **options)
+    return nn.ModuleDict({name: gate_type(replace(one, **told), **options) for name, one in sizes.items()})
 
 
 class Switch:
@@ -260,7 +247,8 @@ def gated_class(adapter: type[GatedModule], host: type[nn.Module]) -> type[Any]:
     members: dict[str, Any] = {name: _either(adapter, host, name) for name in sorted(own & theirs - {'forward'})}
     # An adapter may override another method than the host's forward, as timm's Swin block has one for its attention.
     called: Any = adapter if 'forward' in own else host
-    shown = adapter.forward if 'forward' in own and not adapter.host_signature else host.forward
+    # Without mmcv, what replaces its deformable attention has no forward of its own.
+    shown = adapter.forward if host.forward is nn.Module.forward else host.forward
 
     @wraps(shown, assigned=('__name__', '__qualname__', '__doc__'))
     def traced_as_one(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mmgate.layers.base.gate import Gate, draw_gates, gate_options, random_stream
-from mmgate.layers.base.gated import GatedModule, Record, computed_dtype, device_of, gate_module
+from mmgate.layers.base.gated import GatedModule, Record, computed_dtype, device_of, gate_module, make_gate
 from mmgate.layers.base.starts import initialise_gates_last
 from mmgate.registry import MODELS
 
@@ -70,7 +70,7 @@ def gate_alone(
     # It has no name yet. Layers that are built one after the other find other numbers here.
     stream = f'{child}.{crc32(torch.get_rng_state().numpy().data)}'
     with torch.device('cpu'), random_stream(stream):
-        made = adapter.make_gate(host, gate, **options)
+        made = make_gate(adapter, host, gate, **options)
     made.to(device=device_of(host), dtype=computed_dtype(host))
     draw_gates(stream, made)
     gate_module(host, adapter, made, Record(adapter, child, rule, child))

@@ -37,7 +37,7 @@ from mmgate.finetune import removal
 from mmgate.hosts.table import _ADAPTERS
 from mmgate.layers.base import gated as mechanism
 from mmgate.layers.base.dense import DenseGate
-from mmgate.layers.base.gated import GatedModule, computed_dtype, gated_modules, is_off, unused_tensors
+from mmgate.layers.base.gated import GatedModule, computed_dtype, gated_modules, host_class, is_off, unused_tensors
 
 C, H = 16, 4
 PLUG = dict(type='PLuGMultiheadAttention', init='paper')
@@ -241,12 +241,12 @@ OWN_TENSORS = {'dense': 'in_proj_weight', 'dense of mmcv': 'in_proj_weight', 'wi
 
 
 @pytest.mark.parametrize('name', HOSTS)
-def test_a_gated_class_has_a_full_name_of_its_own_and_its_adapters_signature(name: str) -> None:
+def test_a_gated_class_has_a_full_name_of_its_own_and_its_hosts_signature(name: str) -> None:
     host = HOSTS[name]
     module = host.gate(host.model()).get_submodule(host.at)
-    kind, adapter = type(module), module.gating.adapter
+    kind = type(module)
     assert kind.__module__ == mechanism.__name__ and not hasattr(mechanism, kind.__qualname__)
-    assert inspect.signature(kind.forward) == inspect.signature(adapter.forward)
+    assert inspect.signature(kind.forward) == inspect.signature(host_class(module).forward)
 
 
 @pytest.mark.parametrize(
@@ -714,13 +714,20 @@ VITS: dict[str, tuple[Callable[[], nn.Module], str, bool]] = {
 
 
 @pytest.mark.parametrize('name', VITS)
-def test_a_gate_in_a_vision_transformer_starts_as_its_authors_layers(name: str) -> None:
-    make, path, narrow = VITS[name]
+def test_a_start_that_was_another_in_0_2_is_told_once_a_rule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """init='paper' went by the model around; to be removed in 0.4."""
+    make, path, in_vit = VITS[name]
     # What a model calls it says nothing: DETR's encoder could be called so.
-    model = nn.ModuleDict(dict(backbone=make()))
-    swap_attention(model, dict(path=f'backbone.{path}'.rstrip('.'), type='PLuGMultiheadAttention', init='paper'))
-    gate: Any = next(module for module in model.modules() if hasattr(module, 'gate_q_proj'))
-    assert gate.in_vit == (gate.gml.weight.abs().max() < 0.1) == (not gate.gate_q_proj.bias.any()) == narrow
+    model = nn.ModuleDict({name: nn.ModuleDict(dict(backbone=make())) for name in 'abc'})
+    path = f'backbone.{path}'.rstrip('.')
+    said: list[str] = []
+    monkeypatch.setattr('mmgate.swap.log', lambda message, level=20: said.append(message) if level > 20 else None)
+    both = dict(path=[f'a.{path}', f'b.{path}'], type='PLuGMultiheadAttention', init='paper')
+    swap_attention(model, [both, dict(path=f'c.{path}', type='PLuGMultiheadAttention')])
+    gates: Any = [module for module in model.modules() if hasattr(module, 'gate_q_proj')]
+    assert len(gates) == 3 and all(gate.gate_q_proj.bias.any() for gate in gates)
+    assert len(said) == in_vit
+    assert all("Write init='vit' for their start of 0.2.0" in warning for warning in said)
 
 
 class Quantised(nn.Module):

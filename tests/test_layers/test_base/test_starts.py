@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from mmgate import gate_parameters, restore_attention, swap_attention
 from mmgate.hosts import adapter_for, gates_for
 from mmgate.hosts.table import gate_of_type
-from mmgate.layers.base.gated import gated_modules
+from mmgate.layers.base.gated import gated_modules, make_gate
 from mmgate.listing import attention_modules
 
 SEED = 3
@@ -66,7 +66,8 @@ def fitting(model: nn.Module) -> dict[str, list[str]]:
         for gate in gates_for(module) if not name.startswith(tuple(f'{outer}.' for outer in found)) else ():
             with suppress(ValueError):
                 adapter, child = adapter_for(gate, module)
-                adapter.make_gate(module.get_submodule(child), gate_of_type(gate), **OPTIONS.get(gate.__name__, {}))
+                options = OPTIONS.get(gate.__name__, {})
+                make_gate(adapter, module.get_submodule(child), gate_of_type(gate), **options)
                 found.setdefault(name, []).append(gate.__name__)
     return found
 
