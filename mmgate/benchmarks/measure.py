@@ -85,13 +85,14 @@ def interleaved(
             repetition is left out with a warning.
         x: Name of the inputs in the rows.
         inputs: Arguments of the functions.
-        mode: One of :data:`MODES`, or ``'step'`` for functions that run the backward pass themselves.
+        mode: One of :data:`MODES`, or another name for functions that turn gradients on or off themselves, such as a
+            training step.
         repetitions: Measurements of each provider; one more comes first, to warm up.
         within: Functions that make the context in which a provider runs, forward and backward.
         clock: Returns the seconds on a CPU.
         dtypes: By provider, the dtype of its floating-point inputs, which get it before the clock starts; others take
             them as they are.
-        launches: True includes the launches of kernels on a GPU in the time; in the mode ``'step'`` they always are.
+        launches: True includes the launches of kernels on a GPU in the time; in modes of other names they always are.
 
     Raises:
         RuntimeError: None of them runs; the message has the reason of each.
