@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import ctypes
 import importlib.metadata
+import math
 import os
 import platform
 import re
@@ -85,13 +86,14 @@ def interleaved(
             repetition is left out with a warning.
         x: Name of the inputs in the rows.
         inputs: Arguments of the functions.
-        mode: One of :data:`MODES`, or ``'step'`` for functions that run the backward pass themselves.
+        mode: One of :data:`MODES`, or another name for functions that turn gradients on or off themselves, such as a
+            training step.
         repetitions: Measurements of each provider; one more comes first, to warm up.
         within: Functions that make the context in which a provider runs, forward and backward.
         clock: Returns the seconds on a CPU.
         dtypes: By provider, the dtype of its floating-point inputs, which get it before the clock starts; others take
             them as they are.
-        launches: True includes the launches of kernels on a GPU in the time; in the mode ``'step'`` they always are.
+        launches: True includes the launches of kernels on a GPU in the time; in modes of other names they always are.
 
     Raises:
         RuntimeError: None of them runs; the message has the reason of each.
@@ -289,13 +291,54 @@ def throughput(row: Row, batch: int) -> Row:
 
 
 def told(rows: Iterable[Row]) -> Iterator[Row]:
-    """Print each row as a line of a table when it comes, and yield it on."""
-    print(f'{"x":14} {"mode":17} {"metric":20} {"provider":32} {"median":>10} {"20 %":>10} {"80 %":>10}  peer/ours')
+    """Print each row as a line of a table when it comes, and yield it on; a head names the device when it changes."""
+    device = ''
     for row in rows:
+        if row.device != device:
+            device = row.device
+            print(f'on {device}')
+            head = f'{"x":14} {"mode":17} {"metric":20} {"provider":32}'
+            print(f'{head} {"median":>10} {"20 %":>10} {"80 %":>10}  peer/ours')
         name = f'{row.metric} {row.unit}'
         figures = ' '.join(f'{y:10.2f}' for y in (row.y_50, row.y_20, row.y_80, row.ratio_to_peer))
         print(f'{row.x:14} {row.mode:17} {name:20} {row.provider:32} {figures}', flush=True)
         yield row
+
+
+def times_table(rows: Iterable[Row], ours: str) -> str:
+    """Return times as Markdown: of ours in milliseconds, and of the others divided by ours.
+
+    A cell has a figure for each device, such as a CPU with one thread and with two. The last line has the smallest
+    quotient of the first of the others, in each mode.
+
+    Args:
+        rows: Rows of a benchmark, of which only those of time are used.
+        ours: Provider to divide by.
+    """
+    times = {(row.x, row.mode, row.device, row.provider): row for row in rows if row.metric == 'time'}
+    quotients = {
+        (x, mode, device, other): times[x, mode, device, ours].ratio_to_peer / row.ratio_to_peer
+        for (x, mode, device, other), row in times.items()
+        if other != ours and (x, mode, device, ours) in times
+    }
+    if not quotients:
+        return f'{ours} was not measured beside another provider; the warnings above have the reasons.'
+    devices = list(dict.fromkeys(key[2] for key in times))
+    others = list(dict.fromkeys(key[3] for key in quotients))
+    lines = [f'Times on {" / ".join(devices)}, in ms and divided by those of `{ours}`:', '']
+    lines += [f'| input | | `{ours}`, ms | {" | ".join(others)} |', '|---' * (3 + len(others)) + '|']
+    for x, mode in dict.fromkeys(key[:2] for key in quotients):
+        cells = [' / '.join(f'{times[x, mode, device, ours].y_50:.3g}' for device in devices)]
+        for other in others:
+            divided = [quotients.get((x, mode, device, other), math.nan) for device in devices]
+            cells.append(' / '.join(f'{quotient:.2f}x'.replace('nanx', '-') for quotient in divided))
+        lines.append(f'| {x} | {mode} | {" | ".join(cells)} |')
+    smallest = []
+    for mode in dict.fromkeys(key[1] for key in quotients):
+        of_first = {key: quotient for key, quotient in quotients.items() if key[1] == mode and key[3] == others[0]}
+        x, _, device, _ = least = min(of_first, key=of_first.__getitem__)
+        smallest.append(f'{mode} {of_first[least]:.2f}x ({x}, {device})')
+    return '\n'.join([*lines, '', f'The smallest of {others[0]}: {", ".join(smallest)}'])
 
 
 def write_csv(rows: Iterable[Row], path: str | Path, *, append: bool = False) -> list[Row]:

@@ -29,6 +29,7 @@ CPU_CASES: dict[str, tuple[Any, ...]] = {
     '480x640': (LEVELS_480, 1, None, 32),
     'decoder300': (LEVELS_800, 1, 300, 32),
     'decoder900': (LEVELS_800, 1, 900, 32),
+    'decoder900_d16': (LEVELS_800, 1, 900, 16),
     '480x640_d16': (LEVELS_480, 1, None, 16),
     '128x128_b8': ([(16, 16), (8, 8), (4, 4), (2, 2)], 8, None, 32),
     '480x640_spread': (LEVELS_480, 1, None, 32, 'spread'),
@@ -130,40 +131,6 @@ def _offsets(
     return from_centres * shapes.flip(-1)[:, None]  # in pixels
 
 
-def _mmcv_fallback(value: Tensor, shapes: Tensor, start: Tensor, locations: Tensor, *logits: Tensor) -> Tensor:
-    from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
-
-    return multi_scale_deformable_attn_pytorch(value, shapes, locations, attention_weights(*logits))
-
-
-def _torch_ms_deform_attn(value: Tensor, shapes: Tensor, start: Tensor, locations: Tensor, *logits: Tensor) -> Tensor:
-    from torch_ms_deform_attn import ms_deform_attn as peer
-
-    return peer(value, shapes, start, locations, attention_weights(*logits))
-
-
-def benchmark_ms_deform_attn_on_cpu(repetitions: int = 7) -> Iterator[Row]:
-    """Measure the C++ loop of deformable attention beside mmcv's CPU fallback and torch-ms-deform-attn.
-
-    All start from locations, logits and gate. Errors come before times. With one thread, time is the processor's, which
-    others do not add to.
-    """
-    providers: dict[str, Callable[..., Tensor]] = {
-        'mmcv': _mmcv_fallback,
-        'torch-ms-deform-attn': _torch_ms_deform_attn,
-        'native': partial(ms_deform_attn, backend='native'),
-    }
-    exact = partial(ms_deform_attn, backend='grid_sample')
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    for x, (levels, batch, queries, dim, *distribution) in CPU_CASES.items():
-        options = dict(distribution=distribution[0]) if distribution else {}
-        inputs, reference = sampler_inputs(levels, batch, queries, 2, 'cpu', dim=dim, **options)
-        inputs[3] = offset_locations(inputs[3], reference, inputs[1])
-        yield from errors('ms_deform_attn', providers, x, inputs, exact)
-        for mode in MODES:
-            yield from interleaved('ms_deform_attn', providers, x, inputs, mode, repetitions, clock=clock)
-
-
 def benchmark_gated_layers(repetitions: int = 7) -> Iterator[Row]:
     """Measure layers with the SDPA gate and with M-DGSA beside a layer of plain fused attention.
 
@@ -198,7 +165,14 @@ def _mmcv(*inputs: Tensor, reference: Tensor) -> Tensor:
     return MultiScaleDeformableAttnFunction.apply(*_glue(inputs, reference), 64)
 
 
-def _torch_ms_deform_attn_on_gpu(*inputs: Tensor, reference: Tensor) -> Tensor:
+def _mmcv_fallback(*inputs: Tensor, reference: Tensor) -> Tensor:
+    from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
+
+    value, shapes, _, locations, weights = _glue(inputs, reference)
+    return multi_scale_deformable_attn_pytorch(value, shapes, locations, weights)
+
+
+def _torch_ms_deform_attn(*inputs: Tensor, reference: Tensor) -> Tensor:
     from torch_ms_deform_attn import ms_deform_attn as peer
 
     return peer(*_glue(inputs, reference))
@@ -217,12 +191,34 @@ def _grid_sample(*inputs: Tensor, reference: Tensor) -> Tensor:
     return ms_deform_attn(*inputs, reference_points=reference, backend='grid_sample')
 
 
-def _attend(*inputs: Tensor, reference: Tensor) -> Tensor:
-    return ms_deform_attn(*inputs, reference_points=reference, backend='triton')
+def _attend(*inputs: Tensor, reference: Tensor, backend: str = 'triton') -> Tensor:
+    return ms_deform_attn(*inputs, reference_points=reference, backend=backend)
 
 
 def _ungated(*inputs: Tensor, reference: Tensor) -> Tensor:
     return _attend(*inputs[:-1], reference=reference)
+
+
+def benchmark_ms_deform_attn_on_cpu(repetitions: int = 7) -> Iterator[Row]:
+    """Measure the C++ loop of deformable attention beside torch-ms-deform-attn and mmcv's CPU fallback.
+
+    All start from offsets, logits and gate, and the first that is installed is the one to compare with. Errors come
+    before times. With one thread, time is the processor's, which others do not add to.
+    """
+    providers: dict[str, Callable[..., Tensor]] = {
+        'torch-ms-deform-attn': _torch_ms_deform_attn,
+        'mmcv': _mmcv_fallback,
+        'native': partial(_attend, backend='native'),
+    }
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    for x, (levels, batch, queries, dim, *distribution) in CPU_CASES.items():
+        options = dict(distribution=distribution[0]) if distribution else {}
+        inputs, reference = sampler_inputs(levels, batch, queries, 2, 'cpu', dim=dim, **options)
+        exact = partial(_grid_sample, reference=reference)
+        runs = {provider: partial(run, reference=reference) for provider, run in providers.items()}
+        yield from errors('ms_deform_attn', runs, x, inputs, exact)
+        for mode in MODES:
+            yield from interleaved('ms_deform_attn', runs, x, inputs, mode, repetitions, clock=clock)
 
 
 def benchmark_ms_deform_attn(
@@ -244,7 +240,7 @@ def benchmark_ms_deform_attn(
     providers: dict[str, Callable[..., Tensor]] = {
         'mmcv': _mmcv,
         'mmcv, half': _mmcv,  # which casts locations and weights, too
-        'torch_ms_deform_attn': _torch_ms_deform_attn_on_gpu,
+        'torch_ms_deform_attn': _torch_ms_deform_attn,
         'deformops': _deformops,
         'deformops, bfloat16': _deformops,
         'grid_sample': _grid_sample,

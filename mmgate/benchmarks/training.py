@@ -1,4 +1,4 @@
-"""Measure time and memory of whole training steps: of a peer's config, and of ours with each backend, in one run."""
+"""Measure training steps or predictions of a peer's config, and of ours with each backend, in one run."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmgate
 from mmgate.analysis.complexity import empty_sample
+from mmgate.errors import ConfigError
 from mmgate.train.config_file import mappings, package_of, read_config, type_name
 from mmgate.train.speedups import DEFAULTS, SPEEDUPS
 
@@ -34,7 +35,9 @@ from .measure import Row, environment, interleaved, row_of, throughput
 OBJECTS = 10  # annotated objects in an image
 # Operators of which no kernel is started.
 NO_KERNELS = ('empty', 'empty_like', 'empty_strided', 'new_empty', 'detach', '_local_scalar_dense', 'is_same_size')
-Step = Callable[[Tensor], Tensor]
+# Hooks that change what a step or a prediction computes.
+COMPUTING_HOOKS = ('ChannelsLastHook', 'CompileHook', 'Float32Hook', 'MatchOnceHook')
+Step = Callable[[Tensor], Any]
 # By dtype of mixed precision. At a scale of 1 no gradient overflows, so that every step is a whole one.
 LOSS_SCALES: dict[str, Any] = {'float16': 1.0, 'bfloat16': dict(enabled=False)}
 
@@ -54,8 +57,12 @@ def benchmark_training(
     processor_time: bool = False,
     train: str = 'all',
     tf32: bool = False,
+    inference: bool = False,
 ) -> Iterator[Row]:
     """Measure whole training steps (losses, gradients, clipping, optimizer) on random images with random objects.
+
+    With ``inference`` predictions are measured instead, from images in memory to results at the images' size, see
+    :func:`prediction`.
 
     Args:
         peer: Config of the peer: a file, ``package::path``, or read.
@@ -73,12 +80,18 @@ def benchmark_training(
         processor_time: True counts the processor seconds of all threads, for a CPU that does other work, too.
         train: Parameters of ``ours`` that train, see :func:`mmgate.train_only_gates`.
         tf32: True lets a GPU compute all float32 products in TF32, the peer's, too; this process stays so.
+        inference: True measures predictions; ``speedups`` and ``train`` are for training.
 
     Yields:
         Rows of time, throughput and peak memory. Then a profile of one step: on a GPU the time in kernels, the number
         of kernels and copies, and how often the CPU waits for the GPU; on a CPU the number of operators, which is close
         to the number of kernels on a GPU.
+
+    Raises:
+        ConfigError: ``speedups`` or ``train`` are given with ``inference``.
     """
+    if inference and (speedups or train != 'all'):
+        raise ConfigError('speedups and train change the training step; leave them out to measure inference.')
     if tf32:
         torch.set_float32_matmul_precision('high')
     configs = [read_config(given) if isinstance(given, str) else given for given in (peer, ours)]
@@ -86,8 +99,14 @@ def benchmark_training(
     # Two readings of a config in pure Python differ, their texts do not.
     if names[0] == names[1] and configs[0].model.to_dict() != configs[1].model.to_dict():
         names[1] += ', gated'
-    runs: dict[str, Step] = {names[0]: _step(configs[0], size, batch, device, amp)}
-    step = _step(configs[1], size, batch, device, amp, train=train)
+    if inference:
+        op_of_rows, mode = 'inference', 'prediction'
+        peers_step, step = (prediction(cfg, size, batch, device, amp) for cfg in configs)
+    else:
+        op_of_rows, mode = 'training', 'step'
+        peers_step = _step(configs[0], size, batch, device, amp)
+        step = _step(configs[1], size, batch, device, amp, train=train)
+    runs: dict[str, Step] = {names[0]: peers_step}
     variables: dict[str, dict[str, str]] = {}
     for backend in backends:
         name = f'{names[1]}, {backend}'
@@ -102,7 +121,7 @@ def benchmark_training(
     start = [torch.zeros((), device=device)]
     clock = time.process_time if processor_time else time.perf_counter
     ran = []
-    for row in interleaved('training', runs, x, start, 'step', repetitions, within, clock):
+    for row in interleaved(op_of_rows, runs, x, start, mode, repetitions, within, clock):
         yield row
         if row.metric == 'time':
             ran.append(row.provider)
@@ -113,12 +132,12 @@ def benchmark_training(
             counts[name] = profiled(runs[name], start[0])
     for name, found in counts.items():
         for (metric, unit), value in found.items():
-            key = ('training', name, 'step', metric, unit, x)
+            key = (op_of_rows, name, mode, metric, unit, x)
             yield row_of(key, [value], [counts[ran[0]][metric, unit]], start[0].device)
 
 
 def profiled(step: Step, start: Tensor) -> dict[tuple[str, str], float]:
-    """Return the profile of one training step, by metric and unit."""
+    """Return the profile of one training step or prediction, by metric and unit."""
     if not start.is_cuda:
         with Operators() as counted:
             step(start)
@@ -170,12 +189,7 @@ def _step(
     cfg = deepcopy(given)
     for speedup in speedups:
         SPEEDUPS[speedup](cfg)
-    init_default_scope(package_of(cfg) or 'mmdet')
-    torch.manual_seed(0)
-    _drop_pretrained(cfg.model)
-    model = MODELS.build(deepcopy(cfg.model)).to(device)
-    model.init_weights()
-    model.train()
+    model = _untrained(cfg, device).train()
     if train != 'all':
         mmgate.train_only_gates(model, train)
     wrapper = dict(cfg.optim_wrapper)
@@ -183,21 +197,68 @@ def _step(
         wrapper |= dict(type='AmpOptimWrapper', dtype=amp, loss_scale=LOSS_SCALES[amp])
     optimizer = build_optim_wrapper(model, wrapper)
     data = random_batch(cfg, size, batch)
-    run = SimpleNamespace(model=model, logger=MMLogger.get_current_instance(), optim_wrapper=optimizer)
-    hooks = []
-    for hook in cfg.get('custom_hooks', []):
-        if type_name(hook) in ('ChannelsLastHook', 'CompileHook', 'Float32Hook', 'MatchOnceHook'):
-            built = HOOKS.build(hook)
-            built.before_run(run)
-            built.before_train(run)
-            hooks.append(built)
+    run = _runner(cfg, model, optimizer)
+    for hook in run.hooks:
+        hook.before_train(run)
 
-    def step(_: Tensor) -> Tensor:
-        for hook in hooks:
+    def step(_: Tensor) -> Any:
+        for hook in run.hooks:
             hook.before_train_iter(run, 0)
         return model.train_step(deepcopy(data), optimizer)['loss']
 
     return step
+
+
+def prediction(given: Config, size: tuple[int, int], batch: int, device: str, amp: str | None = None) -> Step:
+    """Return a function that predicts on noise images as ``tools/test.py`` does, by an untrained model.
+
+    It copies and normalises the images, runs the model, and returns data samples with boxes and masks at the images'
+    size. An untrained model finds nothing above its config's score threshold, and would skip its mask head; so the
+    threshold is lowered until it finds as many objects as it may, 100 in most configs.
+
+    Arguments as in :func:`benchmark_training`.
+    """
+    cfg = deepcopy(given)
+    model = _untrained(cfg, device).eval()
+    _runner(cfg, model)
+    images = _noise(size, batch)
+    dtype = getattr(torch, amp or 'bfloat16')
+
+    def predict(_: Tensor) -> Any:
+        # Models write into the samples.
+        data = dict(inputs=images, data_samples=[empty_sample(size) for _ in images])
+        with torch.no_grad(), torch.autocast(torch.device(device).type, dtype, enabled=amp is not None):
+            return model.test_step(data)
+
+    configs = [m.test_cfg for m in model.modules() if 'score_thr' in (getattr(m, 'test_cfg', None) or {})]
+    for config in configs:
+        config['score_thr'] = 0.0
+    samples = predict(torch.zeros(())) if configs else []
+    found = [sample.pred_instances for sample in samples if 'pred_instances' in sample]
+    lowest = min((score for instances in found for score in instances.scores.tolist()), default=0.0)
+    for config in configs:
+        config['score_thr'] = lowest * (1 - 1e-6)
+    return predict
+
+
+def _untrained(cfg: Config, device: str) -> Any:
+    """Return a config's model as it starts from one seed, without pretrained weights."""
+    init_default_scope(package_of(cfg) or 'mmdet')
+    torch.manual_seed(0)
+    _drop_pretrained(cfg.model)
+    model: Any = MODELS.build(deepcopy(cfg.model)).to(device)
+    model.init_weights()
+    return model
+
+
+def _runner(cfg: Config, model: Any, optimizer: Any = None) -> SimpleNamespace:
+    """Return what hooks need of a runner, and the config's :data:`COMPUTING_HOOKS` after their ``before_run``."""
+    hooks = [HOOKS.build(hook) for hook in cfg.get('custom_hooks', []) if type_name(hook) in COMPUTING_HOOKS]
+    logger = MMLogger.get_current_instance()
+    run = SimpleNamespace(model=model, logger=logger, optim_wrapper=optimizer, hooks=hooks)
+    for hook in hooks:
+        hook.before_run(run)
+    return run
 
 
 def _drop_pretrained(model: Any) -> None:
@@ -220,13 +281,18 @@ def random_batch(cfg: Config, size: tuple[int, int], batch: int) -> dict[str, An
 
 def _labelled_maps(size: tuple[int, int], batch: int, classes: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randint(256, (3, *size), generator=generator, dtype=torch.uint8) for _ in range(batch)]
     samples = [empty_sample(size) for _ in range(batch)]
     for sample in samples:
         blocks = torch.randint(classes, (1, -(-size[0] // 32), -(-size[1] // 32)), generator=generator)
         labels = blocks.repeat_interleave(32, 1).repeat_interleave(32, 2)
         sample.gt_sem_seg = PixelData(data=labels[:, : size[0], : size[1]])
-    return dict(inputs=inputs, data_samples=samples)
+    return dict(inputs=_noise(size, batch), data_samples=samples)
+
+
+def _noise(size: tuple[int, int], batch: int) -> list[Tensor]:
+    """Return images of random bytes as a data loader gives them, ``(3, H, W)`` each."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(256, (3, *size), generator=generator, dtype=torch.uint8) for _ in range(batch)]
 
 
 def _labelled_boxes(size: tuple[int, int], batch: int, classes: int) -> dict[str, Any]:

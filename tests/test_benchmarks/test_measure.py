@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,3 +79,44 @@ def test_inputs_have_the_providers_dtype_before_the_clock_starts() -> None:
     rows = list(measure.errors('op', providers, 'x', inputs, lambda x, _: x, dtypes))
     assert seen['rounded'] == [torch.bfloat16, torch.int64]
     assert next(row.y_50 for row in rows if row.provider == 'rounded') > 500  # the rounding is part of the error
+
+
+def test_a_table_of_times_ends_with_the_smallest_quotients() -> None:
+    """Quotients are those of the turns, and the last line is of the first of the others alone."""
+
+    forward, both = measure.MODES
+    given = [  # input, mode, threads, provider, milliseconds, the peer's time over the provider's
+        ('encoder', forward, 1, 'peer', 30, 1.0),
+        ('encoder', forward, 1, 'slow', 60, 0.5),
+        ('encoder', forward, 1, 'ours', 10, 3.1),
+        ('encoder', forward, 2, 'peer', 15, 1.0),
+        ('encoder', forward, 2, 'slow', 20, 0.75),
+        ('encoder', forward, 2, 'ours', 5, 2.9),
+        ('encoder', both, 1, 'peer', 60, 1.0),
+        ('encoder', both, 1, 'ours', 30, 2.0),
+        ('encoder', both, 2, 'peer', 33, 1.0),
+        ('encoder', both, 2, 'ours', 15, 2.2),
+        ('decoder', forward, 1, 'peer', 3, 1.0),
+        ('decoder', forward, 1, 'ours', 1, 3.0),
+        ('decoder', forward, 2, 'peer', 1.5, 1.0),
+        ('decoder', forward, 2, 'ours', 0.5, 2.95),
+    ]
+    rows = [
+        measure.Row('op', name, mode, 'time', 'ms', x, ms, ms, ms, ratio, f'{threads} threads', 'torch')
+        for x, mode, threads, name, ms, ratio in given
+    ]
+    memory = replace(rows[2], metric='peak memory', y_50=1e6)
+    table = measure.times_table([memory, *rows], 'ours').splitlines()
+    assert table == [
+        'Times on 1 threads / 2 threads, in ms and divided by those of `ours`:',
+        '',
+        '| input | | `ours`, ms | peer | slow |',
+        '|---|---|---|---|---|',
+        '| encoder | forward | 10 / 5 | 3.10x / 2.90x | 6.20x / 3.87x |',
+        '| encoder | forward+backward | 30 / 15 | 2.00x / 2.20x | - / - |',
+        '| decoder | forward | 1 / 0.5 | 3.00x / 2.95x | - / - |',
+        '',
+        'The smallest of peer: forward 2.90x (encoder, 2 threads), forward+backward 2.00x (encoder, 1 threads)',
+    ]
+    alone = [row for row in rows if row.provider != 'ours']
+    assert measure.times_table(alone, 'ours').startswith('ours was not measured beside another provider')

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import no_native
+from conftest import no_native, tool
 from mmcv.ops import multi_scale_deform_attn
 from torch import Tensor
 
@@ -29,7 +29,7 @@ PEER = ('torch-ms-deform-attn',) if available('torch_ms_deform_attn') else ()
 @pytest.mark.parametrize(
     'benchmark, providers',
     [
-        ('ms_deform_attn_on_cpu', ('mmcv', *NATIVE, *PEER)),
+        ('ms_deform_attn_on_cpu', (*PEER, 'mmcv', *NATIVE)),
         ('gated_layers', ('plain SDPA', 'SDPA gate', 'M-DGSA')),
     ],
 )
@@ -53,6 +53,25 @@ def test_every_provider_is_measured(
     with open(tmp_path / 'out/bench.csv') as file:
         assert [row['provider'] for row in csv.DictReader(file)] == [row.provider for row in rows]
     assert sum(line.startswith(rows[0].x) for line in capsys.readouterr().out.splitlines()) == len(rows)
+
+
+@pytest.mark.skipif(not NATIVE, reason='the CPU kernel is not compiled')
+def test_one_run_measures_one_thread_and_two(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And ends with the times over ours of both, and the smallest."""
+    monkeypatch.setattr(ops, 'CPU_CASES', {'tiny': ([(4, 4), (2, 2)], 2, None, 8)})
+    before = torch.get_num_threads()
+    try:
+        tool('benchmark_ops').main(['--repetitions', '1', '--out', str(tmp_path / 'bench.csv')])
+    finally:
+        torch.set_num_threads(before)
+    with open(tmp_path / 'bench.csv') as file:
+        devices = {row['device'].partition(', ')[2] for row in csv.DictReader(file)}
+    assert devices == {'1 threads', '2 threads'}
+    *_, row, _, smallest, _ = capsys.readouterr().out.splitlines()
+    assert row.startswith('| tiny | forward+backward | ') and row.count(' / ') == 2 + len(PEER)
+    assert smallest.startswith(f'The smallest of {(*PEER, "mmcv")[0]}: forward ')
 
 
 @pytest.mark.slow  # as it is compiled

@@ -1,4 +1,4 @@
-"""The benchmark of training steps."""
+"""The benchmark of training steps and predictions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT
 from helpers.pure_python import write_in_pure_python
 from helpers.small_demo import CONFIG
@@ -15,8 +16,11 @@ from mmengine.hub import get_config
 from torch.autograd import DeviceType
 
 from mmgate.benchmarks import training
-from mmgate.benchmarks.training import benchmark_training, random_batch
+from mmgate.benchmarks.training import benchmark_training, prediction, random_batch
+from mmgate.errors import ConfigError
 from mmgate.train.config_file import read_config
+
+MASK_RCNN = str(ROOT / 'configs/vanilla/mask_rcnn/mask-rcnn_pvt-demo_1xb8-8e_shapes.py')
 
 
 @pytest.mark.parametrize(
@@ -46,6 +50,45 @@ def test_the_benchmark_times_training_steps_of_a_config(
     images = {row.provider: row.y_50 for row in rows if row.metric == 'throughput'}
     assert images == pytest.approx({name: 1e3 / ms for name, ms in times.items()}, rel=1e-3, abs=1e-3)
     assert os.environ['MMGATE_MS_DEFORM_ATTN'] == 'torch' and 'MMGATE_PLUG_ATTENTION' not in os.environ
+
+
+@pytest.mark.parametrize(
+    'config',
+    [
+        'plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes',
+        'plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128',
+    ],
+    ids=['boxes', 'classes'],
+)
+def test_predictions_are_measured_as_training_steps_are(config: str) -> None:
+    path = str(ROOT / f'configs/{config}.py')
+    options = dict(size=(64, 96), batch=2, repetitions=1, device='cpu', inference=True)
+    rows = list(benchmark_training(path, path, **options))
+    assert {(row.op, row.mode, row.x) for row in rows} == {('inference', 'prediction', '64x96_b2')}
+    assert {row.provider.partition(', ')[2] for row in rows} == {'', 'auto'}
+    assert {row.metric for row in rows} == {'time', 'throughput', 'peak memory', 'operators'}
+    with pytest.raises(ConfigError, match='speedups and train change the training step'):
+        next(benchmark_training(path, path, speedups=('groups',), **options))
+
+
+def test_an_untrained_model_finds_objects_at_the_images_size() -> None:
+    """Otherwise its mask head would not be in the time. Nothing is kept for a backward pass."""
+    cfg = read_config(MASK_RCNN)
+    before = cfg.pretty_text
+    samples = prediction(cfg, (64, 96), 2, 'cpu')(torch.zeros(()))
+    assert cfg.pretty_text == before and cfg.model.test_cfg.rcnn.score_thr > 0
+    for sample in samples:
+        found = sample.pred_instances
+        assert found.masks.shape == (cfg.model.test_cfg.rcnn.max_per_img, 64, 96)
+        assert not found.scores.requires_grad
+
+
+def test_a_prediction_has_the_hooks_of_its_config() -> None:
+    """So that a model is timed as ``tools/test.py`` runs it: channels last, say."""
+    cfg = read_config(MASK_RCNN)
+    cfg.custom_hooks = [dict(type='mmgate.ChannelsLastHook', paths='absent')]
+    with pytest.raises(ConfigError, match="ChannelsLastHook: no module of MaskRCNN matches 'absent'"):
+        prediction(cfg, (64, 96), 1, 'cpu')
 
 
 def test_the_peer_is_a_config_in_pure_python(tmp_path: Path) -> None:

@@ -118,8 +118,9 @@ def test_a_gate_of_another_package_is_named_from_the_command_line(
     assert cfg.custom_imports.imports == ['mmgate', 'outside_gates']
 
 
-def test_the_benchmark_of_a_training_step_gates_its_peer(config: str, tmp_path: Path) -> None:
-    options = ['--size', '64', '64', '--batch', '1', '--repetitions', '1', '--device', 'cpu']
+@pytest.mark.parametrize('measured', [[], ['--inference']], ids=['training', 'inference'])
+def test_the_benchmark_of_a_model_gates_its_peer(measured: list[str], config: str, tmp_path: Path) -> None:
+    options = [*measured, '--size', '64', '64', '--batch', '1', '--repetitions', '1', '--device', 'cpu']
     out = tmp_path / 'steps.csv'
     command = ['--peer', config, '--gate', GATE, *options, '--out', str(out)]
     assert cli.main(tool('benchmark_training').main, command) == 0

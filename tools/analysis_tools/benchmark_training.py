@@ -1,4 +1,4 @@
-"""Measure training steps of a peer's config and of ours on random images, print a table and write a CSV."""
+"""Measure training steps or predictions of a peer's config and of ours on random images, print and write a table."""
 
 import argparse
 import sys
@@ -26,6 +26,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument('--peer', default='mmdet::deformable_detr/deformable-detr-refine_r50_16xb2-50e_coco.py')
     parser.add_argument('--ours', help="default: PLuG's Deformable DETR, and with --gate the peer's config")
     add_gate_option(parser)
+    parser.add_argument(
+        '--inference', action='store_true', help='measure predictions, as tools/test.py makes them, not training steps'
+    )
     parser.add_argument('--op', choices=['ms_deform_attn', 'plug_attention'], default='ms_deform_attn')
     parser.add_argument('--backends', nargs='+', default=['auto'], help="of ours, such as 'mmcv triton'")
     parser.add_argument(
@@ -37,7 +40,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument('--train', choices=TRAINS, default='all', help='what of ours trains')
     parser.add_argument('--size', type=int, nargs=2, default=[800, 1333], metavar=('HEIGHT', 'WIDTH'))
-    parser.add_argument('--batch', type=int, default=2)
+    parser.add_argument('--batch', type=int, help='images at a time (default: 2, and 1 with --inference)')
     parser.add_argument('--repetitions', type=int, default=20)
     parser.add_argument('--device', default='cuda')
     parser.add_argument(
@@ -47,7 +50,7 @@ def main(argv: list[str]) -> None:
         '--amp', nargs='?', choices=list(LOSS_SCALES), const='float16', help='mixed precision (float16 if not named)'
     )
     parser.add_argument('--tf32', action='store_true', help='float32 products in TF32 on both sides')
-    parser.add_argument('--out', type=Path, default=Path('work_dirs/benchmark_training.csv'), help='CSV to write')
+    parser.add_argument('--out', type=Path, help='CSV (default: work_dirs/benchmark_training.csv or _inference.csv)')
     args = parser.parse_args(argv)
     if args.device.startswith('cuda'):
         if not torch.cuda.is_available():
@@ -61,11 +64,13 @@ def main(argv: list[str]) -> None:
     if optimizer is not None:
         # The constructor of gates also merges parameter groups and fuses the optimizer, which --speedups measures.
         ours.optim_wrapper = optimizer
-    options = dict(op=args.op, backends=args.backends, speedups=args.speedups, size=tuple(args.size), batch=args.batch)
+    batch = args.batch or (1 if args.inference else 2)
+    options = dict(op=args.op, backends=args.backends, speedups=args.speedups, size=tuple(args.size), batch=batch)
     options |= dict(amp=args.amp, device=args.device, processor_time=args.processor_time, train=args.train)
-    options |= dict(tf32=args.tf32)
-    write_csv(told(benchmark_training(args.peer, ours, repetitions=args.repetitions, **options)), args.out)
-    print(f'written to {args.out}')
+    options |= dict(tf32=args.tf32, inference=args.inference, repetitions=args.repetitions)
+    out = args.out or Path(f'work_dirs/benchmark_{"inference" if args.inference else "training"}.csv')
+    write_csv(told(benchmark_training(args.peer, ours, **options)), out)
+    print(f'written to {out}')
 
 
 if __name__ == '__main__':
