@@ -91,6 +91,9 @@ def test_a_checkpoint_of_timms_own_gates_loads_into_ours() -> None:
         block.attn = Attention(C, HEADS, qkv_bias=True, gated=True).eval()
     with pytest.raises(ConfigError, match=r"one of timm's: build the attention without gated=True"):
         swap_attention(model, dict(PLUG, path=PATHS['vit']))
+    expected = model(images)
+    with record(model) as recording:
+        assert torch.equal(model(images), expected) and not recording
     swap_attention(gated, dict(type='SDPAGatedMultiheadAttention', path=PATHS['vit']))
     keys = gated.load_state_dict(model.state_dict(), strict=False)
     assert not keys.unexpected_keys and not keys.missing_keys

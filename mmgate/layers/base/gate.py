@@ -40,16 +40,16 @@ class Sizes:
         heads: Heads H.
         inputs: Channels of the query, key and value inputs; C each by default.
         output: Channels of the output; C by default.
-        query_width: Channels of a query and of a key in one head; d by default.
         dropout: Probability of dropping an attention weight.
         scale: Factor of the logits; ``1 / sqrt(d)`` by default.
         bias: True if the host's projections of query, key and value have a bias.
         levels: Feature levels L of deformable attention.
         points: Sampling points P of a head and level, of deformable attention; one number for each level if they
             differ.
+        query_width: Channels of a query and of a key in one head; d by default.
         whole_heads: Why a gate may neither split heads nor add queries, the end of a message; empty if it may.
-        no_gate: Why no gate fits, but only attention without a gate, with which the host is recorded; empty if gates
-            do.
+        no_gate: Why no gate fits, but only attention without a gate, with which the host is recorded: a whole message;
+            empty if gates do.
         over_channels: True if the channels of a head attend to each other, not the tokens.
         shifted: True if the host shifts its windows over the map.
         map_size: Height and width of the map that the host sees at the image size which the model around it keeps;
@@ -62,12 +62,12 @@ class Sizes:
     heads: int
     inputs: tuple[int, int, int] | None = None
     output: int | None = None
-    query_width: int | None = None
     dropout: float = 0.0
     scale: float | None = None
     bias: bool = True
     levels: int = 1
     points: int | tuple[int, ...] = 1
+    query_width: int | None = None
     whole_heads: str = ''
     no_gate: str = ''
     over_channels: bool = False
