@@ -30,7 +30,7 @@ def vit(rule: dict[str, Any] | None, size: int = 224) -> nn.Module:
         head=dict(type='VisionTransformerClsHead', num_classes=1000, in_channels=192),
     )
     if rule is not None:
-        attention = dict(path='backbone.layers.*.attn', **rule)
+        attention = {'path': 'backbone.layers.*.attn', **rule}
         model.update(type='mmgate.Gated', host='mmpretrain.ImageClassifier', attention=attention)
     return MODELS.build(model)
 
