@@ -55,7 +55,7 @@ test-transformers:
 	@$(VENV)-transformers/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(strip $(SUITE))
 
 # Operators, layers and gates beside torch alone, of any version: make test-torch TORCH=2.11.0
-test-torch: SUITE = tests/test_ops tests/test_layers \
+test-torch: SUITE = tests/test_ops tests/test_gates \
 	tests/test_fake_tensors.py tests/test_transformers/test_torch_alone.py
 test-torch: export TORCH ?= 2.11.0
 test-torch: VENV := .venv-torch-$(TORCH)

@@ -14,7 +14,7 @@ if not torch_alone():
     mmcv_ext.provide()
     check_environment()
 
-from . import layers  # noqa: F401
+from . import gates  # noqa: F401
 from .errors import ConfigError
 from .finetune import (
     gate_parameters,
@@ -24,12 +24,12 @@ from .finetune import (
     save_gates,
     train_only_gates,
 )
+from .gates.base.deformable import DeformableAdapter, DeformableGate
+from .gates.base.dense import DenseAdapter, DenseGate
+from .gates.base.gate import Gate, Sizes, refuse_to_split
+from .gates.base.gating import Adapter
+from .gates.base.map import MapAdapter, MapGate
 from .hosts import adapts
-from .layers.base.deformable import DeformableGate, DeformableHost
-from .layers.base.dense import DenseGate, DenseHost
-from .layers.base.gate import Gate, Sizes, refuse_to_split
-from .layers.base.gated import GatedModule
-from .layers.base.map import MapGate, MapHost
 from .listing import list_attention
 from .notes import note
 from .recording import record
@@ -41,13 +41,13 @@ __all__ = [
     'MODELS',
     'ConfigError',
     'DeformableGate',
-    'DeformableHost',
+    'DeformableAdapter',
     'DenseGate',
-    'DenseHost',
+    'DenseAdapter',
     'Gate',
-    'GatedModule',
+    'Adapter',
     'MapGate',
-    'MapHost',
+    'MapAdapter',
     'Sizes',
     '__version__',
     'adapts',

@@ -25,7 +25,7 @@ from mmgate import mmcv_ext
 from mmgate.benchmarks.measure import MODES, describe_machine, environment, measure
 from mmgate.benchmarks.ops import LEVELS, sampler_inputs
 from mmgate.errors import first_line
-from mmgate.layers.gml import GatingModulation
+from mmgate.gates.gml import GatingModulation
 from mmgate.ops import backend as choice
 from mmgate.ops import ms_deform_attn, plug_attention
 from mmgate.ops import native as library

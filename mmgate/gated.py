@@ -11,7 +11,7 @@ from torch import nn
 from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
 from mmgate.finetune import put_gates, train_only_gates
-from mmgate.layers.base.map import EXAMPLE
+from mmgate.gates.base.map import EXAMPLE
 from mmgate.registry import MODELS
 from mmgate.rules import Rules, shown_as_read
 from mmgate.swap import swap_attention

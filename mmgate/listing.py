@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from mmgate.gates.base.gating import Adapter, host_class, record_of
 from mmgate.hosts.table import adapter_for, full_name, gates_for, held_attention
-from mmgate.layers.base.gated import GatedModule, host_class, record_of
 from mmgate.wrappers import named_parts, own_model
 
 # The names that packages give to the sizes of attention.
@@ -31,7 +31,7 @@ def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     hosts: list[str] = []
     for name, module in named_parts(model):
         called_so = re.search(r'Attention$|Attn$|MSA$', type(module).__name__)
-        is_host = isinstance(module, GatedModule) or bool(gates_for(module))
+        is_host = isinstance(module, Adapter) or bool(gates_for(module))
         if name in held or not (called_so or is_host):
             continue
         # transformers' deformable attention holds its operator as a module.
@@ -45,7 +45,7 @@ def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         fits = bool(dict(held_attention(module, exactly=True)))
         held.update(
-            f'{name}.{child}'.lstrip('.') for child, part in inside.items() if fits or isinstance(part, GatedModule)
+            f'{name}.{child}'.lstrip('.') for child, part in inside.items() if fits or isinstance(part, Adapter)
         )
         yield name, module
 
@@ -89,7 +89,7 @@ def list_attention(model: nn.Module) -> list[Attention]:
 
 def _sizes_of_heads(attention: nn.Module, gates: Sequence[type]) -> dict[str, int]:
     """Return an attention's channels and number of heads, from its gate or from the adapter of a gate that fits."""
-    if isinstance(attention, GatedModule):
+    if isinstance(attention, Adapter):
         gate: Any = attention.gates()[0]
         return dict(embed_dims=gate.embed_dims, num_heads=gate.num_heads)
     found = adapter_for(gates[0], attention) if gates else None
@@ -108,7 +108,7 @@ def names_of_gates(attention: nn.Module) -> str:
     Args:
         attention: A gated module, or the module around it that a rule has chosen.
     """
-    gated = [part for part in (attention, *dict(held_attention(attention)).values()) if isinstance(part, GatedModule)]
+    gated = [part for part in (attention, *dict(held_attention(attention)).values()) if isinstance(part, Adapter)]
     return ', '.join(dict.fromkeys(type(gate).__name__ for gate in (gated[0].gates() if gated else ())))
 
 

@@ -17,11 +17,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from mmgate.errors import ConfigError
-from mmgate.hosts.table import Adapter, adapter_for
-from mmgate.layers.base.deformable import DeformableGate
-from mmgate.layers.base.dense import DenseGate
-from mmgate.layers.base.gate import CHILD, Gate
-from mmgate.layers.base.gated import RECORD, GatedModule, Record, gated_class, host_class, is_off, make_gate
+from mmgate.gates.base.deformable import DeformableGate
+from mmgate.gates.base.dense import DenseGate
+from mmgate.gates.base.gate import CHILD, Gate
+from mmgate.gates.base.gating import RECORD, Adapter, Record, gated_class, host_class, is_off, make_gate
+from mmgate.hosts.table import adapter_for
 from mmgate.notes import POINTS, WEIGHTS, Kept, Note, Recorder, Recording, in_graph, recording_by
 
 # By kind of attention without a gate, what it notes.
@@ -86,7 +86,7 @@ def record(
         yield recorder.recording
 
 
-def plain_adapter(module: nn.Module) -> tuple[type[Gate], Adapter] | None:
+def plain_adapter(module: nn.Module) -> tuple[type[Gate], type[Adapter]] | None:
     """Return the kind and the adapter with which attention without a gate, or whose gate is off, can be recorded."""
     if _is_on(module):
         return None
@@ -105,12 +105,12 @@ def note_path(path: str, module: nn.Module) -> str:
 
 
 def _is_on(module: nn.Module) -> bool:
-    return isinstance(module, GatedModule) and not is_off(module)
+    return isinstance(module, Adapter) and not is_off(module)
 
 
 def _as_vanilla(module: nn.Module) -> nn.Module:
     """Return a vanilla copy of a module whose gate is off, which shares all tensors and children; else the module."""
-    if not isinstance(module, GatedModule):
+    if not isinstance(module, Adapter):
         return module
     kind: Any = host_class(module)
     vanilla = kind.__new__(kind)
@@ -133,7 +133,7 @@ class _Plain:
     It does so in threads that record; in others it calls the class's own.
     """
 
-    def __init__(self, module: nn.Module, adapter: Adapter, gate: nn.Module) -> None:
+    def __init__(self, module: nn.Module, adapter: type[Adapter], gate: nn.Module) -> None:
         self.module: Any = module
         self.adapter = adapter
         self.gate = gate

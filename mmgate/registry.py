@@ -45,7 +45,7 @@ else:
         locations = [f'mmgate.{module}' for module in modules]
         return Registry(parent.name, parent=parent, scope='mmgate', locations=locations)
 
-    MODELS = _child(root.MODELS, 'gated', 'layers', 'backbones', 'speed.matching')
+    MODELS = _child(root.MODELS, 'gated', 'gates', 'backbones', 'speed.matching')
     DATASETS = _child(root.DATASETS, 'datasets.svhn')
     TRANSFORMS = _child(root.TRANSFORMS, 'datasets.noise')
     TASK_UTILS = _child(root.TASK_UTILS, 'speed.matching.assigner')

@@ -16,12 +16,10 @@ from torch import fx, nn
 from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
 from mmgate.frozen import frozen_attention
-from mmgate.hosts import adapter_for, hosts_of
-from mmgate.hosts.table import Adapter, full_name, gate_of_type, host_names, refusal_of
-from mmgate.hosts.torch import switch_nested_tensors
-from mmgate.layers.base.former import was_in_vit
-from mmgate.layers.base.gate import draw_gates, random_stream
-from mmgate.layers.base.gated import (
+from mmgate.gates.base.former import was_in_vit
+from mmgate.gates.base.gate import draw_gates, random_stream
+from mmgate.gates.base.gating import (
+    Adapter,
     Record,
     bypass_of,
     computed_dtype,
@@ -31,8 +29,11 @@ from mmgate.layers.base.gated import (
     make_gate,
     record_of,
 )
-from mmgate.layers.base.starts import initialise_gates_last
-from mmgate.layers.gml import GatingModulation
+from mmgate.gates.base.starts import initialise_gates_last
+from mmgate.gates.gml import GatingModulation
+from mmgate.hosts import adapter_for, hosts_of
+from mmgate.hosts.table import full_name, gate_of_type, host_names, refusal_of
+from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.listing import inventory
 from mmgate.rules import Rule, Rules, as_lines, parse_rules, path_regex
 from mmgate.wrappers import model_to_gate, named_part, named_parts
@@ -58,7 +59,7 @@ class Planned:
     name: str
     child: str
     attention: nn.Module
-    adapter: Adapter
+    adapter: type[type[Adapter]]
     gate: nn.Module
 
     @property
@@ -179,7 +180,7 @@ def _plan(model: nn.Module, rule: Rule, pattern: str, planned: Mapping[str, Plan
     return new
 
 
-def _gate(model: nn.Module, rule: Rule, path: str, attention: nn.Module, adapter: Adapter) -> nn.Module:
+def _gate(model: nn.Module, rule: Rule, path: str, attention: nn.Module, adapter: type[type[Adapter]]) -> nn.Module:
     """Make and initialise the gate of an attention, from a random stream of the attention's name."""
     gate_type: Any = gate_of_type(rule.type)
     device = device_of(attention, model)

@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 
 from mmgate.errors import OptionError
-from mmgate.layers.base.gate import Gate
-from mmgate.layers.base.gated import gated_modules
-from mmgate.layers.base.starts import draw_again
+from mmgate.gates.base.gate import Gate
+from mmgate.gates.base.gating import gated_modules
+from mmgate.gates.base.starts import draw_again
 from mmgate.rules import Rules
 from mmgate.swap import swap_attention
 

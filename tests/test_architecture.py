@@ -18,9 +18,9 @@ CROSSING = {
     'test_fake_tensors.py',
     'test_hosts/test_swapped_rates.py',
     'test_hosts/test_zoo.py',
-    'test_layers/test_any_tokens.py',
-    'test_layers/test_dropout.py',
-    'test_layers/test_numbers.py',
+    'test_gates/test_any_tokens.py',
+    'test_gates/test_dropout.py',
+    'test_gates/test_numbers.py',
     'test_metafiles.py',
     'test_ops/test_any_arguments.py',
     'test_ops/test_random_problems.py',
@@ -62,16 +62,16 @@ TESTED_BY = {
     'test_deploy/test_operators.py': ('deploy/graph.py',),
     'test_hosts/test_table.py': ('hosts/points.py',),
     'test_hosts/test_window.py': ('hosts/relative_positions.py',),
-    'test_layers/test_linear/test_linear.py': (
-        'layers/linear/base.py',
-        'layers/linear/efficient.py',
-        'layers/linear/enhanced.py',
-        'layers/linear/focused.py',
-        'layers/linear/hydra.py',
-        'layers/linear/inline.py',
-        'layers/linear/mlla.py',
-        'layers/linear/polaformer.py',
-        'layers/linear/rala.py',
+    'test_gates/test_linear/test_linear.py': (
+        'gates/linear/base.py',
+        'gates/linear/efficient.py',
+        'gates/linear/enhanced.py',
+        'gates/linear/focused.py',
+        'gates/linear/hydra.py',
+        'gates/linear/inline.py',
+        'gates/linear/mlla.py',
+        'gates/linear/polaformer.py',
+        'gates/linear/rala.py',
     ),
     'test_ops/test_any_arguments.py': ('ops/differential.py',),
     'test_ops/test_deformable/test_deformable.py': (
@@ -110,7 +110,7 @@ def test_every_folder_and_file_of_the_package_has_its_row() -> None:
 
 
 def test_every_path_and_attribute_that_it_names_exists() -> None:
-    for name in re.findall(r'`((?:ops|layers|hosts)/[\w/]+\.py)`', PAGE):
+    for name in re.findall(r'`((?:ops|gates|hosts)/[\w/]+\.py)`', PAGE):
         assert (ROOT / 'mmgate' / name).is_file(), name
     code = ''.join(path.read_text() for path in (ROOT / 'mmgate').rglob('*.py'))
     for name in ('unused', 'gate_type', 'gates_disabled', 'restore_attention', 'modulate', 'mix'):

@@ -18,7 +18,7 @@ from helpers.fake_tensors import DEVICES, fake_device, moved
 from helpers.families import DENSE, FAMILIES, HEADS, MAP, C, build
 from torch import Tensor, nn
 
-from mmgate import layers
+from mmgate import gates
 
 LAYERS = [*FAMILIES, 'softmax']
 NEEDS_DRIVER = TORCH < (2, 11) and torch.version.cuda is not None and not torch.cuda.is_available()
@@ -55,7 +55,7 @@ CANNOT = {
 
 def made(name: str) -> nn.Module:
     """Return a layer of any family, the ungated softmax of maps among them."""
-    return layers.SoftmaxAttention(C, HEADS).eval() if name == 'softmax' else build(name)
+    return gates.SoftmaxAttention(C, HEADS).eval() if name == 'softmax' else build(name)
 
 
 def called(name: str, layer: nn.Module, device: str) -> Any:
@@ -76,7 +76,7 @@ def test_every_attention_is_among_the_layers() -> None:
     """By the class of each layer, or of its gate."""
     there = [made(name) for name in LAYERS]
     classes = {type(layer) for layer in there} | {type(getattr(layer, 'gate', None)) for layer in there}
-    attentions = {name: getattr(layers, name) for name in layers.__all__ if name.endswith('Attention')}
+    attentions = {name: getattr(gates, name) for name in gates.__all__ if name.endswith('Attention')}
     assert [name for name, kind in attentions.items() if not {kind, getattr(kind, 'gate_type', kind)} & classes] == []
 
 

@@ -18,7 +18,7 @@ from mmengine.registry import PARAM_SCHEDULERS
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
 from mmgate.analysis.structure import build_structure
-from mmgate.layers.base.gated import unused_names
+from mmgate.gates.base.gating import unused_names
 from mmgate.train.config_file import differences
 from mmgate.train.speedups import SPEEDUPS
 

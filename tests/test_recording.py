@@ -25,12 +25,12 @@ from mmseg.models.backbones.twins import GlobalSubsampledAttention, LocallyGroup
 from torch import Tensor, nn
 
 import mmgate
-from mmgate import layers, note, record
+from mmgate import gates, note, record
 from mmgate.analysis.probes.layers import effective_rank
-from mmgate.layers.base.dense import DenseGate
-from mmgate.layers.base.gate import Gate, Sizes
-from mmgate.layers.linear.base import LinearGate
-from mmgate.layers.parts.stripes import merge_stripes, split_stripes
+from mmgate.gates.base.dense import DenseGate
+from mmgate.gates.base.gate import Gate, Sizes
+from mmgate.gates.linear.base import LinearGate
+from mmgate.gates.parts.stripes import merge_stripes, split_stripes
 
 C, HEADS = 16, 2
 GATES: dict[str, dict[str, Any]] = {
@@ -241,7 +241,7 @@ def farthest(some: Tensor, every: Tensor) -> float:
 
 WITH_POSITIONS = ('FocusedLinearAttention', 'PolaFormerAttention', 'SAGAAttention')
 OF_LINEAR_GATES = [
-    name for name, kind in vars(layers).items() if issubclass(getattr(kind, 'gate_type', nn.Module), LinearGate)
+    name for name, kind in vars(gates).items() if issubclass(getattr(kind, 'gate_type', nn.Module), LinearGate)
 ]
 OF_PRE_TRAINING = dict(map_size=(2, 3))
 LINEAR: dict[str, dict[str, Any]] = {
@@ -250,7 +250,7 @@ LINEAR: dict[str, dict[str, Any]] = {
 
 
 def test_every_linear_attention_but_one_has_a_map_of_keys_and_values() -> None:
-    made = {name: getattr(layers, name)(C, HEADS, **LINEAR.get(name, {})) for name in OF_LINEAR_GATES}
+    made = {name: getattr(gates, name)(C, HEADS, **LINEAR.get(name, {})) for name in OF_LINEAR_GATES}
     found = set()
     for name, layer in made.items():
         with record(layer, 'kv') as recording:
@@ -263,7 +263,7 @@ def test_every_linear_attention_but_one_has_a_map_of_keys_and_values() -> None:
 @pytest.mark.parametrize('kind', LINEAR)
 def test_the_map_of_keys_and_values(kind: str, class_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is what the operator multiplies the queries by, divided by the number of tokens."""
-    layer = filled(getattr(layers, kind)(C, HEADS, class_tokens=class_tokens, **LINEAR[kind]), 0.3)
+    layer = filled(getattr(gates, kind)(C, HEADS, class_tokens=class_tokens, **LINEAR[kind]), 0.3)
     model, used = Holder(layer), list[Tensor]()
     given = dict(x=x(2, 16 + class_tokens, C), hw_shape=(2, 8))
     with record(model, ['kv', 'gate_out']) as recording, torch.no_grad():
@@ -291,7 +291,7 @@ def test_the_map_of_keys_and_values(kind: str, class_tokens: int, monkeypatch: p
 @half_on_cpu
 @pytest.mark.parametrize('kind', ['FocusedLinearAttention', 'PolaFormerAttention'])
 def test_maps_of_powers_are_not_narrowed(kind: str) -> None:
-    model = Holder(getattr(layers, kind)(C, HEADS, map_size=(4, 4))).half()
+    model = Holder(getattr(gates, kind)(C, HEADS, map_size=(4, 4))).half()
     with record(model, ['kv']) as recording, torch.no_grad():
         model(x=x(2, 16, C).half(), hw_shape=(4, 4))
     kv = recording['attn']['kv'].tensors[0]
@@ -307,7 +307,7 @@ def test_agents_are_read_in_every_form(options: dict[str, Any]) -> None:
     """The two softmaxes' product gives the layer's output; the agents' maps sum to 1."""
     shifted = options.get('shifted', False)
     given = {name: value for name, value in options.items() if name != 'shifted'}
-    layer = layers.AgentAttention(C, HEADS, map_size=(8, 12), agent_num=4, dwc=False, **given)
+    layer = gates.AgentAttention(C, HEADS, map_size=(8, 12), agent_num=4, dwc=False, **given)
     layer.gate.shifted = shifted
     model, extra = Holder(layer).eval(), layer.gate.class_tokens
     hw = (8, 8) if extra else (8, 12)
@@ -462,7 +462,7 @@ def test_recorded_weights_keep_their_graph_where_it_is_asked_for() -> None:
         assert model.attn.in_proj_weight.grad.any()
 
 
-class Counted(layers.PLuGGate):
+class Counted(gates.PLuGGate):
     """A gate that counts the calls of its methods."""
 
     calls: dict[str, int]
@@ -496,7 +496,7 @@ class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.proj = nn.Linear(C, 3 * C)
-        self.gate: Any = layers.SDPAGate(Sizes(C, HEADS))
+        self.gate: Any = gates.SDPAGate(Sizes(C, HEADS))
         self.gate.reset()
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from mmcv.cnn.bricks.transformer import MultiheadAttention
 from torch import nn
 
 from mmgate.errors import ConfigError
-from mmgate.layers import PLuGMultiheadAttention
+from mmgate.gates import PLuGMultiheadAttention
 from mmgate.rules import check_rules, path_regex, read_rules, shown_as_read, write_rule
 from mmgate.swap import swap_attention
 

@@ -19,12 +19,12 @@ from torch import nn
 
 from mmgate import adapts, list_attention, restore_attention, swap_attention
 from mmgate.errors import ConfigError
+from mmgate.gates import PLuGMultiScaleDeformableAttention
+from mmgate.gates.base.dense import DenseGate
+from mmgate.gates.base.gate import Gate, Sizes
+from mmgate.gates.base.gating import Adapter
+from mmgate.gates.plug import PLuGDeformableGate
 from mmgate.hosts.table import _ADAPTERS
-from mmgate.layers import PLuGMultiScaleDeformableAttention
-from mmgate.layers.base.dense import DenseGate
-from mmgate.layers.base.gate import Gate, Sizes
-from mmgate.layers.base.gated import GatedModule
-from mmgate.layers.plug import PLuGDeformableGate
 
 VARIANTS = {  # name: parameters of the gates that PLuG adds to it
     'singlescale': 24_720,
@@ -280,7 +280,7 @@ class Wrapped(nn.Module):
         return self.attn(query, query, query)[0]
 
 
-class GatedWrapped(GatedModule):
+class GatedWrapped(Adapter):
     """Its adapter."""
 
     @classmethod
@@ -429,6 +429,6 @@ def test_an_option_without_a_default(host: type[nn.Module], path: str) -> None:
 def test_adapts_says_what_is_wrong() -> None:
     with pytest.raises(TypeError, match="needs classes, got 'PLuG'"):
         adapts('PLuG', Wrapped)
-    words = r'mmgate.layers.plug.PLuG.* has no adapter for torch.nn.modules.linear.Linear; it replaces mmcv.ops'
+    words = r'mmgate.gates.plug.PLuG.* has no adapter for torch.nn.modules.linear.Linear; it replaces mmcv.ops'
     with pytest.raises(LookupError, match=words):
         adapts(PLuGMultiScaleDeformableAttention, Wrapped, like=nn.Linear)

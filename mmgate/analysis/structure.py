@@ -13,8 +13,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from mmgate.errors import ConfigError
+from mmgate.gates.base.deformable import DeformableGate
 from mmgate.hosts.table import gate_of_type
-from mmgate.layers.base.deformable import DeformableGate
 from mmgate.listing import Attention, list_attention
 from mmgate.registry import MODELS as MMGATE_MODELS
 from mmgate.rules import path_regex, type_named, write_rule

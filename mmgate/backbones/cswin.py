@@ -13,11 +13,11 @@ from mmgate.backbones.presets import check_stages, preset
 from mmgate.backbones.weights import PublishedWeights, cswin_layout
 from mmgate.checkpoints.tensors import State
 from mmgate.errors import ConfigError
+from mmgate.gates.base.gate import Sizes, start_linear
+from mmgate.gates.base.map import MapAdapter, MapGate, Size
+from mmgate.gates.cross_window import CrossWindowAttention
 from mmgate.hosts import adapts
 from mmgate.hosts.around import backbone_and_stage, sizes_of_stage
-from mmgate.layers.base.gate import Sizes, start_linear
-from mmgate.layers.base.map import MapGate, MapHost, Size
-from mmgate.layers.cross_window import CrossWindowAttention
 from mmgate.registry import MODELS
 from mmgate.swap import swap_attention
 
@@ -175,7 +175,7 @@ class AgentCSwin(PublishedWeights, BaseModule):
 
 
 @adapts(MapGate, CrossWindowAttention)
-class UncrossedAttention(MapHost):
+class UncrossedAttention(MapAdapter):
     """Adapter that lets attention over the whole map replace CSwin's attention in cross-shaped windows."""
 
     unused = ('lepe',)

@@ -8,8 +8,8 @@ from typing import Any
 from mmpretrain.models.backbones import VisionTransformer
 
 from mmgate.backbones.presets import preset
+from mmgate.gates.parts.swiglu import SwiGLU
 from mmgate.hosts.table import options_of
-from mmgate.layers.parts.swiglu import SwiGLU
 from mmgate.registry import MODELS
 from mmgate.swap import swap_attention
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from mmgate.backbones.presets import PRETRAIN_AGENTS, PVT, PVT_V2, Options, preset, stage_rules
 from mmgate.backbones.weights import PublishedWeights
-from mmgate.layers.base.gate import start_linear
-from mmgate.layers.parts.options import check_option
+from mmgate.gates.base.gate import start_linear
+from mmgate.gates.parts.options import check_option
 from mmgate.registry import MODELS
 from mmgate.swap import swap_attention
 
@@ -32,7 +32,7 @@ class GatedPVT(PublishedWeights, PyramidVisionTransformer):
         arch: ``'tiny'``, ``'small'``, ``'medium'`` or ``'large'``; of PVTv2 ``'b0'`` or ``'b1'``.
         attention: Options of the attention for every stage, such as ``dict(bias=False)``, or a list of them, one a
             stage. With ``type`` they name another attention, a registered
-            :class:`~mmgate.layers.base.map.GatedMapAttention`.
+            :class:`~mmgate.gates.base.map.GatedMapAttention`.
         agent_nums: Agent tokens of each stage, of agent attention; by default as many as in pre-training.
         pretrain_agent_nums: Agent tokens of each stage in pre-training, in the biases' shapes.
         init: ``'host'`` (default): what is shared with mmdet's PVT starts as there; ``'paper'``: as in the authors'

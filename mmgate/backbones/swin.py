@@ -21,8 +21,8 @@ from mmgate.backbones.presets import (
 )
 from mmgate.backbones.weights import PublishedWeights
 from mmgate.errors import ConfigError
+from mmgate.gates.base.map import MapGate
 from mmgate.hosts import adapts
-from mmgate.layers.base.map import MapGate
 from mmgate.registry import MODELS
 from mmgate.swap import swap_attention
 

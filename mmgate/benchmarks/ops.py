@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
-from mmgate.layers.gml import GatingModulation
+from mmgate.gates.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
 from mmgate.ops.deformable import attention_weights, offset_locations
 
@@ -136,8 +136,8 @@ def benchmark_gated_layers(repetitions: int = 7) -> Iterator[Row]:
 
     They have 256 channels and 8 heads.
     """
-    from mmgate.layers import DGSAGate, SDPAGate
-    from mmgate.layers.base.dense import make_gated
+    from mmgate.gates import DGSAGate, SDPAGate
+    from mmgate.gates.base.dense import make_gated
 
     def run(layer: nn.Module) -> Callable[[Tensor], Tensor]:
         return lambda x: layer(x, x, x, need_weights=False)[0]

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from mmgate._environment import log, why_not
 from mmgate.errors import ConfigError, first_line
-from mmgate.layers.base.deformable import MultiScaleDeformableAttention
-from mmgate.layers.base.gated import gated_modules, is_off, remove_gate
+from mmgate.gates.base.deformable import MultiScaleDeformableAttention
+from mmgate.gates.base.gating import gated_modules, is_off, remove_gate
 from mmgate.listing import list_attention
 from mmgate.swap import swap_attention
 from mmgate.wrappers import unwrap_model

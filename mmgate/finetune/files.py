@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from mmgate.checkpoints.gates_file import GatesFile, checksum, read_gates, write_gates
 from mmgate.errors import ConfigError, listed
+from mmgate.gates.base.gate import Gate
+from mmgate.gates.base.gating import gated_modules
+from mmgate.gates.base.starts import initialise_gates_last
 from mmgate.hosts.table import adapter_for
-from mmgate.layers.base.gate import Gate
-from mmgate.layers.base.gated import gated_modules
-from mmgate.layers.base.starts import initialise_gates_last
 from mmgate.registry import MODELS
 from mmgate.rules import type_named
 from mmgate.swap import swap_attention

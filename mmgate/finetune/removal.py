@@ -10,9 +10,9 @@ from torch import nn
 
 from mmgate._environment import log
 from mmgate.errors import ConfigError, listed
+from mmgate.gates.base.gating import gated_modules, gates_off, refuse_removal, remove_gate
+from mmgate.gates.base.starts import forget_initialisation
 from mmgate.hosts.torch import switch_nested_tensors
-from mmgate.layers.base.gated import gated_modules, gates_off, refuse_removal, remove_gate
-from mmgate.layers.base.starts import forget_initialisation
 from mmgate.wrappers import own_model, without_wrappers
 
 from .training import unfreeze

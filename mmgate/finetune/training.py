@@ -12,8 +12,8 @@ from torch import nn
 from mmgate._environment import log
 from mmgate.errors import ConfigError
 from mmgate.frozen import averaged_copies
-from mmgate.layers.base.gate import Gate, named_gate_parameters
-from mmgate.layers.base.gated import gated_modules
+from mmgate.gates.base.gate import Gate, named_gate_parameters
+from mmgate.gates.base.gating import gated_modules
 from mmgate.wrappers import unwrap_model, without_wrappers
 
 TRAINS = ('gates', 'attention', 'all')

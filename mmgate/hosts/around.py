@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from mmgate.layers.base.map import map_of_image
+from mmgate.gates.base.map import map_of_image
 
 # Names of the layer that shrinks the map, in an embedding or a merging of patches.
 STRIDED = ('projection', 'sampler', 'conv')

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from mmgate.errors import ConfigError
-from mmgate.layers.base.gated import CHILD, host_class
+from mmgate.gates.base.gating import CHILD, host_class
 
 INTERFACE = 'ALL_ATTENTION_FUNCTIONS'
 # what a forward may hand to the function beside heads and masks; sliding windows are part of a mask

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from mmgate.gates.base.deformable import DeformableGate, GatedDeformableAttention, UnevenDeformableAttention
+from mmgate.gates.base.dense import DenseGate
+from mmgate.gates.base.mmcv_or_torch import MMCVMultiScaleDeformableAttention, MultiheadAttention
 from mmgate.hosts.table import adapts, adapts_inside
-from mmgate.layers.base.deformable import DeformableGate, GatedDeformableAttention, UnevenDeformableAttention
-from mmgate.layers.base.dense import DenseGate
-from mmgate.layers.base.mmcv_or_torch import MMCVMultiScaleDeformableAttention, MultiheadAttention
 
 adapts(DeformableGate, MMCVMultiScaleDeformableAttention, UnevenDeformableAttention)(GatedDeformableAttention)
 adapts_inside(DenseGate, 'attn', MultiheadAttention)

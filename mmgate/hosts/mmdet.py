@@ -12,18 +12,18 @@ from mmdet.models.layers.transformer.utils import ConditionalAttention
 from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
 from torch import Tensor, nn
 
+from mmgate.gates.base.dense import DenseAdapter, DenseGate
+from mmgate.gates.base.gate import Sizes
 from mmgate.hosts.table import adapts
 from mmgate.hosts.torch import adapt_reduced
 from mmgate.hosts.window import adapt_swin
-from mmgate.layers.base.dense import DenseGate, DenseHost
-from mmgate.layers.base.gate import Sizes
 
 adapt_swin(WindowMSA, ShiftWindowMSA)
 adapt_reduced(SpatialReductionAttention)
 
 
 @adapts(DenseGate, ConditionalAttention)
-class GatedConditionalAttention(DenseHost):
+class GatedConditionalAttention(DenseAdapter):
     """Adapter that lets dense gates into mmdet's ``ConditionalAttention`` (Conditional DETR, DAB-DETR).
 
     The host projects content and position separately. In cross-attention it concatenates them in every head. The gate
@@ -98,7 +98,7 @@ class GatedConditionalAttention(DenseHost):
 
 
 @adapts(DenseGate, BiMultiHeadAttention)
-class GatedBiMultiHeadAttention(DenseHost):
+class GatedBiMultiHeadAttention(DenseAdapter):
     """Adapter that lets dense gates into mmdet's ``BiMultiHeadAttention`` (GLIP, Grounding DINO), one per direction.
 
     The two directions of the host share their logits. Here each direction has its gate, and logits are computed for

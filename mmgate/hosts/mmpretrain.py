@@ -22,14 +22,14 @@ from mmpretrain.models.utils.attention import (
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
+from mmgate.gates.base.dense import DenseAdapter, DenseGate
+from mmgate.gates.base.gate import Sizes
+from mmgate.gates.base.map import MapAdapter, MapGate
+from mmgate.gates.plug_dense import PLuGGate
 from mmgate.hosts.around import nearest_with
 from mmgate.hosts.relative_positions import GatedRelativeAttention
 from mmgate.hosts.table import adapts
 from mmgate.hosts.window import adapt_swin
-from mmgate.layers.base.dense import DenseGate, DenseHost
-from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.map import MapGate, MapHost
-from mmgate.layers.plug_dense import PLuGGate
 
 LARGEST = math.log(100.0)  # of Swin v2's logit_scale
 
@@ -38,7 +38,7 @@ adapts(DenseGate, Attention)(GatedRelativeAttention)
 
 
 @adapts(DenseGate, WindowMSAV2)
-class GatedWindowMSAV2(DenseHost):
+class GatedWindowMSAV2(DenseAdapter):
     """Adapter that lets dense gates into mmpretrain's ``WindowMSAV2`` (Swin v2), whose logits are cosines.
 
     The logits are ``cos(q, k) / tau``: the gate gets unit queries and keys, ``1 / tau`` shared out evenly between
@@ -124,7 +124,7 @@ def sizes_of_tokens(host: Any) -> Sizes:
 
 
 @adapts(DenseGate, MultiheadAttention)
-class GatedTokenAttention(DenseHost):
+class GatedTokenAttention(DenseAdapter):
     """Adapter that lets dense gates into mmpretrain's ``MultiheadAttention``, as in its ViTs."""
 
     num_heads: int
@@ -150,7 +150,7 @@ class GatedTokenAttention(DenseHost):
 
 
 @adapts(MapGate, MultiheadAttention)
-class MixedTokenAttention(MapHost):
+class MixedTokenAttention(MapAdapter):
     """Adapter that lets attention over a map (Agent, SAGA, linear) replace mmpretrain's ``MultiheadAttention``.
 
     A call of it does not name the map. It is the one that the ViT was built for, and images of another shape with as
@@ -202,7 +202,7 @@ class MixedTokenAttention(MapHost):
 
 
 @adapts(DenseGate, LeAttention)
-class GatedLeAttention(DenseHost):
+class GatedLeAttention(DenseAdapter):
     """Adapter that lets dense gates into mmpretrain's ``LeAttention`` (TinyViT).
 
     The position bias is added after the gate.
@@ -244,7 +244,7 @@ class GatedLeAttention(DenseHost):
 
 
 @adapts(PLuGGate, XCA)
-class GatedXCA(DenseHost):
+class GatedXCA(DenseAdapter):
     """Adapter that lets PLuG's gates into XCiT's cross-covariance attention.
 
     There the d channels of a head attend to each other, so that logits and gate are d x d maps. The gate is formed as

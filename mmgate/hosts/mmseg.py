@@ -13,19 +13,19 @@ from mmseg.models.backbones.swin import ShiftWindowMSA, WindowMSA
 from mmseg.models.backbones.twins import GlobalSubsampledAttention, LocallyGroupedSelfAttention
 from torch import Tensor, nn
 
+from mmgate.gates.base.dense import DenseAdapter, DenseGate
+from mmgate.gates.base.gate import Sizes
+from mmgate.gates.base.map import MapAdapter, MapGate, Size
 from mmgate.hosts.table import adapts
 from mmgate.hosts.torch import adapt_reduced, sizes_of_pyramid
 from mmgate.hosts.window import adapt_swin
-from mmgate.layers.base.dense import DenseGate, DenseHost
-from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.map import MapGate, MapHost, Size
 
 adapt_swin(WindowMSA, ShiftWindowMSA)
 adapt_reduced(EfficientMultiheadAttention, GlobalSubsampledAttention)
 
 
 @adapts(DenseGate, BEiTAttention, MAEAttention)
-class GatedBEiTAttention(DenseHost):
+class GatedBEiTAttention(DenseAdapter):
     """Adapter that lets dense gates into mmseg's ``BEiTAttention`` and ``MAEAttention``.
 
     The relative position bias is added after the gate.
@@ -54,7 +54,7 @@ class GatedBEiTAttention(DenseHost):
 
 
 @adapts(DenseGate, LocallyGroupedSelfAttention)
-class GatedLocallyGroupedSelfAttention(DenseHost):
+class GatedLocallyGroupedSelfAttention(DenseAdapter):
     """Adapter that lets dense gates into the windows of Twins' ``LocallyGroupedSelfAttention``."""
 
     num_heads: int
@@ -95,7 +95,7 @@ class GatedLocallyGroupedSelfAttention(DenseHost):
 
 
 @adapts(MapGate, LocallyGroupedSelfAttention)
-class UngroupedSelfAttention(MapHost):
+class UngroupedSelfAttention(MapAdapter):
     """Adapter that lets attention over the whole map replace Twins' ``LocallyGroupedSelfAttention``."""
 
     proj: nn.Module

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
+from mmgate.gates.base.deformable import DeformableAdapter, DeformableGate
+from mmgate.gates.base.dense import DenseGate
+from mmgate.gates.base.gate import Sizes
 from mmgate.hosts.points import sampled
 from mmgate.hosts.relative_positions import GatedRelativeAttention
 from mmgate.hosts.table import adapts, full_name
-from mmgate.layers.base.deformable import DeformableGate, DeformableHost
-from mmgate.layers.base.dense import DenseGate
-from mmgate.layers.base.gate import Sizes
 from mmgate.ops.deformable.levels import levels_on
 from mmgate.ops.deformable.uneven import axes_of_samples, points_of_levels
 
@@ -40,7 +40,7 @@ ULTRALYTICS = 'ultralytics.nn.modules.transformer.MSDeformAttn'
 adapts(DenseGate, VITDET)(GatedRelativeAttention)
 
 
-class GatedProjectAttention(DeformableHost):
+class GatedProjectAttention(DeformableAdapter):
     """Base of the adapters for deformable attention of such projects; it checks that the class is the known one.
 
     A project may have changed its copy of a class. A subclass therefore names what it knows of a constructor and of a

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmgate.layers.base.dense import DenseHost
-from mmgate.layers.base.gate import Sizes
-from mmgate.layers.parts.resizing import resize_axis
+from mmgate.gates.base.dense import DenseAdapter
+from mmgate.gates.base.gate import Sizes
+from mmgate.gates.parts.resizing import resize_axis
 
 
-class GatedRelativeAttention(DenseHost):
+class GatedRelativeAttention(DenseAdapter):
     """Adapter that lets dense gates into ViTDet's ``Attention`` and into classes with the same attributes.
 
     A query's bias of a key is ``q Rh[y - y'] + q Rw[x - x']``, added to the logits after the gate. The tables, of

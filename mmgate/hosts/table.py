@@ -16,13 +16,12 @@ from torch import nn
 from mmgate import _environment
 from mmgate._environment import log
 from mmgate.errors import ConfigError
+from mmgate.gates.base.gate import Gate, gate_options
+from mmgate.gates.base.gating import Adapter, host_class
 from mmgate.hosts.interface import goes_through_interface
-from mmgate.layers.base.gate import Gate, gate_options
-from mmgate.layers.base.gated import GatedModule, host_class
 from mmgate.registry import MODELS
 
 Host = type[nn.Module] | str
-Adapter = type[GatedModule]
 
 
 @dataclass(frozen=True)
@@ -36,15 +35,17 @@ class Inside:
     child: str
 
 
-_ADAPTERS: dict[tuple[type, type | str], Adapter | Inside] = {}
+_ADAPTERS: dict[tuple[type, type | str], type[Adapter] | Inside] = {}
 # Adapters that recognise their hosts by code, and the class of gates that they let in.
-_BY_CODE: list[tuple[type, Adapter]] = []
+_BY_CODE: list[tuple[type, type[Adapter]]] = []
 
 
-def adapts(gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = None) -> Callable[[Adapter], Adapter]:
+def adapts(
+    gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = None
+) -> Callable[[type[Adapter]], type[Adapter]]:
     """Register an adapter for one or more attention classes (hosts), as a decorator of the adapter.
 
-    It decorates the adapter, a subclass of :class:`~mmgate.layers.base.gated.GatedModule` whose ``forward`` has the
+    It decorates the adapter, a subclass of :class:`~mmgate.gates.base.gating.Adapter` whose ``forward`` has the
     host's signature and calls the gate. With ``like`` there is nothing to decorate: ``adapts(Gate, Sub, like=Base)``
     declares that ``Sub`` computes the same as ``Base``.
 
@@ -54,7 +55,7 @@ def adapts(gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = N
         hosts: Host classes. They match exactly: a subclass may compute something else. A class that cannot be imported
             everywhere is given by its dotted name. Leading packages may be left out: ``'vit.Attention'`` is also
             ``projects.ViTDet.vitdet.vit.Attention``. Without any, the adapter recognises its hosts by their code: see
-            :meth:`.GatedModule.recognises`. It then serves the classes that have no entry by name.
+            :meth:`.Adapter.recognises`. It then serves the classes that have no entry by name.
         like: A host class whose adapter serves ``hosts``, too.
 
     Raises:
@@ -98,7 +99,7 @@ def gate_of_type(kind: Any) -> type[Gate] | None:
     return found if inspect.isclass(found) and issubclass(found, Gate) else None
 
 
-def adapter_for(kind: type, host: nn.Module) -> tuple[Adapter, str] | None:
+def adapter_for(kind: type, host: nn.Module) -> tuple[type[Adapter], str] | None:
     """Find the adapter that lets a gate into a module; return it and the path of the module to gate, or None.
 
     The host's class has to match exactly: a subclass may compute something else, which a gate would lose in silence.
@@ -222,14 +223,14 @@ def _import_file(package: str) -> None:
         log(f'mmgate has no adapters for {package} here: {problem}')
 
 
-def _adapter_by_code(kind: type, host: nn.Module) -> Adapter | None:
-    if isinstance(host, GatedModule):
+def _adapter_by_code(kind: type, host: nn.Module) -> type[Adapter] | None:
+    if isinstance(host, Adapter):
         return None
     found = (adapter for base, adapter in _BY_CODE if issubclass(kind, base) and adapter.recognises(type(host)))
     return next(found, None)
 
 
-def _misfit(adapter: Adapter, host: nn.Module) -> str | None:
+def _misfit(adapter: type[Adapter], host: nn.Module) -> str | None:
     """Return the reason why an adapter refuses a host, or None."""
     try:
         adapter.check(host)
@@ -238,7 +239,7 @@ def _misfit(adapter: Adapter, host: nn.Module) -> str | None:
     return None
 
 
-def _adapter(kind: type, host: type) -> Adapter | Inside | None:
+def _adapter(kind: type, host: type) -> type[Adapter] | Inside | None:
     path = f'.{full_name(host)}'
     names = [name for _, name in _ADAPTERS if isinstance(name, str) and path.endswith(f'.{name}')]
     keys: list[type | str] = [host, *sorted(set(names), key=len, reverse=True)]

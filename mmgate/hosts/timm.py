@@ -18,13 +18,13 @@ from timm.models.visformer import Attention as VisformerAttention
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
+from mmgate.gates.base.dense import DenseAdapter, DenseGate
+from mmgate.gates.base.gate import Sizes, StateDict
+from mmgate.gates.base.gating import CHILD, Adapter, freeze_unused, is_off
+from mmgate.gates.base.map import MapAdapter, MapGate
 from mmgate.hosts.around import nearest_with
 from mmgate.hosts.table import adapts
 from mmgate.hosts.window import GatedWindowMSA
-from mmgate.layers.base.dense import DenseGate, DenseHost
-from mmgate.layers.base.gate import Sizes, StateDict
-from mmgate.layers.base.gated import CHILD, GatedModule, freeze_unused, is_off
-from mmgate.layers.base.map import MapGate, MapHost
 
 # By name, as timm has moved its classes between files.
 TOKENS = 'timm.layers.attention.Attention'
@@ -35,7 +35,7 @@ SWIN_BLOCK = 'timm.models.swin_transformer.SwinTransformerBlock'
 OF_TIMM_GATES = {'gate.weight': 'gate.gate_weight', 'gate.bias': 'gate.gate_bias'}
 
 
-class TimmHost(DenseHost):
+class TimmHost(DenseAdapter):
     """Base of the adapters that let gates into timm's attention modules."""
 
     num_heads: int
@@ -125,7 +125,7 @@ class GatedPVTAttention(TimmHost):
         return self.proj_drop(self.attend_gated((query, key, value), (x, reduced, reduced), self.proj))
 
 
-class SizedByProjections(GatedModule):
+class SizedByProjections(Adapter):
     """Base of the adapters for timm's ViTs and Swin, whose heads may have another total width than the tokens."""
 
     @property
@@ -159,7 +159,7 @@ def refuse_own_gate(host: Any) -> None:
         )
 
 
-class TokenProjections(SizedByProjections, DenseHost):
+class TokenProjections(SizedByProjections, DenseAdapter):
     """Base of the adapters for timm's ViTs; it has their projections, norms of queries and keys, and masks.
 
     A gate at G1 acts before the norm of the heads (``scale_norm``), where there is one; timm's own acts after it.
@@ -299,7 +299,7 @@ def check_width(host: Any) -> None:
 
 
 @adapts(MapGate, TOKENS)
-class MixedAttention(SizedByProjections, MapHost):  # type: ignore[override]
+class MixedAttention(SizedByProjections, MapAdapter):  # type: ignore[override]
     """Adapter that lets attention over a map (Agent, SAGA, linear) replace that of timm's ViT.
 
     Class and register tokens come before the map's. A call of it does not name the map, which is the one that the ViT
@@ -376,7 +376,7 @@ class MixedAttention(SizedByProjections, MapHost):  # type: ignore[override]
 
 
 @adapts(MapGate, SWIN_BLOCK)
-class MixedSwinBlock(MapHost):
+class MixedSwinBlock(MapAdapter):
     """Adapter that lets attention over the whole map replace the shifted windows in a block of timm's Swin."""
 
     unused = ('attn.relative_position_bias_table', 'attn.relative_position_index', 'attn_mask')

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mmgate.gates.base.dense import DenseAdapter, DenseGate, GatedTorchAttention
+from mmgate.gates.base.gate import Sizes
+from mmgate.gates.base.map import GatedMapAttention, MapAdapter, MapAttention, MapGate, Size
 from mmgate.hosts.around import backbone_and_stage, sizes_of_stage
 from mmgate.hosts.table import adapts, adapts_inside
-from mmgate.layers.base.dense import DenseGate, DenseHost, GatedTorchAttention
-from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.map import GatedMapAttention, MapAttention, MapGate, MapHost, Size
 
 # The attribute of torch's TransformerEncoder that keeps its ``use_nested_tensor`` while it is gated.
 VANILLA_CHOICE = 'use_nested_tensor_without_gates'
@@ -21,7 +21,7 @@ adapts(MapGate, MapAttention)(GatedMapAttention)
 adapts_inside(DenseGate, 'base_layer', 'peft.tuners.lora.layer.MultiheadAttention')
 
 
-class GatedReducedAttention(MapHost):
+class GatedReducedAttention(MapAdapter):
     """Adapter that lets attention over the whole map replace the spatial-reduction attention of PVT, MiT and Twins."""
 
     unused = ('sr', 'norm')
@@ -84,7 +84,7 @@ def switch_nested_tensors(model: nn.Module) -> None:
     for encoder in model.modules():
         if not isinstance(encoder, nn.TransformerEncoder):
             continue
-        if any(isinstance(part, DenseHost) for part in encoder.modules()):
+        if any(isinstance(part, DenseAdapter) for part in encoder.modules()):
             vars(encoder).setdefault(VANILLA_CHOICE, encoder.use_nested_tensor)
             encoder.use_nested_tensor = False
         elif VANILLA_CHOICE in vars(encoder):

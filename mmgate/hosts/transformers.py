@@ -18,13 +18,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from mmgate.errors import ConfigError
+from mmgate.gates.base.deformable import DeformableAdapter, DeformableGate
+from mmgate.gates.base.dense import DenseAdapter, DenseGate, Inputs, is_plain
+from mmgate.gates.base.gate import Sizes
+from mmgate.gates.base.gating import Record, computed_dtype, gate_module, is_off
 from mmgate.hosts.interface import Reading, goes_through_interface, read_forward
 from mmgate.hosts.points import points_of, sampled
 from mmgate.hosts.table import adapts, full_name
-from mmgate.layers.base.deformable import DeformableGate, DeformableHost
-from mmgate.layers.base.dense import DenseGate, DenseHost, Inputs, is_plain
-from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.gated import Record, computed_dtype, gate_module, is_off
 from mmgate.notes import noted
 from mmgate.ops.deformable.levels import levels_on
 from mmgate.ops.masks import merge_masks
@@ -194,7 +194,7 @@ def _on_meta(host: Any) -> Any:
 
 
 @adapts(DenseGate)
-class GatedInterfaceAttention(DenseHost):
+class GatedInterfaceAttention(DenseAdapter):
     """Adapter that lets dense gates into attention that calls transformers' attention interface.
 
     The attention function of such a module becomes ours.
@@ -407,7 +407,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)  # without it a model of this i
 
 
 @adapts(DenseGate, 'modeling_mask2former.Mask2FormerAttention')
-class GatedMask2FormerAttention(DenseHost):
+class GatedMask2FormerAttention(DenseAdapter):
     """Adapter that lets dense gates into the self-attention of transformers' Mask2Former decoder.
 
     It does not call the attention interface.
@@ -450,7 +450,7 @@ class GatedMask2FormerAttention(DenseHost):
 
 
 @adapts(DeformableGate, *DEFORMABLE_HOSTS)
-class GatedMultiscaleDeformableAttention(DeformableHost):
+class GatedMultiscaleDeformableAttention(DeformableAdapter):
     """Adapter that lets gates into transformers' multi-scale deformable attentions (Deformable DETR and others).
 
     A gate reads the query with its position.

@@ -7,17 +7,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
+from mmgate.gates.base.dense import DenseAdapter, DenseGate
+from mmgate.gates.base.gate import Sizes
+from mmgate.gates.base.map import MapAdapter, MapGate, Size
 from mmgate.hosts.around import backbone_and_stage, sizes_of_stage
 from mmgate.hosts.table import adapts
-from mmgate.layers.base.dense import DenseGate, DenseHost
-from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.map import MapGate, MapHost, Size
 
 # By the class that shifts windows, the class of the attention in them, an entry a package.
 WINDOWS: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-class GatedWindowMSA(DenseHost):
+class GatedWindowMSA(DenseAdapter):
     """Adapter that lets dense gates into ``WindowMSA``, Swin's attention inside windows, of all mm packages.
 
     The relative position bias and the mask ``(nW, N, N)`` of shifted windows are added to the logits after the gate.
@@ -43,7 +43,7 @@ class GatedWindowMSA(DenseHost):
         return self.proj_drop(out)
 
 
-class GatedShiftWindowMSA(MapHost):
+class GatedShiftWindowMSA(MapAdapter):
     """Adapter that lets attention over the whole map replace Swin's ``ShiftWindowMSA``."""
 
     unused = ('w_msa.relative_position_bias_table', 'w_msa.relative_position_index')

@@ -20,7 +20,7 @@ from torch import distributed, nn
 
 from mmgate.checkpoints.loading import guarded_loaders
 from mmgate.errors import ConfigError
-from mmgate.layers.base.gate import Gate
+from mmgate.gates.base.gate import Gate
 from mmgate.ops.backend import candidates
 
 from .class_names import ClassNamesHook

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from mmgate._environment import log
 from mmgate.checkpoints.loading import guarded_loaders
 from mmgate.errors import ConfigError, listed
-from mmgate.layers.base.gate import is_gate_key, named_gate_parameters
-from mmgate.layers.base.gated import unused_names
+from mmgate.gates.base.gate import is_gate_key, named_gate_parameters
+from mmgate.gates.base.gating import unused_names
 from mmgate.wrappers import unwrap_model
 
 from .other_options import other_options

@@ -9,8 +9,8 @@ from torch import nn
 
 from mmgate.checkpoints.plain_config import plain_values
 from mmgate.errors import ConfigError, listed
+from mmgate.gates.base.gating import CHILD, gated_modules, record_of
 from mmgate.hosts.table import options_of, registered_gates
-from mmgate.layers.base.gated import CHILD, gated_modules, record_of
 from mmgate.registry import MODELS
 from mmgate.rules import path_regex
 from mmgate.wrappers import unwrap_model, without_wrappers

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from mmgate._environment import log
 from mmgate.errors import ConfigError
 from mmgate.finetune import gate_parameters
-from mmgate.layers.base.gate import Gate, gate_classes, undecayed_parameters
+from mmgate.gates.base.gate import Gate, gate_classes, undecayed_parameters
 from mmgate.registry import OPTIM_WRAPPER_CONSTRUCTORS
 
 GATES = 'mmgate.gates'  # in custom_keys

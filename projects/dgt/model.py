@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmgate.layers.base.dense import make_gated
-from mmgate.layers.dgsa import DGSAGate
-from mmgate.layers.differential import DifferentialGate
-from mmgate.layers.parts.options import check_option
-from mmgate.layers.parts.rms_norm import RMSNorm
-from mmgate.layers.parts.swiglu import SwiGLU
+from mmgate.gates.base.dense import make_gated
+from mmgate.gates.dgsa import DGSAGate
+from mmgate.gates.differential import DifferentialGate
+from mmgate.gates.parts.options import check_option
+from mmgate.gates.parts.rms_norm import RMSNorm
+from mmgate.gates.parts.swiglu import SwiGLU
 
 PAD, UNKNOWN = 0, 1
 ATTENTIONS: dict[str, Callable[..., nn.Module]] = {

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.layers.base.gate import Sizes, random_stream
-from mmgate.layers.parts.rms_norm import RMSNorm
-from mmgate.layers.parts.swiglu import SwiGLU
-from mmgate.layers.sdpa_gate import SDPAGate
+from mmgate.gates.base.gate import Sizes, random_stream
+from mmgate.gates.parts.rms_norm import RMSNorm
+from mmgate.gates.parts.swiglu import SwiGLU
+from mmgate.gates.sdpa_gate import SDPAGate
 
 # By the name of a row the options of SDPAGate; None: no gate.
 VARIANTS: dict[str, dict[str, Any] | None] = {
@@ -41,7 +41,7 @@ class CausalAttention(nn.Module):
         heads: Query heads H.
         kv_heads: Key and value heads Hk, of which H is a multiple.
         head_dim: Channels d of a head; at G5 H * d has to be C.
-        gate: Options of :class:`~mmgate.layers.sdpa_gate.SDPAGate`, or None.
+        gate: Options of :class:`~mmgate.gates.sdpa_gate.SDPAGate`, or None.
         norm_eps: Of an RMSNorm of each head's query and key; None: no such norm.
         bias: Whether the projections have a bias.
         rotated: Share of a head's channels that are rotated.

@@ -9,7 +9,7 @@ from conftest import filled
 from mmcv.ops import MultiScaleDeformableAttention
 from torch import Tensor
 
-from mmgate.layers import PLuGMultiScaleDeformableAttention
+from mmgate.gates import PLuGMultiScaleDeformableAttention
 
 SIZES = dict(embed_dims=16, num_heads=4, num_levels=2, num_points=3)
 

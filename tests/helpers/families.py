@@ -9,44 +9,44 @@ import torch
 from torch import Tensor, nn
 
 from helpers.gated import gated_attention
-from mmgate import layers
-from mmgate.layers.base.deformable import DeformableHost
-from mmgate.layers.base.map import MapAttention
+from mmgate import gates
+from mmgate.gates.base.deformable import DeformableAdapter
+from mmgate.gates.base.map import MapAttention
 
 C, HEADS = 16, 2
 DENSE: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
-    'plug': (layers.PLuGGate, {}),
-    'plug_paper': (layers.PLuGGate, dict(init='paper')),
-    'plug_per_head': (layers.PLuGGate, dict(heads='per_head', gml='mlp', activation='softsign', init='paper')),
-    'plug_sum': (layers.PLuGGate, dict(gml='sum', activation='none', position='post_softmax', init='paper')),
-    'sdpa_g1': (layers.SDPAGate, {}),
-    'sdpa_g2_silu': (layers.SDPAGate, dict(position='G2', act='silu', granularity='headwise')),
-    'sdpa_g5': (layers.SDPAGate, dict(position='G5', act='ns_sigmoid')),
-    'dgsa': (layers.DGSAGate, {}),
-    'differential': (layers.DifferentialGate, {}),
-    'differential_v2': (layers.DifferentialV2Gate, {}),
-    'differential_v2_identity': (layers.DifferentialV2Gate, dict(init='identity')),
+    'plug': (gates.PLuGGate, {}),
+    'plug_paper': (gates.PLuGGate, dict(init='paper')),
+    'plug_per_head': (gates.PLuGGate, dict(heads='per_head', gml='mlp', activation='softsign', init='paper')),
+    'plug_sum': (gates.PLuGGate, dict(gml='sum', activation='none', position='post_softmax', init='paper')),
+    'sdpa_g1': (gates.SDPAGate, {}),
+    'sdpa_g2_silu': (gates.SDPAGate, dict(position='G2', act='silu', granularity='headwise')),
+    'sdpa_g5': (gates.SDPAGate, dict(position='G5', act='ns_sigmoid')),
+    'dgsa': (gates.DGSAGate, {}),
+    'differential': (gates.DifferentialGate, {}),
+    'differential_v2': (gates.DifferentialV2Gate, {}),
+    'differential_v2_identity': (gates.DifferentialV2Gate, dict(init='identity')),
 }
 MAP: dict[str, tuple[type[MapAttention], dict[str, Any]]] = {
-    'agent': (layers.AgentAttention, dict(map_size=(4, 4), agent_num=4)),
-    'agent_static': (layers.AgentAttention, dict(map_size=(4, 4), agent_num=4, agents='static', window=2)),
-    'saga': (layers.SAGAAttention, dict(map_size=(4, 4))),
-    'cross_window': (layers.CrossWindowAttention, dict(split=2)),
-    'hydra': (layers.HydraAttention, {}),
-    'efficient': (layers.EfficientAttention, {}),
-    'angular': (layers.LinearAngularAttention, {}),
-    'enhanced': (layers.EnhancedLinearAttention, {}),
-    'focused': (layers.FocusedLinearAttention, dict(map_size=(4, 4))),
-    'polaformer': (layers.PolaFormerAttention, dict(map_size=(4, 4))),
-    'inline': (layers.InLineAttention, {}),
-    'mlla': (layers.MLLAAttention, {}),
-    'rala': (layers.RALAAttention, {}),
+    'agent': (gates.AgentAttention, dict(map_size=(4, 4), agent_num=4)),
+    'agent_static': (gates.AgentAttention, dict(map_size=(4, 4), agent_num=4, agents='static', window=2)),
+    'saga': (gates.SAGAAttention, dict(map_size=(4, 4))),
+    'cross_window': (gates.CrossWindowAttention, dict(split=2)),
+    'hydra': (gates.HydraAttention, {}),
+    'efficient': (gates.EfficientAttention, {}),
+    'angular': (gates.LinearAngularAttention, {}),
+    'enhanced': (gates.EnhancedLinearAttention, {}),
+    'focused': (gates.FocusedLinearAttention, dict(map_size=(4, 4))),
+    'polaformer': (gates.PolaFormerAttention, dict(map_size=(4, 4))),
+    'inline': (gates.InLineAttention, {}),
+    'mlla': (gates.MLLAAttention, {}),
+    'rala': (gates.RALAAttention, {}),
 }
 DEFORMABLE: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
-    'ungated': (layers.MultiScaleDeformableAttention, {}),
-    'plug_deformable': (layers.PLuGMultiScaleDeformableAttention, dict(init='paper')),
+    'ungated': (gates.MultiScaleDeformableAttention, {}),
+    'plug_deformable': (gates.PLuGMultiScaleDeformableAttention, dict(init='paper')),
     'plug_deformable_tanh': (
-        layers.PLuGMultiScaleDeformableAttention,
+        gates.PLuGMultiScaleDeformableAttention,
         dict(init='paper', activation='tanh', gml='mlp', position='post_softmax'),
     ),
 }
@@ -74,7 +74,7 @@ def call(layer: nn.Module, hw_shape: tuple[int, int]) -> Callable[[Tensor], Tens
     def run(x: Tensor) -> Tensor:
         if isinstance(layer, MapAttention):
             return layer(x, hw_shape)
-        if isinstance(layer, DeformableHost):
+        if isinstance(layer, DeformableAdapter):
             shapes = torch.tensor([(height - 1, width), (1, width)])
             points = torch.linspace(0.05, 0.95, height * width)[None, :, None, None].expand(-1, -1, 2, 2)
             floating = isinstance(x, Tensor) and x.is_floating_point()

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmgate import gate_parameters, swap_attention
-from mmgate.layers.base.dense import DenseGate, make_gated
+from mmgate.gates.base.dense import DenseGate, make_gated
 
 OF_TORCH = ('bias', 'add_bias_kv', 'add_zero_attn', 'kdim', 'vdim', 'batch_first', 'device', 'dtype')
 

@@ -11,7 +11,7 @@ from mmengine.hub import get_config
 from torch import nn
 
 from mmgate.analysis.complexity import count_config, count_model
-from mmgate.layers import AgentAttention, SAGAAttention
+from mmgate.gates import AgentAttention, SAGAAttention
 from mmgate.ops import gated_linear_attention, ms_deform_attn
 
 Q, K = torch.zeros(2, 4, 10, 8), torch.zeros(2, 4, 6, 8)  # (B, H, N, d)

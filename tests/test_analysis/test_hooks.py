@@ -20,8 +20,8 @@ import mmgate
 from mmgate import note
 from mmgate.analysis.hooks import GateStatisticsHook
 from mmgate.errors import ConfigError
-from mmgate.layers.base.dense import DenseGate
-from mmgate.layers.base.gate import Sizes
+from mmgate.gates.base.dense import DenseGate
+from mmgate.gates.base.gate import Sizes
 from mmgate.registry import HOOKS
 from mmgate.train import cli
 from mmgate.train.cli import build_runner

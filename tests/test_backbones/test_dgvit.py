@@ -10,8 +10,8 @@ import torch
 from conftest import ROOT, needs_mmpretrain, one_of_each
 from mmengine.config import Config
 
-from mmgate.layers import DGSAGate, DifferentialGate
-from mmgate.layers.parts.swiglu import SwiGLU
+from mmgate.gates import DGSAGate, DifferentialGate
+from mmgate.gates.parts.swiglu import SwiGLU
 from mmgate.registry import MODELS
 
 FOLDERS = [ROOT / f'configs/{method}/classification' for method in ('dgsa', 'vanilla')]

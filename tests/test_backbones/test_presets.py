@@ -9,9 +9,9 @@ from mmengine.config import Config
 from torch import nn
 
 from mmgate.analysis.structure import build_structure
-from mmgate.layers import CrossWindowAttention
-from mmgate.layers.agent import AgentGate
-from mmgate.layers.base.map import MapGate
+from mmgate.gates import CrossWindowAttention
+from mmgate.gates.agent import AgentGate
+from mmgate.gates.base.map import MapGate
 from mmgate.registry import MODELS
 
 

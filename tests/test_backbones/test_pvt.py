@@ -9,7 +9,7 @@ import torch
 from helpers.families import MAP
 from torch import nn
 
-from mmgate.layers.base.map import MapGate
+from mmgate.gates.base.map import MapGate
 from mmgate.registry import MODELS
 
 TYPES = sorted({kind.__name__ for kind, _ in MAP.values()} - {'CrossWindowAttention'})

@@ -20,7 +20,7 @@ from mmengine.runner import load_checkpoint
 from torch import Tensor, nn
 
 from mmgate.backbones.convert import convert
-from mmgate.layers.base.map import MapGate
+from mmgate.gates.base.map import MapGate
 
 PVT: dict[str, Any] = dict(num_layers=(1, 1, 1, 1), num_heads=(1, 2, 2, 2), embed_dims=16)
 SWIN: dict[str, Any] = dict(depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 2), embed_dims=16)

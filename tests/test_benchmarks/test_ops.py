@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmgate._environment import available
 from mmgate.benchmarks import measure, ops
-from mmgate.layers.gml import GatingModulation
+from mmgate.gates.gml import GatingModulation
 from mmgate.ops import plug_attention
 from mmgate.ops.deformable import offset_locations
 from mmgate.ops.deformable import triton_deformable as sampler

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mmgate.deploy.graph import capture, write_onnx
 from mmgate.deploy.network import Network
 from mmgate.deploy.runtime import Exported
-from mmgate.layers import PLuGMultiScaleDeformableAttention
+from mmgate.gates import PLuGMultiScaleDeformableAttention
 
 
 class Levels(Network):

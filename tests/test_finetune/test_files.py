@@ -21,7 +21,7 @@ from torch import nn
 import mmgate
 from mmgate.errors import ConfigError
 from mmgate.finetune import removal
-from mmgate.layers import PLuGGate
+from mmgate.gates import PLuGGate
 
 ROUNDING = dict(rtol=1e-5, atol=1e-5)  # products round by where in memory their factors lie
 

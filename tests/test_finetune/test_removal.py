@@ -16,7 +16,7 @@ from torch.nn.utils import prune
 import mmgate
 from mmgate.errors import ConfigError
 from mmgate.finetune import removal
-from mmgate.layers.base.gated import is_off
+from mmgate.gates.base.gating import is_off
 
 
 def test_a_mode_that_is_set_while_gates_are_disabled_stays() -> None:

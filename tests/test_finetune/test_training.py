@@ -13,7 +13,7 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 import mmgate
-from mmgate.layers.base.gated import unused_names
+from mmgate.gates.base.gating import unused_names
 
 
 @pytest.mark.parametrize('host, head', [('retinanet_pvtv2', 'bbox_head'), ('swin', 'decode_head')])

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from mmgate import restore_attention, swap_attention
 from mmgate.errors import ConfigError, OptionError
+from mmgate.gates import CrossWindowAttention, SoftmaxAttention
+from mmgate.gates.agent import AgentGate
+from mmgate.gates.base.gate import Sizes
+from mmgate.gates.base.map import MapGate, map_in_training
+from mmgate.gates.saga import SAGAGate
 from mmgate.hosts.table import gate_of_type, registered_gates
-from mmgate.layers import CrossWindowAttention, SoftmaxAttention
-from mmgate.layers.agent import AgentGate
-from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.map import MapGate, map_in_training
-from mmgate.layers.saga import SAGAGate
 
 PVT = dict(type='mmdet.PyramidVisionTransformer', num_layers=[1, 1, 1, 1])
 PVT_V2 = dict(PVT, type='mmdet.PyramidVisionTransformerV2')

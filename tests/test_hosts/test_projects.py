@@ -14,10 +14,10 @@ from helpers.repositories import PLACES, Layer
 from torch import Tensor, nn
 
 from mmgate import adapts, gate_parameters, record, restore_attention, swap_attention
+from mmgate.gates import PLuGMultiScaleDeformableAttention
+from mmgate.gates.base.gate import Gate, Sizes
+from mmgate.gates.base.gating import Adapter
 from mmgate.hosts.table import _ADAPTERS, adapter_for, gates_for, host_names
-from mmgate.layers import PLuGMultiScaleDeformableAttention
-from mmgate.layers.base.gate import Gate, Sizes
-from mmgate.layers.base.gated import GatedModule
 from mmgate.notes import POINTS
 
 DEFORMABLE = ('MultiScaleDeformableAttention', 'PLuGMultiScaleDeformableAttention')
@@ -96,7 +96,7 @@ def test_a_host_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         __module__, __qualname__ = 'theirs.layers', 'Pooling'
 
     @adapts(Strange, 'layers.Pooling')
-    class GatedPooling(GatedModule):
+    class GatedPooling(Adapter):
         @classmethod
         def sizes(cls, host: Any) -> Sizes:
             return Sizes(8, 2)

@@ -12,8 +12,8 @@ from helpers.host_blocks import BLOCKS, DET, MAP, SEG, UTILS, Block, C, H, calle
 from torch import Tensor, nn
 
 from mmgate import swap_attention
+from mmgate.gates.agent import AgentGate
 from mmgate.hosts import gates_for
-from mmgate.layers.agent import AgentGate
 
 # what hosts call that which drops weights, their output, or whole paths
 DROPS: dict[str, tuple[str, ...]] = {

@@ -36,8 +36,8 @@ from mmgate import (
 )
 from mmgate.analysis.probes.recording import class_tokens, record
 from mmgate.errors import ConfigError
+from mmgate.gates.base.gate import Gate
 from mmgate.hosts.timm import BY_IMAGE, shares_by_image
-from mmgate.layers.base.gate import Gate
 
 
 @pytest.mark.parametrize('rule', [PLUG, SDPA], ids=['plug', 'sdpa'])

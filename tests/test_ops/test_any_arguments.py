@@ -15,7 +15,7 @@ from helpers.properties import DTYPES, MEMORY, SPOILT, every_number_of_examples,
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmgate.layers import GatingModulation
+from mmgate.gates import GatingModulation
 from mmgate.ops import agent_attention, differential_attention, gated_linear_attention, ms_deform_attn, plug_attention
 from mmgate.ops import linear_attention as linear
 from mmgate.ops.agent import agent_attention_reference

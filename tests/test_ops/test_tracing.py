@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmgate.layers.gml import GatingModulation
+from mmgate.gates.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
 from mmgate.ops.backend import OPERATORS, candidates
 from mmgate.ops.dense import chunked

@@ -21,7 +21,7 @@ from mmengine.runner import Runner
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-import mmgate.layers.base.deformable as layer_file
+import mmgate.gates.base.deformable as layer_file
 from mmgate.errors import ConfigError
 from mmgate.rules import path_regex
 from mmgate.speed.hooks import CompileHook, Float32Hook, keep_float32

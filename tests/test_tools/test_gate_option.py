@@ -87,7 +87,7 @@ def test_counting_and_listing(config: str, capsys: pytest.CaptureFixture[str]) -
 
 
 OUTSIDE = """
-from mmgate.layers.plug import PLuGDeformableGate
+from mmgate.gates.plug import PLuGDeformableGate
 from mmgate.registry import MODELS
 
 

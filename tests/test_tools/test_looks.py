@@ -24,7 +24,7 @@ from mmgate.analysis.figures.maps import seen_part
 from mmgate.analysis.loading import UNTRAINED, load_models, parser
 from mmgate.benchmarks import backbones
 from mmgate.benchmarks.measure import MODES
-from mmgate.layers import SDPAGate
+from mmgate.gates import SDPAGate
 from mmgate.train import cli
 from mmgate.train.config_file import read_config
 

@@ -15,7 +15,7 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
 from mmgate.errors import ConfigError
-from mmgate.layers.base.gated import gated_modules
+from mmgate.gates.base.gating import gated_modules
 from mmgate.train.config_file import config_parser, read_config
 from mmgate.train.gate_options import add_gate_options, configured, put_gates
 from mmgate.train.speedups import speed_up
@@ -120,7 +120,7 @@ def test_rules_join_those_of_the_config() -> None:
 
 @pytest.mark.parametrize(
     ('imports', 'now'),
-    [('mmpretrain.models', ['mmgate', 'mmpretrain.models']), (['a', 'mmgate.layers'], ['a', 'mmgate.layers'])],
+    [('mmpretrain.models', ['mmgate', 'mmpretrain.models']), (['a', 'mmgate.gates'], ['a', 'mmgate.gates'])],
 )
 def test_imports_of_the_config_stay(imports: str | list[str], now: list[str]) -> None:
     cfg = Config(dict(model=dict(type='M'), custom_imports=dict(imports=imports, allow_failed_imports=True)))

@@ -19,8 +19,8 @@ from torch import distributed, nn
 
 import mmgate
 from mmgate.errors import ConfigError
-from mmgate.layers import PLuGMultiheadAttention
-from mmgate.layers.base.gate import undecayed_parameters
+from mmgate.gates import PLuGMultiheadAttention
+from mmgate.gates.base.gate import undecayed_parameters
 from mmgate.registry import MODELS
 from mmgate.train.parameter_groups import TORCH, GateOptimWrapperConstructor, _can_fuse, _merge, _set
 

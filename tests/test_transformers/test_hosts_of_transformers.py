@@ -23,10 +23,10 @@ from helpers.replicas import replicated
 from transformers import PretrainedConfig
 
 import mmgate
+from mmgate.gates.base.gate import Gate
+from mmgate.gates.base.gating import Adapter
+from mmgate.gates.plug import GRANULARITIES
 from mmgate.hosts.transformers import DEFORMABLE as PREFIXES
-from mmgate.layers.base.gate import Gate
-from mmgate.layers.base.gated import GatedModule
-from mmgate.layers.plug import GRANULARITIES
 from mmgate.listing import attention_modules
 
 PLUG = dict(path='**', type='PLuGMultiScaleDeformableAttention')
@@ -280,7 +280,7 @@ def test_a_gated_model_is_copied_and_pickled(name: str, kind: str) -> None:
     file.seek(0)
     for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         assert largest_difference(expected, outputs(twin, fed)) == 0
-        assert isinstance(next(m for m in twin.modules() if isinstance(m, GatedModule)).gate, Gate)
+        assert isinstance(next(m for m in twin.modules() if isinstance(m, Adapter)).gate, Gate)
 
 
 def test_recorders_of_attention_weights_go_on() -> None:

@@ -21,9 +21,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import mmgate
 from mmgate.errors import ConfigError
+from mmgate.gates.base.gating import Adapter
 from mmgate.hosts import gates_for
 from mmgate.hosts.interface import goes_through_interface, read_forward
-from mmgate.layers.base.gated import GatedModule
 
 PLUG = dict(type='PLuGMultiheadAttention')
 GATES: dict[str, dict[str, Any]] = {
@@ -63,7 +63,7 @@ def test_a_gated_class_computes_what_its_host_does(name: str, gate: str) -> None
             mmgate.swap_attention(model, dict(GATES[gate], path='attn'))
         return
     mmgate.swap_attention(model, dict(GATES[gate], path='attn'))
-    assert isinstance(model['attn'], GatedModule)
+    assert isinstance(model['attn'], Adapter)
     model = copy.deepcopy(model)
     gradients = []
     for one in (model, vanilla):

@@ -28,7 +28,7 @@ import logging, sys, torch
 from torch import nn
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 import mmgate
-from mmgate.layers import PLuGMultiheadAttention
+from mmgate.gates import PLuGMultiheadAttention
 layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
 model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 x = torch.randn(2, 5, 16)
@@ -56,16 +56,16 @@ except ValueError as error:
 """
 LAYERS = """
 import torch
-from mmgate import layers
-from mmgate.layers.base.deformable import DeformableGate
-from mmgate.layers.base.dense import DenseGate, make_gated
-from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.map import MapGate
+from mmgate import gates
+from mmgate.gates.base.deformable import DeformableGate
+from mmgate.gates.base.dense import DenseGate, make_gated
+from mmgate.gates.base.gate import Sizes
+from mmgate.gates.base.map import MapGate
 x = torch.randn(2, 16, 32)
 shapes, start = torch.tensor([[4, 4], [2, 2]]), torch.tensor([0, 16])
 made = 0
-for name in layers.__all__:
-    kind = getattr(layers, name)
+for name in gates.__all__:
+    kind = getattr(gates, name)
     builds = getattr(kind, 'gate_type', None) if not isinstance(kind, type) else None
     if builds is not None and issubclass(builds, DeformableGate):
         points = dict(reference_points=torch.rand(2, 16, 2, 2), spatial_shapes=shapes, level_start_index=start)
@@ -127,38 +127,38 @@ ASKED = "import os; os.environ['MMGATE_TORCH_ALONE'] = '1'\n"
 
 
 REFUSED = {
-    "layers.PLuGMultiheadAttention(32, 4, dropout_layer=dict(type='Gaussian'))": "type='Gaussian' needs mmcv",
-    'layers.PLuGMultiheadAttention(32, 4, init_cfg={})': 'read by mmengine',
-    'layers.MultiScaleDeformableAttention(32, 5)': 'not a multiple',
+    "gates.PLuGMultiheadAttention(32, 4, dropout_layer=dict(type='Gaussian'))": "type='Gaussian' needs mmcv",
+    'gates.PLuGMultiheadAttention(32, 4, init_cfg={})': 'read by mmengine',
+    'gates.MultiScaleDeformableAttention(32, 5)': 'not a multiple',
     'mmgate.Gated': 'pip install',
 }
 
 
 def test_every_layer_runs_and_what_needs_a_package_is_refused(tmp_path: Path) -> None:
-    from mmgate import layers
+    from mmgate import gates
 
     tried = [f'try:\n    {code}\nexcept (ValueError, ImportError) as error:\n    print(error)\n' for code in REFUSED]
     said = run(f'{LAYERS}import mmgate\nfrom mmgate import *\n{"".join(tried)}', tmp_path)
-    assert said.startswith(f'{len(layers.__all__)} layers\n')
+    assert said.startswith(f'{len(gates.__all__)} layers\n')
     assert all(words in said for words in REFUSED.values()), said
 
 
 def test_every_layer_runs_where_packages_are_left_out(tmp_path: Path) -> None:
     """And the first rule may name an attention over a map: its hosts are timm's, whose adapters are imported late."""
-    from mmgate import layers
+    from mmgate import gates
 
     maps = MAPS if find_spec('timm') else ''
-    assert run(LAYERS + maps, tmp_path, ASKED) == f'{len(layers.__all__)} layers\n'
+    assert run(LAYERS + maps, tmp_path, ASKED) == f'{len(gates.__all__)} layers\n'
 
 
 def test_every_gate_is_exported_beside_its_attention() -> None:
-    from mmgate import layers
+    from mmgate import gates
     from mmgate.hosts.table import registered_gates
 
-    ours = [kind for kind in registered_gates() if kind.__module__.startswith('mmgate.layers.')]
-    gates = {kind.gate_type.__name__ for kind in ours if kind is not layers.MultiScaleDeformableAttention}
-    assert len(gates) >= 17 and gates <= set(layers.__all__)
-    assert all(getattr(layers, name).__name__ == name for name in layers.__all__)
+    ours = [kind for kind in registered_gates() if kind.__module__.startswith('mmgate.gates.')]
+    found = {kind.gate_type.__name__ for kind in ours if kind is not gates.MultiScaleDeformableAttention}
+    assert len(found) >= 17 and found <= set(gates.__all__)
+    assert all(getattr(gates, name).__name__ == name for name in gates.__all__)
 
 
 def test_swaps_and_gates_as_adapters(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from torch.nn.utils import parametrize
 import mmgate
 from mmgate.analysis.loading import load_model, write_csv
 from mmgate.errors import ConfigError
-from mmgate.layers.base.gate import named_gate_parameters
+from mmgate.gates.base.gate import named_gate_parameters
 from mmgate.train import cli
 from mmgate.train.config_file import package_of, read_config
 

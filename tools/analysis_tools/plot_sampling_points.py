@@ -28,7 +28,7 @@ from mmgate.analysis.probes.sampling import (
     record_sampling,
 )
 from mmgate.errors import ConfigError
-from mmgate.layers.base.gated import gated_modules
+from mmgate.gates.base.gating import gated_modules
 from mmgate.train import cli
 
 FAR = 0.1  # of the image's longer side: reference points of one query that are further apart are of two objects

@@ -28,8 +28,8 @@ from mmgate.analysis.loading import check_folder, positive, write_csv
 from mmgate.benchmarks.costs import costs_table, first_batch, measure_costs, run_seconds
 from mmgate.errors import ConfigError
 from mmgate.finetune import TRAINS
+from mmgate.gates import PLuGDeformableGate, PLuGGate
 from mmgate.hosts.table import gate_of_type
-from mmgate.layers import PLuGDeformableGate, PLuGGate
 from mmgate.registry import MODELS
 from mmgate.rules import FORM, check_rules, read_rules
 from mmgate.train import cli

@@ -32,8 +32,8 @@ from torch.optim import AdamW
 from mmgate._environment import why_not
 from mmgate.benchmarks import ops
 from mmgate.benchmarks.measure import MODES, Row, describe_machine, interleaved, write_csv
-from mmgate.layers import MultiScaleDeformableAttention, PLuGMultiScaleDeformableAttention
-from mmgate.layers.gml import GatingModulation
+from mmgate.gates import MultiScaleDeformableAttention, PLuGMultiScaleDeformableAttention
+from mmgate.gates.gml import GatingModulation
 from mmgate.ops import plug_attention
 from mmgate.ops.dense import chunked
 

@@ -37,19 +37,19 @@ from cosmic_ray.plugins import get_operator, operator_names
 from trees import ROOT, copy_tree
 
 CORE = (
-    'layers/base/gate.py',
-    'layers/base/gated.py',
+    'gates/base/gate.py',
+    'gates/base/gating.py',
     'rules.py',
     'swap.py',
-    'layers/base/named.py',
-    'layers/base/starts.py',
+    'gates/base/named.py',
+    'gates/base/starts.py',
     'frozen.py',
     'notes.py',
     'recording.py',
     'finetune/*.py',
     'checkpoints/gates_file.py',
 )
-PACKAGES = ('layers', 'ops', 'hosts', 'backbones', 'checkpoints', 'speed', 'train')
+PACKAGES = ('gates', 'ops', 'hosts', 'backbones', 'checkpoints', 'speed', 'train')
 GROUPS = ('core', *PACKAGES)
 LEFT_OUT = (
     'ops/*/*kernel*.py',

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmgate.layers.parts.stripes import merge_stripes, split_stripes
+from mmgate.gates.parts.stripes import merge_stripes, split_stripes
 
 
 def roll_back(relevance: Tensor, weights: Tensor, geometry: Sequence[int] = (), residual: float = 0.5) -> Tensor:

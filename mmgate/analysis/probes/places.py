@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmgate.gates.base.gating import host_class, is_off
+from mmgate.gates.base.map import MapAdapter
 from mmgate.hosts.table import full_name
-from mmgate.layers.base.gated import host_class, is_off
-from mmgate.layers.base.map import MapHost
 from mmgate.notes import note
 
 GEOMETRY = 'geometry'
@@ -84,7 +84,7 @@ def note_place(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def _entry(module: nn.Module) -> tuple[str, Callable[[Any, Mapping[str, Any]], list[int]]] | None:
-    if isinstance(module, MapHost) and not is_off(module):  # whose gate attends over the whole map instead
+    if isinstance(module, MapAdapter) and not is_off(module):  # whose gate attends over the whole map instead
         return None
     known: Any = host_class(module)
     names = (f'.{full_name(base)}' for base in known.__mro__)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import mmgate.recording
 from mmgate.analysis.probes.places import note_place, place_of
 from mmgate.errors import ConfigError
-from mmgate.layers.base.gate import Gate
-from mmgate.layers.base.gated import GatedModule
+from mmgate.gates.base.gate import Gate
+from mmgate.gates.base.gating import Adapter
 from mmgate.notes import GATES, Kept, Note, Recording, note
 from mmgate.recording import plain_adapter
 
@@ -99,7 +99,7 @@ def record(
 
 def _attends(module: nn.Module) -> bool:
     """Return True for a module that attends, of which anything may be noted."""
-    gated = isinstance(module, GatedModule) or any(isinstance(child, Gate) for child in module.children())
+    gated = isinstance(module, Adapter) or any(isinstance(child, Gate) for child in module.children())
     return gated or bool(_ATTENTION.search(type(module).__name__)) or plain_adapter(module) is not None
 
 

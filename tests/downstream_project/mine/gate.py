@@ -27,7 +27,7 @@ class Tempered(mmgate.Gate):
 
 
 @mmgate.adapts(Tempered, Pooling)
-class TemperedPooling(mmgate.GatedModule):
+class TemperedPooling(mmgate.Adapter):
     @classmethod
     def sizes(cls, host):
         return mmgate.Sizes(host.mix.in_features, heads=1)

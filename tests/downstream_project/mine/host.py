@@ -31,4 +31,4 @@ class Renamed(MultiScaleDeformableAttention):
     """Computes what mmcv's does."""
 
 
-mmgate.adapts(mmgate.layers.PLuGMultiScaleDeformableAttention, Renamed, like=MultiScaleDeformableAttention)
+mmgate.adapts(mmgate.gates.PLuGMultiScaleDeformableAttention, Renamed, like=MultiScaleDeformableAttention)

@@ -19,7 +19,7 @@ from mmgate.analysis.probes.gates import gate_statistics, mean_maps
 from mmgate.analysis.probes.layers import sinks
 from mmgate.analysis.probes.recording import best_queries, class_tokens, record, require
 from mmgate.errors import ConfigError
-from mmgate.layers import SDPAGate
+from mmgate.gates import SDPAGate
 from mmgate.notes import POINTS
 
 

@@ -11,7 +11,7 @@ from conftest import assert_same, needs_native, one_graph, values_and_gradients
 from helpers.samplings import by_backend, compare, exactly, unevenly
 from torch import Tensor
 
-from mmgate.layers import MultiScaleDeformableAttention
+from mmgate.gates import MultiScaleDeformableAttention
 from mmgate.ops import ms_deform_attn
 from mmgate.ops.deformable import reference
 from mmgate.ops.deformable.samples import Samples, padded_levels, weighted

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from mmgate.errors import UnsupportedCall
-from mmgate.layers import GatingModulation
+from mmgate.gates import GatingModulation
 from mmgate.ops import plug_attention
 from mmgate.ops.dense import chunked
 

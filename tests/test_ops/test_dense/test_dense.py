@@ -10,7 +10,7 @@ from conftest import half_on_cpu, values_and_gradients
 from helpers.plug_inputs import make
 from torch import Tensor, nn
 
-from mmgate.layers import GatingModulation
+from mmgate.gates import GatingModulation
 from mmgate.ops import plug_attention
 from mmgate.ops.dense import chunked
 

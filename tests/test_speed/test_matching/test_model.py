@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mmgate.benchmarks import training
-from mmgate.layers import plug_dense
+from mmgate.gates import plug_dense
 from mmgate.speed.derived import derived_class
 from mmgate.speed.hooks import CompileHook, MatchOnceHook
 from mmgate.speed.matching import model as models

@@ -31,12 +31,12 @@ def test_every_module_has_tests(mutants: ModuleType) -> None:
         return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / 'tests' / folder).glob('test_*.py'))
 
     first, *others = mutants.tests_of('layers/plug.py')
-    assert first == 'tests/test_layers/test_plug.py' and sorted([first, *others]) == files('test_layers')
-    of_linear = files('test_layers/test_linear')
-    assert mutants.tests_of('layers/linear/hydra.py') == of_linear + files('test_layers')
+    assert first == 'tests/test_gates/test_plug.py' and sorted([first, *others]) == files('test_gates')
+    of_linear = files('test_gates/test_linear')
+    assert mutants.tests_of('layers/linear/hydra.py') == of_linear + files('test_gates')
     of_all = mutants.tests_of('layers/linear/__init__.py')
-    assert of_all[0] == 'tests/test_layers/test_linear/test_linear.py'
-    assert sorted(of_all[: len(of_linear)]) == of_linear and of_all[len(of_linear) :] == files('test_layers')
+    assert of_all[0] == 'tests/test_gates/test_linear/test_linear.py'
+    assert sorted(of_all[: len(of_linear)]) == of_linear and of_all[len(of_linear) :] == files('test_gates')
     folder = 'tests/test_ops/test_dense'
     assert mutants.tests_of('ops/dense/chunked.py')[0] == f'{folder}/test_chunked.py'
     assert mutants.tests_of('ops/dense/__init__.py')[0] == f'{folder}/test_dense.py'

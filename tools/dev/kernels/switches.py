@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mmgate.benchmarks.measure import MODES, Row, Within, errors, interleaved, write_csv
 from mmgate.benchmarks.ops import LEVELS, sampler_inputs
-from mmgate.layers.gml import GatingModulation
+from mmgate.gates.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
 from mmgate.ops.deformable import triton_deformable
 from mmgate.ops.deformable.deformable_blocks import Cut

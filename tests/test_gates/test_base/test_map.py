@@ -1,0 +1,127 @@
+"""Attention over a map: its scale, its map in pre-training and at run time, and a checkpoint of another size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mmgate.errors import ConfigError, OptionError
+from mmgate.gates import AgentAttention, CrossWindowAttention, FocusedLinearGate, HydraGate, SAGAAttention, SAGAGate
+from mmgate.gates.base.gate import Sizes
+from mmgate.gates.base.map import MapAttention, map_in_training
+from mmgate.ops.agent import agent_attention_reference
+from mmgate.ops.gated_linear import gated_linear_attention_reference
+
+
+def test_attention_over_a_map_heeds_a_scale_that_is_not_the_default() -> None:
+    """Agent attention's in both products, SAGA's on the queries, CSwin's on its logits."""
+    x, factor = torch.randn(2, 15, 12, dtype=torch.float64), 0.9
+    sizes = dict(map_size=(3, 5), qk_scale=factor)
+    agent = AgentAttention(12, 3, agent_num=4, dwc=False, **sizes).double()
+    saga = SAGAAttention(12, 3, dwc=False, output_augmentation=False, **sizes).double()
+    cross = CrossWindowAttention(12, 3, split=None, qk_scale=factor).double()
+    nn.init.zeros_(cross.lepe[0].weight)
+    nn.init.zeros_(cross.lepe[0].bias)
+
+    def split(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (3, -1)).transpose(1, 2)
+
+    for layer in (agent, saga, cross):
+        parts = layer.qkv(x).chunk(3, -1)
+        q, k, v = (split(part) for part in parts)
+        if layer is agent:
+            grid = F.adaptive_avg_pool2d(parts[0].transpose(1, 2).unflatten(-1, (3, 5)), 2)
+            tokens = split(grid.flatten(2).transpose(1, 2))
+            heads = agent_attention_reference(q, k, v, tokens, *agent.gate.biases((3, 5)), factor)
+        elif layer is saga:
+            gates = (split(part(x).sigmoid()) for part in (saga.gate.gate_k, saga.gate.gate_v))
+            heads = gated_linear_attention_reference(q * factor * 2, k, v, *gates)  # 1 / sqrt(4) is its own
+        else:
+            heads = (q @ k.mT * factor).softmax(-1) @ v
+        torch.testing.assert_close(layer(x, (3, 5)), layer.proj(heads.transpose(1, 2).flatten(2)))
+
+
+TOLD = Sizes(8, 2, map_size=(14, 7), stride=16)
+
+
+@pytest.mark.parametrize(
+    'sizes, rule, size',
+    [
+        (TOLD, {}, (14, 7)),
+        (TOLD, dict(image_size=384), (24, 24)),
+        (TOLD, dict(image_size=(100, 33)), (7, 3)),
+        (TOLD, dict(map_size=[3, 5]), (3, 5)),
+        (TOLD, dict(map_size=(3, 5), image_size=384), (3, 5)),
+        (Sizes(8, 2, map_size=(4, 4)), {}, (4, 4)),
+        (Sizes(8, 2, stride=32), dict(image_size=224), (7, 7)),
+        (Sizes(8, 2), dict(map_size=(2, 2)), (2, 2)),
+    ],
+    ids=str,
+)
+def test_the_rule_says_the_map_in_training_before_the_model(sizes: Sizes, rule: dict, size: tuple[int, int]) -> None:
+    """A patch that an image does not fill counts, as in the hosts, which pad it."""
+    assert map_in_training(sizes, rule.get('map_size'), rule.get('image_size')) == size
+
+
+@pytest.mark.parametrize(
+    'sizes, rule, said',
+    [
+        (Sizes(8, 2, stride=16), {}, r'Write image_size=224 into .*image_size / 16; or map_size=\(14, 14\)'),
+        (Sizes(8, 2), {}, r'neither the attention nor the model around it tells its stride. Write map_size=\(14, 14\)'),
+        (Sizes(8, 2, map_size=(4, 4)), dict(image_size=384), 'tells its stride'),
+        (TOLD, dict(image_size=(3, 4, 5)), r'image_size=\(3, 4, 5\) must be a height and a width'),
+        (TOLD, dict(image_size=0), r'image_size\[0\]=0 must be an integer'),
+    ],
+    ids=str,
+)
+def test_a_map_that_nothing_tells_is_asked_for(sizes: Sizes, rule: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        map_in_training(sizes, rule.get('map_size'), rule.get('image_size'))
+    assert isinstance(error.value, OptionError) == ('must be' not in said)
+
+
+def test_position_encodings_are_where_the_paper_has_them_or_the_rule_says() -> None:
+    for gate, default in ((SAGAGate, True), (FocusedLinearGate, True), (HydraGate, False)):
+        for options, expected in (({}, default), (dict(position_encoding=not default), not default)):
+            made = gate(TOLD, **options)
+            assert (made.position_encoding is not None) == (made.map_size is not None) == expected
+    assert HydraGate(TOLD, image_size=32).map_size == HydraGate(TOLD, map_size=(2, 2)).map_size == (2, 2)
+    assert SAGAGate(Sizes(8, 2), position_encoding=False).map_size is None
+
+
+@pytest.mark.parametrize('size', [(7, 14), (4, 16), (8, 8)], ids=str)
+def test_a_call_that_names_no_map_is_of_the_one_that_the_model_keeps(size: tuple[int, int]) -> None:
+    """Not of the one in pre-training; other numbers of tokens are refused."""
+    layer: Any = AgentAttention(8, 2, map_size=(3, 5), agent_num=4, window=4, class_tokens=0)
+    x = torch.randn(2, size[0] * size[1], 8)
+    with pytest.raises(ValueError, match='AgentGate was told no map: hand hw_shape to attend_gated'):
+        layer.attend_gated(x)
+    layer.gate.host_map = size
+    assert torch.equal(layer.attend_gated(x), layer(x, size))
+    said = rf'10 tokens are not the 0 \+ {size[0]} x {size[1]} of the image size that the model was built for'
+    with pytest.raises(ValueError, match=said):
+        layer.attend_gated(x[:, :10])
+
+
+def test_attention_says_how_many_tokens_come_before_its_map() -> None:
+    layer, x = MapAttention(8, 2, class_tokens=3), torch.randn(1, 3 + 4, 8)
+    assert layer(x, (2, 2)).shape == x.shape
+    with pytest.raises(ValueError, match='6 tokens do not make a map of 2 x 2 and 3 class tokens'):
+        layer(x[:, 1:], (2, 2))
+    assert SAGAAttention(8, 2, map_size=(2, 2), class_tokens=3).gate.class_tokens == 3
+    with pytest.raises(ConfigError, match='class_tokens=-1 must be an integer'):
+        MapAttention(8, 2, class_tokens=-1)
+
+
+def test_what_is_resized_on_loading_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr('mmgate.gates.base.map.log', said.append)
+    small, large = (SAGAAttention(8, 2, map_size=size) for size in ((4, 4), (6, 6)))
+    large.load_state_dict(large.state_dict())
+    assert not said
+    large.load_state_dict(small.state_dict())
+    assert len(said) == 1 and 'position_encoding resized to a map of (6, 6)' in said[0]

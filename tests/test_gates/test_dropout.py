@@ -1,0 +1,128 @@
+"""Dropout and drop path: where they act, at which rate, and in training alone.
+
+At a rate of 1 everything is dropped, whatever the random numbers; at 1/2 what is kept is doubled, so that a product of
+ones shows how often it was dropped.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import filled
+from torch import Tensor, nn
+
+from mmgate.gates import (
+    AgentAttention,
+    CrossWindowAttention,
+    DifferentialGatedMultiheadAttention,
+    DifferentialMultiheadAttention,
+    DifferentialV2MultiheadAttention,
+    MultiScaleDeformableAttention,
+    PLuGMultiheadAttention,
+    PLuGMultiScaleDeformableAttention,
+    SAGAAttention,
+    SDPAGatedMultiheadAttention,
+)
+from mmgate.ops.agent import agent_attention
+from mmgate.ops.dense import plug_attention
+from mmgate.ops.differential import differential_attention, differential_streams, shared_key_attention
+
+C, H, B, N = 16, 4, 2, 6
+DENSE = {
+    PLuGMultiheadAttention: {},
+    SDPAGatedMultiheadAttention: {},
+    DifferentialGatedMultiheadAttention: dict(residual='none'),
+    DifferentialMultiheadAttention: {},
+    DifferentialV2MultiheadAttention: {},
+}
+every_dense = pytest.mark.parametrize('kind', DENSE, ids=lambda kind: kind.__name__)
+
+
+def values(x: Tensor) -> set[float]:
+    return set(x.detach().flatten().round(decimals=4).tolist())
+
+
+@pytest.mark.parametrize('kind', [PLuGMultiScaleDeformableAttention, MultiScaleDeformableAttention])
+def test_deformable_attention_drops_its_output(kind: type) -> None:
+    """Not the identity, which is added after it."""
+    layer = filled(kind(C, H, 1, 2, dropout=1.0, batch_first=True), 0.5)
+    query = torch.randn(B, N, C)
+    call = dict(reference_points=torch.rand(B, N, 1, 2), level_start_index=torch.tensor([0]))
+    call['spatial_shapes'] = torch.tensor([[2, 3]])
+    assert torch.equal(layer.train()(query, **call), query)
+    assert not torch.allclose(layer.eval()(query, **call), query)
+
+
+@every_dense
+@pytest.mark.parametrize('rate', ['attn_drop', 'proj_drop', 'dropout_layer'])
+def test_the_three_dropouts_of_mmcvs_attention(kind: type, rate: str) -> None:
+    """Of the weights, which leaves the projection's bias; of the output; and of what is added to the identity."""
+    rates = {rate: dict(type='Dropout', drop_prob=1.0) if rate == 'dropout_layer' else 1.0}
+    layer = filled(kind(C, H, batch_first=True, **rates, **DENSE[kind]), 0.5)
+    if rate == 'attn_drop':
+        nn.init.zeros_(getattr(layer.attn.gate, 'gate_bias', torch.zeros(1)))
+    x = torch.randn(B, N, C)
+    expected = x + (layer.attn.out_proj.bias if rate == 'attn_drop' else 0)
+    torch.testing.assert_close(layer.train()(x), expected.expand_as(x))
+    assert not torch.allclose(layer.eval()(x), expected.expand_as(x), atol=1e-3)
+
+
+@pytest.mark.parametrize('backend', ['torch', 'chunked'])
+def test_plug_drops_weights_once(backend: str) -> None:
+    ones, gates = torch.ones(1, 1, 500, 1), torch.zeros(1, 1, 500, 4)
+    one, gate = torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 4)
+    out = plug_attention(ones, one, one, gates, gate, nn.Identity(), dropout=0.5, backend=backend)
+    assert values(out) == {0.0, 2.0}
+    assert 0.4 < (out > 0).float().mean() < 0.6
+
+
+def test_both_softmaxes_of_agent_attention_drop() -> None:
+    """One agent and one key, so that all weights are 1: a value that both keep counts four times."""
+    heads, queries = 64, 200
+    q, one = torch.ones(1, heads, queries, 1), torch.ones(1, heads, 1, 1)
+    out = agent_attention(q, one, one, one, dropout=0.5)
+    assert values(out) == {0.0, 4.0}
+    aggregated = out.flatten(2).any(-1)  # the weight of agent and key, one a head
+    assert 0.3 < aggregated.float().mean() < 0.7
+    assert 0.45 < (out[aggregated] > 0).float().mean() < 0.55  # the weights of queries and agent
+    assert values(agent_attention(q, one, one, one)) == {1.0}
+
+
+def test_both_streams_of_differential_attention_drop() -> None:
+    q, one = torch.ones(1, 1, 500, 2), torch.ones(1, 1, 1, 2)
+    plus, minus = differential_streams(q, one, one, dropout=0.5)
+    assert values(plus) == values(minus) == {0.0, 2.0} and not torch.equal(plus, minus)
+    out = differential_attention(q, one, one, torch.full((1, 1, 500, 1), 0.25), dropout=0.5)
+    assert values(out) == {0.0, 0.5, -1.5, -1.0}
+
+
+def test_both_attentions_of_shared_keys_drop() -> None:
+    q, one = torch.ones(1, 1, 500, 2), torch.ones(1, 1, 1, 2)
+    out = shared_key_attention(q, q, one, one, torch.full((1, 1, 500, 1), 0.25), dropout=0.5)
+    assert values(out) == {0.0, 2.0, -0.5, 1.5}
+
+
+@pytest.mark.parametrize('kind', [AgentAttention, CrossWindowAttention])
+def test_attention_over_a_map_drops_its_weights(kind: type) -> None:
+    """In training, which leaves what the convolution adds."""
+    sizes = dict(map_size=(2, 3), agent_num=4) if kind is AgentAttention else dict(split=None)
+    layer = filled(kind(C, H, attn_drop=1.0, **sizes), 0.5)
+    x = torch.randn(B, N, C)
+    v = layer.qkv(x)[..., 2 * C :].transpose(1, 2).unflatten(-1, (2, 3))
+    local = (layer.gate.dwc if kind is AgentAttention else layer.lepe[0])(v).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(layer.train()(x, (2, 3)), layer.proj(local))
+    assert not torch.allclose(layer.eval()(x, (2, 3)), layer.proj(local))
+
+
+@pytest.mark.parametrize('kind', [AgentAttention, SAGAAttention])
+def test_attention_over_a_map_drops_its_output_and_paths(kind: type) -> None:
+    x, identity = torch.randn(64, N, C), torch.randn(64, N, C)
+    layer = filled(kind(C, H, map_size=(2, 3), proj_drop=1.0), 0.5)
+    assert torch.equal(layer.train()(x, (2, 3), identity=identity), identity)
+    assert not torch.allclose(layer.eval()(x, (2, 3), identity=identity), identity)
+    layer = filled(kind(C, H, map_size=(2, 3), dropout_layer=dict(type='DropPath', drop_prob=0.5)), 0.5)
+    out = layer.eval()(x, (2, 3))
+    added = layer.train()(x, (2, 3), identity=identity) - identity
+    kept = added.flatten(1).abs().amax(1) > 1e-6  # an image's path is dropped as a whole, or doubled
+    assert 0.25 < kept.float().mean() < 0.75
+    torch.testing.assert_close(added, 2 * out * kept[:, None, None], rtol=1e-4, atol=1e-5)
