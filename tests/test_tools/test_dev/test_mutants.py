@@ -30,11 +30,11 @@ def test_every_module_has_tests(mutants: ModuleType) -> None:
     def files(folder: str) -> list[str]:
         return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / 'tests' / folder).glob('test_*.py'))
 
-    first, *others = mutants.tests_of('layers/plug.py')
+    first, *others = mutants.tests_of('gates/plug.py')
     assert first == 'tests/test_gates/test_plug.py' and sorted([first, *others]) == files('test_gates')
     of_linear = files('test_gates/test_linear')
-    assert mutants.tests_of('layers/linear/hydra.py') == of_linear + files('test_gates')
-    of_all = mutants.tests_of('layers/linear/__init__.py')
+    assert mutants.tests_of('gates/linear/hydra.py') == of_linear + files('test_gates')
+    of_all = mutants.tests_of('gates/linear/__init__.py')
     assert of_all[0] == 'tests/test_gates/test_linear/test_linear.py'
     assert sorted(of_all[: len(of_linear)]) == of_linear and of_all[len(of_linear) :] == files('test_gates')
     folder = 'tests/test_ops/test_dense'
@@ -78,13 +78,13 @@ def test_only_what_runs_is_changed(mutants: ModuleType, tmp_path: Path) -> None:
     assert not any(lines[place.line - 1][place.column :].startswith('True') for place in found)
     product = next(p for p in found if lines[p.line - 1][p.column] == '*')
     assert lines[product.line - 1][product.column - 2 : product.column + 3] == 't * w'
-    (tmp_path / 'layers').mkdir()
-    (tmp_path / 'layers/area.py').write_text(CODE)
+    (tmp_path / 'gates').mkdir()
+    (tmp_path / 'gates/area.py').write_text(CODE)
     chosen = mutants.sample(tmp_path, 20, seed=3)
     assert chosen == mutants.sample(tmp_path, 20, seed=3) != mutants.sample(tmp_path, 20, seed=4)
     # For want of other packages.
     assert len(chosen) == len({place for place, _ in chosen}) == 20 // len(mutants.GROUPS)
-    assert chosen != mutants.sample(tmp_path, 20, seed=3, groups=['layers']) and not mutants.sample(
+    assert chosen != mutants.sample(tmp_path, 20, seed=3, groups=['gates']) and not mutants.sample(
         tmp_path, 20, 3, ['ops']
     )
 
@@ -93,5 +93,5 @@ def test_a_file_of_the_core_is_in_no_other_group(mutants: ModuleType) -> None:
     for pattern in mutants.CORE:
         files = [path.relative_to(ROOT / 'mmgate').as_posix() for path in (ROOT / 'mmgate').glob(pattern)]
         assert files and {mutants.group_of(file) for file in files} == {'core'}, pattern
-    assert mutants.group_of('layers/plug.py') == 'layers' and mutants.group_of('hosts/points.py') is None
+    assert mutants.group_of('gates/plug.py') == 'gates' and mutants.group_of('hosts/points.py') is None
     assert mutants.group_of('deploy/export.py') is None
