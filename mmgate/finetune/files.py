@@ -36,6 +36,8 @@ from .removal import forget_trained, restore_attention
 
 # Type and options of a gate.
 Rule = dict[str, Any]
+# Options of the images in pre-training, which a rule or the model tells. Position terms are resized to them on loading.
+OF_IMAGES = ('image_size', 'map_size')
 
 
 def save_gates(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -123,7 +125,11 @@ def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
     content = content.fitted(path, vanilla_state(model))
     there = _places(model)
     wanted = _places_by_patterns(path, model, content, there) if content.patterns else content.places
-    other = [f'{one} has {rule} instead of {wanted.get(one)}' for one, rule in there.items() if rule != wanted.get(one)]
+    other = [
+        f'{one} has {rule} instead of {wanted.get(one)}'
+        for one, rule in there.items()
+        if not _alike(rule, wanted.get(one))
+    ]
     if other:
         raise ConfigError(
             f'{path} holds other gates than this model has: {listed(other, separator="; ")}. Leave `attention` away, '
@@ -168,12 +174,18 @@ def _places(model: nn.Module) -> dict[str, Rule]:
 
 def _described(rule: Mapping[str, Any]) -> Rule:
     """Return type and options of a rule in the form that a gates file has, so that equivalent ones compare as equal."""
-    # The backend belongs to the machine, not to the gate.
-    options = {name: value for name, value in rule.items() if name not in ('path', 'type', 'backend')}
+    # The backend belongs to the machine, not to the gate. class_token, which mmgate 0.2.0 had, is told by the model.
+    options = {name: value for name, value in rule.items() if name not in ('path', 'type', 'backend', 'class_token')}
     try:
         return json.loads(json.dumps(dict(type=_named(rule['type']), **options)))
     except (TypeError, ValueError) as error:
         raise ConfigError(f'a file of gates cannot hold the rule {rule}: {error}.') from error
+
+
+def _alike(rule: Rule, other: Rule | None) -> bool:
+    """Return True if two rules put in the same gates; the images in pre-training may differ."""
+    known, found = ({k: v for k, v in (one or {}).items() if k not in OF_IMAGES} for one in (rule, other))
+    return known == found
 
 
 def _named(gate_type: str | type[nn.Module]) -> str:
@@ -206,7 +218,7 @@ def _places_by_patterns(path: Any, model: nn.Module, content: GatesFile, there: 
         for place in (gated.rpartition('.')[0], gated):
             fitting = [rule for pattern, rule in rules if place in parts and pattern.fullmatch(place)]
             if place in there:
-                fitting.sort(key=lambda rule: rule != there[place])
+                fitting.sort(key=lambda rule: not _alike(rule, there[place]))
             else:
                 found = [adapter_for(type_named(rule['type'], str(path)), parts[place]) for rule in fitting]
                 inner = [without_wrappers(f'{place}.{one[1]}'.rstrip('.')) if one else None for one in found]
@@ -218,7 +230,7 @@ def _places_by_patterns(path: Any, model: nn.Module, content: GatesFile, there: 
     for pattern, rule in [one for one in rules if one[1] not in places.values()]:
         gate_type = type_named(rule['type'], str(path))
         for name in filter(pattern.fullmatch, parts):
-            if there[name] == rule if name in there else adapter_for(gate_type, parts[name]):
+            if _alike(there[name], rule) if name in there else adapter_for(gate_type, parts[name]):
                 places[name] = rule
     lost = [rule for _, rule in rules if rule not in places.values()]
     if lost:

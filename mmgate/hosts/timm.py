@@ -326,9 +326,8 @@ class MixedAttention(SizedByProjections, MapAdapter):  # type: ignore[override]
             ConfigError: The model around keeps no map, or hands in tokens of other maps.
         """
         vit = nearest_with(model, path, 'num_prefix_tokens')
-        embedding = getattr(vit, 'patch_embed', None)
-        grid = getattr(embedding, 'grid_size', None)
-        if grid is None:
+        embedding: Any = getattr(vit, 'patch_embed', None)
+        if getattr(embedding, 'grid_size', None) is None:
             raise ConfigError(
                 'a call of this attention does not name the map, and no ViT around it keeps one '
                 '(patch_embed.grid_size). Gate the whole ViT.'
@@ -345,7 +344,7 @@ class MixedAttention(SizedByProjections, MapAdapter):  # type: ignore[override]
                 f'it needs all tokens of a map, and this {kind} drops some in training (patch_drop: '
                 f'{type(drops).__name__}). Build it with patch_drop_rate=0.'
             )
-        height, width = grid
+        height, width = embedding.grid_size
         return dict(
             map_size=(height, width), class_tokens=vit.num_prefix_tokens, stride=embedding.img_size[0] // height
         )
@@ -387,15 +386,16 @@ class MixedSwinBlock(MapAdapter):
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
         """Read channels and heads off the windows' attention in the block, for the gate."""
-        height, width = host.input_resolution
-        return replace(SizedByProjections.sizes(host.attn), shifted=any(host.shift_size), map_size=(height, width))
+        return replace(SizedByProjections.sizes(host.attn), shifted=any(host.shift_size))
 
     @classmethod
     def around(cls, model: nn.Module, path: str) -> dict[str, Any]:
-        """Return the stride of the stage."""
-        embedding = getattr(nearest_with(model, path, 'patch_embed'), 'patch_embed', None)
+        """Return the map that the block keeps, and the stride."""
         block: Any = model.get_submodule(path)
-        return {} if embedding is None else dict(stride=embedding.img_size[0] // block.input_resolution[0])
+        height, width = block.input_resolution
+        swin = nearest_with(model, path, 'patch_embed')
+        stride = {} if swin is None else dict(stride=swin.patch_embed.img_size[0] // height)
+        return dict(map_size=(height, width), **stride)
 
     @classmethod
     def check(cls, host: Any) -> None:

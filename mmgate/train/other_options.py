@@ -19,7 +19,7 @@ from .config_file import mappings
 
 # Options of the machine, of the start, and of the size of images, with which a trained gate computes the same; and
 # those that the shapes of its tensors tell.
-OF_NO_CONSEQUENCE = ('backend', 'init', 'map_size', 'pretrain_agent_num', 'dwc', 'gate_channels')
+OF_NO_CONSEQUENCE = ('backend', 'init', 'image_size', 'map_size', 'pretrain_agent_num', 'dwc', 'gate_channels')
 
 
 def other_options(model: nn.Module, checkpoint: Mapping[str, Any], cfg: Any = None) -> str:

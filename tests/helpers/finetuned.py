@@ -23,7 +23,8 @@ RULES: dict[str, list[dict[str, Any]]] = {
         dict(path='decoder.layers.*.self_attn', type='mmgate.SDPAGatedMultiheadAttention'),
     ],
     'retinanet_pvt': [dict(path='backbone.**', type='mmgate.PLuGMultiheadAttention')],
-    'retinanet_pvtv2': [dict(path='backbone.**', type='mmgate.SAGAAttention')],  # parts of the host are left out
+    # parts of the host are left out
+    'retinanet_pvtv2': [dict(path='backbone.**', type='mmgate.SAGAAttention', image_size=224)],
     'segformer': [dict(path='backbone.**', type='mmgate.DifferentialGatedMultiheadAttention')],
     'swin': [dict(path='backbone.**', type='mmgate.PLuGMultiheadAttention')],
 }

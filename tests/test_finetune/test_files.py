@@ -187,6 +187,25 @@ def test_a_file_of_version_1_with_a_rule_for_a_wrapper(tmp_path: Path) -> None:
     assert mmgate.restore_attention(other) == ['0.attn']
 
 
+def test_a_file_may_name_the_map_that_the_model_tells(tmp_path: Path) -> None:
+    """As those of 0.2.0 did, with the class token: it fits the model with its gates in, and a vanilla one."""
+    file, x = tmp_path / 'g.safetensors', torch.randn(1, 3, 32, 32)
+    small = dict(type='mmgate.LinearPVT', num_layers=[1], embed_dims=16, num_heads=[2], pretrain_img_size=32)
+    small.update(out_indices=[0], mlp_ratios=[1], patch_sizes=[4], strides=[4], paddings=[0])
+    own = dict(type='mmgate.SAGAAttention')
+    model = MODELS.build(dict(small, attention=own)).eval()
+    for parameter in mmgate.gate_parameters(model).values():
+        nn.init.normal_(parameter)
+    mmgate.save_gates(model, file)
+    rule = dict(own, map_size=[8, 8], class_token=False, path=['layers.0.1.*.attn'])
+    describe_anew(file, version=1, host='LinearPVT', shapes={}, places=None, rules={'': [rule]})
+    for attention in (own, None):
+        other = MODELS.build(dict(small, attention=attention)).eval()
+        other.load_state_dict(model.state_dict(), strict=False)
+        mmgate.load_gates(other, file)
+        torch.testing.assert_close(other(x), model(x), rtol=0, atol=0)
+
+
 def places(file: Path) -> dict[str, Any]:
     """Return what a file says of its gates, by their places."""
     with safe_open(file, framework='pt') as opened:

@@ -106,11 +106,11 @@ def hosts_in(package: str, config: str) -> list[Host]:
             adapter, child = adapter_for(gate, module)  # type: ignore[misc]
             try:
                 make_gate(adapter, module.get_submodule(child), gate_of_type(gate))  # type: ignore[arg-type]
+            except TypeError:  # an option to write, such as image_size
+                pass
             except ValueError as error:
                 host.refusals[gate.__name__] = str(error)
                 continue
-            except TypeError:  # an option without a default
-                pass
             host.gates[gate.__name__] = host.gates.get(gate.__name__, 0) + 1
     return list(hosts.values())
 

@@ -20,8 +20,9 @@ from mmgate.ops.layout import check_layout
 
 # Height and width.
 Size = tuple[int, int]
-# Example of an option that tells a gate its map, in an error's message.
-EXAMPLE = 'image_size=224'
+# Side of most images in pre-training, and the option that says it, as an example in messages.
+IMAGE_SIDE = 224
+EXAMPLE = f'image_size={IMAGE_SIDE}'
 
 
 class MapGate(Gate):
@@ -117,7 +118,7 @@ def map_in_training(sizes: Sizes, map_size: Size | None, image_size: int | Size 
     if image_size is None and sizes.map_size is not None:
         return sizes.map_size
     if sizes.stride is not None:
-        height, width = map_of_image(224, sizes.stride)
+        height, width = map_of_image(IMAGE_SIDE, sizes.stride)
         raise OptionError(
             'it needs the size of the images in pre-training, which this model does not keep. Write '
             f'{EXAMPLE} into the rule, their side or (height, width), of which this map is image_size / '
