@@ -15,9 +15,9 @@ from torch import fx, nn
 from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
 from mmgate.frozen import frozen_in_training, refuse_unlike, warn_of_frozen
-from mmgate.hosts import adapter_for, hosts_of
+from mmgate.hosts import adapter_for
 from mmgate.hosts.map_size import Derived, map_options
-from mmgate.hosts.table import Adapter, full_name, gate_of_type, host_names, options_of, refusal_of
+from mmgate.hosts.table import Adapter, adapted_base, full_name, gate_of_type, host_names, options_of
 from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.layers.base.gate import draw_gates, random_stream
 from mmgate.layers.base.gated import (
@@ -31,7 +31,7 @@ from mmgate.layers.base.gated import (
     record_of,
 )
 from mmgate.layers.base.starts import initialise_gates_last
-from mmgate.listing import inventory
+from mmgate.listing import inventory, is_called_attention
 from mmgate.rules import Rule, Rules, as_lines, parse_rules, path_regex
 from mmgate.wrappers import named_part, named_parts, own_model, refuse_replicated, refuse_sharded
 
@@ -323,12 +323,11 @@ def _near_hosts(rule_type: type[nn.Module], model: nn.Module, module: nn.Module)
 def _hint(rule_type: type[nn.Module], module: nn.Module) -> str:
     if type(module) is nn.Module or isinstance(module, fx.GraphModule):
         return ' torch.fx has traced it, and its code is part of a graph; gate the model before it is traced.'
-    reason = refusal_of(rule_type, module)
-    if reason is not None:
-        return f' {reason}'
-    base = next((host for host in hosts_of(rule_type) if isinstance(module, host)), None)
-    if base is None:
+    kind = type(module)
+    declared = f'mmgate.adapts({rule_type.__name__}, {kind.__name__}, like='
+    base = adapted_base(rule_type, kind)
+    if base is not None:
+        return f' If that computes the same as its base, declare it: {declared}{base.__name__}).'
+    if not is_called_attention(module):
         return ''
-    ours = rule_type.__name__
-    sub = type(module).__name__
-    return f' If that computes the same as its base, declare it: mmgate.adapts({ours}, {sub}, like={base.__name__}).'
+    return f' No adapter knows that class. If it computes the same as another, declare it: {declared}...).'

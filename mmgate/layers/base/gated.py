@@ -82,11 +82,6 @@ class GatedModule(nn.Module):
         raise TypeError(f'{cls.__name__} does not say which sizes its hosts have.')
 
     @classmethod
-    def recognises(cls, kind: type[nn.Module]) -> bool:
-        """Return True if modules of a class are hosts by their code, for an adapter registered without names."""
-        return False
-
-    @classmethod
     def check(cls, host: Any) -> None:
         """Raise ConfigError if an attention module computes something that this adapter's ``forward`` does not."""
 
