@@ -30,9 +30,8 @@ def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     held: set[str] = set()
     hosts: list[str] = []
     for name, module in named_parts(model):
-        called_so = re.search(r'Attention$|Attn$|MSA$', type(module).__name__)
         is_host = isinstance(module, Adapter) or bool(gates_for(module))
-        if name in held or not (called_so or is_host):
+        if name in held or not (is_host or is_called_attention(module)):
             continue
         # transformers' deformable attention holds its operator as a module.
         inner = any(name.startswith(f'{host}.') for host in hosts) and next(module.parameters(), None) is None
@@ -48,6 +47,11 @@ def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             f'{name}.{child}'.lstrip('.') for child, part in inside.items() if fits or isinstance(part, Adapter)
         )
         yield name, module
+
+
+def is_called_attention(module: nn.Module) -> bool:
+    """Return True if the name of a module's class ends as those of attention do."""
+    return re.search(r'Attention$|Attn$|MSA$', type(module).__name__) is not None
 
 
 @dataclass(frozen=True)

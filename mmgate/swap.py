@@ -31,10 +31,10 @@ from mmgate.gates.base.gating import (
 )
 from mmgate.gates.base.starts import initialise_gates_last
 from mmgate.gates.gml import GatingModulation
-from mmgate.hosts import adapter_for, hosts_of
-from mmgate.hosts.table import full_name, gate_of_type, host_names, refusal_of
+from mmgate.hosts import adapter_for
+from mmgate.hosts.table import adapted_base, full_name, gate_of_type, host_names
 from mmgate.hosts.torch import switch_nested_tensors
-from mmgate.listing import inventory
+from mmgate.listing import inventory, is_called_attention
 from mmgate.rules import Rule, Rules, as_lines, parse_rules, path_regex
 from mmgate.wrappers import model_to_gate, named_part, named_parts
 
@@ -115,8 +115,6 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     for one in once.values():
         record = Record(one.adapter, one.path, one.rule.given, one.child)
         gate_module(one.attention, one.adapter, one.gate, record)
-        gated: Any = one.attention
-        gated.after_gating(model)
         # A tensor that is to train and gets no gradient, as in a teacher, ends a training by DDP.
         if one.path in frozen:
             one.gate.requires_grad_(False)
@@ -278,12 +276,11 @@ def _near_hosts(rule_type: type[nn.Module], model: nn.Module, module: nn.Module)
 def _hint(rule_type: type[nn.Module], module: nn.Module) -> str:
     if type(module) is nn.Module or isinstance(module, fx.GraphModule):
         return ' torch.fx has traced it, and its code is part of a graph; gate the model before it is traced.'
-    reason = refusal_of(rule_type, module)
-    if reason is not None:
-        return f' {reason}'
-    base = next((host for host in hosts_of(rule_type) if isinstance(module, host)), None)
-    if base is None:
+    kind = type(module)
+    declared = f'mmgate.adapts({rule_type.__name__}, {kind.__name__}, like='
+    base = adapted_base(rule_type, kind)
+    if base is not None:
+        return f' If that computes the same as its base, declare it: {declared}{base.__name__}).'
+    if not is_called_attention(module):
         return ''
-    ours = rule_type.__name__
-    sub = type(module).__name__
-    return f' If that computes the same as its base, declare it: mmgate.adapts({ours}, {sub}, like={base.__name__}).'
+    return f' No adapter knows that class. If it computes the same as another, declare it: {declared}...).'

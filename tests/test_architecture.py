@@ -41,9 +41,9 @@ CROSSING = {
     'test_transformers/test_exported.py',
     'test_transformers/test_from_pretrained.py',
     'test_transformers/test_hosts_of_transformers.py',
-    'test_transformers/test_matching.py',
+    'test_transformers/test_interface.py',
+    'test_transformers/test_interface_table.py',
     'test_transformers/test_pages.py',
-    'test_transformers/test_pattern.py',
     'test_transformers/test_peft.py',
     'test_transformers/test_recording.py',
     'test_transformers/test_rfdetr.py',
@@ -97,7 +97,6 @@ TESTED_BY = {
         'benchmarks/backbones.py',
     ),
     'test_transformers/test_from_pretrained.py': ('transformers.py',),
-    'test_transformers/test_matching.py': ('speed/matching/transformers.py',),
 }
 
 

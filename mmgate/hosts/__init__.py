@@ -7,10 +7,10 @@ The files of torch and of the mm packages are imported with mmgate.
 from importlib import import_module
 
 from mmgate._environment import EITHER, EXTRAS, available
-from mmgate.hosts.table import adapter_for, adapts, gates_for, hosts_of
+from mmgate.hosts.table import adapter_for, adapts, gates_for
 
 # The adapters of torch, mmcv and cloned projects, which need no further package.
 for _package in ('torch', 'mmcv', 'projects', *filter(available, (*EITHER, *EXTRAS))):
     import_module(f'{__name__}.{_package}')
 
-__all__ = ['adapter_for', 'adapts', 'gates_for', 'hosts_of']
+__all__ = ['adapter_for', 'adapts', 'gates_for']

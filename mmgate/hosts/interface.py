@@ -1,331 +1,444 @@
-"""Recognise attention classes of transformers by the source code of their ``forward``, without a list of names.
+"""Adapters that let dense gates into attention of transformers that calls its attention interface.
 
-Such a class projects queries, keys and values, hands them to a function that ``ALL_ATTENTION_FUNCTIONS`` names, and
-projects the heads that it gets back. :func:`read_forward` finds in the source which children project, and what else a
-forward does with the heads. Anything that it does not know is a reason to refuse the class, and the reason is what was
-found.
+The host's own ``forward`` runs, and calls our attention function, so that rotary positions, norms and the like stay the
+host's. A gate reads what the host projects: arguments of that forward, of which :class:`Form` knows the names. The
+classes of transformers are in :mod:`.interface_classes`, each with its form and a hash of the source that it was seen
+in.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import inspect
 import textwrap
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, __version__
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from mmgate.errors import ConfigError
-from mmgate.gates.base.gating import CHILD, host_class
+from mmgate.gates.base.dense import DenseAdapter, DenseGate, Inputs, is_plain
+from mmgate.gates.base.gate import Sizes
+from mmgate.gates.base.gating import host_class, is_off
+from mmgate.hosts.interface_classes import CLASSES, WRITTEN_WITH
+from mmgate.hosts.table import adapts, full_name
+from mmgate.notes import noted
+from mmgate.ops.masks import merge_masks
 
-INTERFACE = 'ALL_ATTENTION_FUNCTIONS'
-# what a forward may hand to the function beside heads and masks; sliding windows are part of a mask
-HANDED = {'attention_mask', 'dropout', 'scaling', 'is_causal', 'output_attentions', 'sliding_window'}
-# methods and functions that move numbers and change none
-MOVES = {
-    *('view', 'reshape', 'transpose', 'permute', 'contiguous', 'flatten', 'unflatten', 'squeeze', 'unsqueeze'),
-    *('unbind', 'chunk', 'split', 'tensor_split', 'cat', 'concat', 'stack', 'expand', 'clone', 'to', 'type_as'),
-    *('tuple', 'list', 'zip', 'getattr', 'int', 'len'),
-}
-SIZES = {'shape', 'size', 'dim', 'ndim', 'numel', 'device', 'dtype'}
-
-Origin = tuple[str, str]  # what a value comes from: ('projection' | 'child' | 'function' | 'argument' | 'heads', name)
+NAME = 'mmgate'  # of the attention implementation
+PLAIN_MASKS = ('eager', 'sdpa', NAME)  # implementations with masks of pairs
+# The names by which transformers calls the same thing; of a host, the first one counts that it has.
+PROJECTIONS = (('q_proj', 'k_proj', 'v_proj'), ('query', 'key', 'value'), ('qkv', 'qkv', 'qkv'))
+OUTPUTS = ('o_proj', 'out_proj', 'projection', 'proj', 'output')
+HEAD_DIMS = ('head_dim', 'attention_head_size')
+HEADS = ('num_heads', 'num_attention_heads', 'n_heads')
+DROPOUTS = ('attention_dropout', 'dropout', 'dropout_p', 'dropout_prob')
+SCALES = ('scaling', 'scale')
+_here = threading.local()
 
 
-@dataclass
-class Reading:
-    """Facts that the source of an attention's ``forward`` tells, such as which child projects queries.
+@dataclass(frozen=True)
+class Form:
+    """Names by which the ``forward`` of an attention class takes what it projects.
 
     Attributes:
-        query: The child that projects queries.
-        key: The child that projects keys.
-        value: The child that projects values; one child may project all three.
-        output: The child that projects the heads.
-        changes: Functions that change queries or keys between their projection and the attention.
-        arguments: Those of the forward that each projection reads, by its name.
-        required: The arguments that a forward has to be given.
-        dropout: The expression that names the rate of dropout, as a path of attributes; empty if there is none.
+        query: Argument with the queries' tokens.
+        key: Argument with the keys' tokens; where it is None or there is none, they are the queries'.
+        value: Argument with the values' tokens; where there is none, they are the keys'.
+        query_position: Argument that is added to the queries' tokens before their projection.
+        key_position: Argument that is added to the keys' tokens.
+        projections: Names of the children that project query, key and value, by default the first of
+            :data:`PROJECTIONS` that the host has. The same name three times is one child for all three.
+        output: Name of the child that projects the heads, by default the first of :data:`OUTPUTS` that the host has.
+        whole_heads: As in :class:`.Sizes`: why a gate may neither split heads nor add queries.
     """
 
-    query: str
-    key: str
-    value: str
-    output: str
-    changes: tuple[str, ...] = ()
-    arguments: dict[str, frozenset[str]] = field(default_factory=dict)
-    required: tuple[str, ...] = ()
-    dropout: tuple[str, ...] = ()
+    query: str = 'hidden_states'
+    key: str = ''
+    value: str = ''
+    query_position: str = ''
+    key_position: str = ''
+    projections: tuple[str, str, str] | None = None
+    output: str = ''
+    whole_heads: str = ''
+
+    def inputs(self, given: Mapping[str, Any]) -> Inputs:
+        """Return what query, key and value are projected from, given the arguments of the forward by name."""
+        query = given[self.query]
+        key = query if given.get(self.key) is None else given[self.key]
+        value = key if given.get(self.value) is None else given[self.value]
+        return _added(query, given.get(self.query_position)), _added(key, given.get(self.key_position)), value
+
+    def projections_of(self, host: nn.Module) -> tuple[str, str, str]:
+        """Return the names of a host's projections of query, key and value.
+
+        Raises:
+            ConfigError: It does not have them.
+        """
+        known = PROJECTIONS if self.projections is None else (self.projections,)
+        found = next((names for names in known if all(hasattr(host, name) for name in names)), None)
+        if found is None:
+            listed = ' or '.join(', '.join(dict.fromkeys(names)) for names in known)
+            raise ConfigError(f'this {full_name(type(host))} has no projections {listed}.')
+        return found
+
+
+def _added(tokens: Tensor, position: Tensor | None) -> Tensor:
+    return tokens if position is None else tokens + position
+
+
+class _Call:
+    """What a gated attention is called with in this thread, and the projected queries for the gate's ``finish``."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self.query: Tensor | None = None
+
+
+class _Config:
+    """A config that names our attention function, and is the host's in all else."""
+
+    _attn_implementation = NAME
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+class InterfaceAdapter(DenseAdapter):
+    """Base class of adapters for attention that calls transformers' attention interface.
+
+    An adapter says by its ``form`` which arguments its hosts project. Its hosts return no attention weights, like
+    transformers' fused functions.
+    """
+
+    form: ClassVar[Form] = Form()
+
+    @classmethod
+    def sizes(cls, host: Any) -> Sizes:
+        """Read the sizes of an attention module (the host) off its projections, for its gate."""
+        names = cls.form.projections_of(host)
+        query, key, value = (getattr(host, name) for name in names)
+        channels = query.out_features // (3 if len(set(names)) == 1 else 1)
+        head_dim = _first_of(host, HEAD_DIMS)
+        if head_dim is None:
+            heads = _first_of(host, HEADS)
+            if heads is None:
+                raise ConfigError(f'this {full_name(type(host))} has none of {", ".join((*HEAD_DIMS, *HEADS))}.')
+            head_dim = channels // heads
+        output = cls.form.output or next((name for name in OUTPUTS if hasattr(host, name)), '')
+        dropout = _first_of(host, DROPOUTS)
+        return Sizes(
+            channels,
+            channels // head_dim,
+            inputs=(query.in_features, key.in_features, value.in_features),
+            output=getattr(host, output).out_features if output else 0,
+            dropout=float(getattr(dropout, 'p', dropout) or 0.0),
+            # A gate that adds queries needs it, for which such a host is none.
+            scale=None if cls.form.whole_heads else _first_of(host, SCALES),
+            whole_heads=cls.form.whole_heads,
+        )
+
+    @classmethod
+    def check(cls, host: Any) -> None:
+        """Raise ConfigError if the source of the host's forward is not the one that the table knows.
+
+        Or if heads share keys, or if the model makes masks for flash or flex attention.
+        """
+        kind = type(host)
+        form, known = CLASSES.get(_name_in_table(kind), ('', ''))
+        # An adapter of somebody's own for a class of the table answers for it.
+        if FORMS.get(form) is cls and fingerprint(kind) != known:
+            raise ConfigError(
+                f"the forward of {full_name(kind)} in transformers {__version__} is not the one that mmgate's table "
+                f'has seen in {WRITTEN_WITH}. If it projects the same arguments, declare it by a subclass: '
+                f'@mmgate.adapts(mmgate.DenseGate, {kind.__name__}) class Mine({cls.__name__}), see '
+                'docs/transformers.md.'
+            )
+        implementation = host.config._attn_implementation
+        if implementation not in PLAIN_MASKS:
+            raise ConfigError(
+                f'it attends by {implementation!r}, whose masks this adapter does not know; call '
+                f"model.set_attn_implementation('{NAME}') before."
+            )
+        names = cls.form.projections_of(host)
+        widths = [getattr(host, name).out_features for name in names]
+        if len(set(widths)) > 1:
+            raise ConfigError(
+                f'a gate needs as many heads of keys as of queries, but the projections of this {full_name(kind)} have '
+                f'{", ".join(map(str, widths))} channels.'
+            )
 
     @property
-    def projections(self) -> tuple[str, str, str]:
-        """The names of the children that project query, key and value."""
-        return self.query, self.key, self.value
+    def config(self) -> Any:
+        """The model's config, which names our attention function while the gate is on."""
+        config = vars(self)['config']
+        return config if is_off(self) else _Config(config)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Attend with the gate; the arguments are the host's, and no attention weights are returned."""
+        given = {**dict(zip(_arguments(host_class(self)), args, strict=False)), **kwargs}
+        before = getattr(_here, 'call', None)
+        _here.call = call = _Call(self.form.inputs(given))
+        try:
+            returned = super().forward(*args, **kwargs)
+        finally:
+            _here.call = before
+        if call.query is None:
+            raise RuntimeError(f'{full_name(host_class(self))} has not called the attention function of its config.')
+        output, *others = returned if isinstance(returned, tuple) else (returned,)
+        tokens = output.reshape(*call.inputs[0].shape[:2], -1)
+        output = self.gate.finish(tokens, call.query, call.inputs).view_as(output)
+        return (output, *others) if isinstance(returned, tuple) else output
 
 
-def goes_through_interface(kind: type[nn.Module]) -> bool:
-    """Return True if an attention class calls ALL_ATTENTION_FUNCTIONS, the attention interface of transformers."""
-    known: Any = kind
-    return _names_functions(known)
-
-
-@cache
-def _names_functions(kind: Any) -> bool:
-    forward = getattr(kind, 'forward', None)  # a scripted module's class has none
-    code = None if forward is None else getattr(inspect.unwrap(forward), '__code__', None)
-    return code is not None and INTERFACE in code.co_names
-
-
-def read_forward(host: nn.Module) -> Reading:
-    """Read the source of an attention's ``forward``, and return which child projects queries, keys, values and output.
+def attend(
+    module: DenseAdapter,
+    projected: tuple[Tensor, Tensor, Tensor],
+    inputs: Inputs,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with the gate of a module, by the masks and the scale of transformers.
 
     Args:
-        host: The attention, gated or not.
+        module: A gated module.
+        projected: Query, key and value ``(B, H, N|M, d)``.
+        inputs: What they are projected from, ``(B, N|M, C)``.
+        attention_mask: Mask that broadcasts to ``(B, H, N, M)``, bool (True may be attended to) or added.
+        scaling: Scale of the logits; ``1 / sqrt(d)`` by default.
+
+    Returns:
+        Heads ``(B, N, H, d)``, and None for the weights; these for attention without a gate, with which a vanilla host
+        is recorded, if the host returns them.
 
     Raises:
-        ConfigError: It does something else than this module's first lines say.
+        ValueError: A mask of another implementation (flash or flex attention).
     """
-    children = {name for name, _ in host.named_children()} - {CHILD}
-    linear = {name for name in children if hasattr(getattr(host, name), 'in_features')}
-    known: Any = host_class(host)
-    try:
-        return _read(known, frozenset(children), frozenset(linear))
-    except _UnreadError as error:
-        raise ConfigError(f'A {known.__name__} {error}.') from error
+    if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.dim() == 4):
+        raise ValueError(
+            "a gated attention takes the masks of 'sdpa' and 'eager'; load the model with attn_implementation='sdpa', "
+            f"or call model.set_attn_implementation('{NAME}')."
+        )
+    query, key, value = projected
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        attention_mask = ~attention_mask
+    bias, dead = merge_masks(attention_mask, None, query.shape[0], query.shape[1], query.dtype)
+    usual = query.shape[-1] ** -0.5
+    scaled = query if scaling in (None, usual) else query * (scaling / usual)
+    run = partial(module.gate.attend, scaled, key, value, inputs, bias)
+    returns = is_plain(module.gate) and vars(module)['config']._attn_implementation == 'eager'
+    heads, weights = noted(module.gate, 'attention', run) if returns else (run(), None)
+    heads = heads if dead is None else heads.masked_fill(dead, 0.0)
+    return heads.transpose(1, 2).contiguous(), weights
 
 
-class _UnreadError(ValueError):
-    """Error: a ``forward`` does something unknown; the message is the end of a sentence about the class."""
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with the gate of a module or, without one, as ``'sdpa'``; called by transformers' attention interface.
+
+    Query ``(B, H, N, d)``, key and value ``(B, H, M, d)`` become heads ``(B, N, H, d)``, and None for the weights. A
+    gate drops what its host's constructor was told to.
+
+    Raises:
+        ValueError: The keys are more than the tokens that this call has projected, as with a cache.
+    """
+    if not isinstance(module, InterfaceAdapter) or is_off(module):
+        return sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **kwargs,
+        )
+    causal = getattr(module, 'is_causal', True) if is_causal is None else is_causal  # as 'sdpa' has it
+    if attention_mask is None and causal and query.shape[2] > 1:
+        attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        attention_mask = attention_mask[None, None]
+    call = _here.call
+    of_query, of_key, of_value = call.inputs
+    call.inputs = (_tokens(of_query, query), _tokens(of_key, key), _tokens(of_value, key))
+    call.query = query
+    return attend(module, (query, key, value), call.inputs, attention_mask, scaling)
+
+
+def _tokens(x: Tensor, heads: Tensor) -> Tensor:
+    """Return what heads ``(B, H, N, d)`` were projected from, such as a map ``(B, h, w, C)``, as ``(B, N, C)``."""
+    shape = (heads.shape[0], heads.shape[2], x.shape[-1])
+    if x.numel() != shape[0] * shape[1] * shape[2]:
+        raise ValueError(
+            f'{shape[0]} x {shape[1]} heads, but {x.numel() // x.shape[-1]} tokens were projected in this call. A gate '
+            'reads what belongs to each head, so call the model without a cache and without pooled queries.'
+        )
+    return x if x.shape == shape else x.reshape(shape)
+
+
+def _first_of(host: Any, names: tuple[str, ...]) -> Any:
+    """Return the first of these attributes that a host has, or None."""
+    return next((getattr(host, name) for name in names if hasattr(host, name)), None)
 
 
 @cache
-def _read(kind: Any, children: frozenset[str], linear: frozenset[str]) -> Reading:
+def _arguments(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names of the arguments that a class's forward takes by position."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+@cache
+def fingerprint(kind: type[nn.Module]) -> str:
+    """Return a hash of the source of a class's forward, or an empty text if there is no source."""
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))
-    except OSError as error:
-        raise _UnreadError('has no source to read') from error
-    function: Any = ast.parse(source).body[0]
-    flow = _Flow(function, children, linear)
-    if len(flow.calls) != 1:
-        raise _UnreadError(f'calls an attention function {len(flow.calls)} times')
-    handed, further = flow.calls[0]
-    unknown = sorted(further - HANDED)
-    if unknown:
-        raise _UnreadError(f'hands {_listed(unknown)} to its attention function')
-    found = []
-    for part in ('query', 'key', 'value'):
-        projections = sorted(name for where, name in handed[part] if where == 'projection')
-        if len(projections) != 1:
-            made = f'from {_listed(projections)} together' if projections else 'without a projection'
-            raise _UnreadError(f'makes its {part} {made}')
-        found += projections
-    if len(set(found)) == 2:
-        raise _UnreadError(f'projects query, key and value by {_listed(found)}')
-    if len(flow.outputs) != 1:
-        raise _UnreadError(
-            f'projects its heads by {_listed(sorted(flow.outputs))}' if flow.outputs else 'does not project its heads'
-        )
-    changed = {name for part in ('query', 'key') for where, name in handed[part] if where == 'function'}
-    arguments = function.args
-    defaults = len(arguments.defaults)
-    positional = [one.arg for one in (*arguments.posonlyargs, *arguments.args)][1:]
-    required = positional[: len(positional) - defaults] if defaults else positional
-    required += [
-        one.arg for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default is None
-    ]
-    query, key, value = found
-    return Reading(
-        query,
-        key,
-        value,
-        output=next(iter(flow.outputs)),
-        changes=tuple(sorted(changed)),
-        arguments={name: frozenset(reads) for name, reads in flow.reads.items()},
-        required=tuple(required),
-        dropout=flow.dropout,
+    except OSError:
+        return ''
+    return hash_of(ast.parse(source).body[0])
+
+
+def hash_of(forward: ast.stmt) -> str:
+    """Return a hash of a function's code that its annotations, decorators, comments and docstring do not change.
+
+    It is the same in every version of Python.
+    """
+    assert isinstance(forward, ast.FunctionDef)
+    body = forward.body[1:] if ast.get_docstring(forward) else forward.body
+    return hashlib.sha256(_written([forward.args, *body]).encode()).hexdigest()[:8]
+
+
+def _written(node: Any) -> str:
+    """Write a syntax tree as a text, without what versions of Python differ in."""
+    if isinstance(node, list):
+        return ' '.join(map(_written, node))
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    left_out = ('annotation', 'returns', 'ctx', 'kind', 'type_comment')
+    parts = {name: value for name, value in ast.iter_fields(node) if name not in left_out and value not in (None, [])}
+    return f'{type(node).__name__}({" ".join(f"{name}={_written(value)}" for name, value in parts.items())})'
+
+
+def _name_in_table(kind: type[nn.Module]) -> str:
+    return f'{kind.__module__.rpartition(".")[2]}.{kind.__qualname__}'
+
+
+def _of_form(form: str) -> list[str]:
+    """Return the names of the classes in the table that have a form."""
+    return [name for name, (of, _) in CLASSES.items() if of == form]
+
+
+WHOLE = 'the host rotates, scales or normalises the heads that it has projected'
+
+
+@adapts(DenseGate, *_of_form('self'))
+class SelfAttention(InterfaceAdapter):
+    """Adapter for attention between the tokens ``hidden_states``."""
+
+
+@adapts(DenseGate, *_of_form('rotated_self'))
+class RotatedSelfAttention(InterfaceAdapter):
+    """The same with rotary positions, or norms of heads."""
+
+    form = Form(whole_heads=WHOLE)
+
+
+@adapts(DenseGate, *_of_form('positioned_self'))
+class PositionedSelfAttention(InterfaceAdapter):
+    """Adapter for attention between ``hidden_states``, with positions that are added to queries and keys."""
+
+    form = Form(query_position='position_embeddings', key_position='position_embeddings')
+
+
+@adapts(DenseGate, *_of_form('positioned_cross'))
+class PositionedCrossAttention(InterfaceAdapter):
+    """Adapter for attention to ``key_value_states``, with positions of both that are added to queries and keys."""
+
+    form = Form(
+        key='key_value_states',
+        query_position='position_embeddings',
+        key_position='encoder_position_embeddings',
     )
 
 
-class _Flow:
-    """Data-flow analysis of a ``forward``: it follows the statements and keeps what each variable's value comes from.
+@adapts(DenseGate, *_of_form('key_value'))
+class KeyValueAttention(InterfaceAdapter):
+    """Adapter for attention to ``key_value_states``, or between ``hidden_states`` without them."""
 
-    Attributes:
-        calls: Of the attention function: what each of query, key and value comes from, and the names of what else it
-            is handed.
-        reads: The forward's arguments that each projection reads.
-        outputs: The projections that read what the function returns.
-        dropout: Path of the attribute that holds the rate of dropout.
-    """
-
-    def __init__(self, function: Any, children: Iterable[str], linear: Iterable[str]) -> None:
-        self.children = set(children)
-        self.linear = set(linear)
-        taken = function.args
-        self.arguments = {one.arg for one in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)} - {'self'}
-        self.interfaces: set[str] = set()
-        self.calls: list[tuple[dict[str, frozenset[Origin]], set[str]]] = []
-        self.reads: dict[str, set[str]] = {}
-        self.outputs: set[str] = set()
-        self.dropout: tuple[str, ...] = ()
-        self.expressions: dict[str, Any] = {}  # the last that each variable was assigned
-        self.known: dict[str, frozenset[Origin]] = {name: frozenset({('argument', name)}) for name in self.arguments}
-        self.run(function.body)
-
-    def run(self, statements: list[Any]) -> None:
-        """Follow a list of statements in their order."""
-        for statement in statements:
-            if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
-                self.assign(statement)
-            elif isinstance(statement, (ast.If, ast.For, ast.While, ast.With, ast.Try)):
-                self.branch(statement)
-            else:
-                for value in ast.iter_child_nodes(statement):
-                    self.origins(value)
-
-    def branch(self, statement: Any) -> None:
-        """Follow both branches of an ``if`` or a loop, and keep the origins that either gives to a variable."""
-        for name in ('test', 'iter'):
-            if hasattr(statement, name):
-                self.origins(getattr(statement, name))
-        before = dict(self.known)
-        after: list[dict[str, frozenset[Origin]]] = []
-        for body in (statement.body, getattr(statement, 'orelse', [])):
-            self.known = dict(before)
-            self.run(body)
-            after.append(self.known)
-        names = {name for known in after for name in known}
-        self.known = {name: frozenset().union(*(known.get(name, frozenset()) for known in after)) for name in names}
-
-    def assign(self, statement: Any) -> None:
-        """Follow an assignment: keep what the variables on its left side come from."""
-        if statement.value is None:
-            return
-        targets: list[Any] = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        if _names_interface(statement.value):
-            self.interfaces |= {name for target in targets for name in _names(target)}
-            return
-        source: Any = statement.value
-        made = self.origins(source)
-        for target in targets:
-            if isinstance(target, ast.Name):
-                self.expressions[target.id] = source
-            several = isinstance(target, ast.Tuple)
-            if several and isinstance(source, ast.Call):
-                self.keep_each(target, source, made)
-            elif several and isinstance(source, ast.Tuple):
-                for inner, value in zip(target.elts, source.elts, strict=False):
-                    self.keep(inner, self.origins(value))
-            else:
-                self.keep(target, made, adds=isinstance(statement, ast.AugAssign))
-
-    def keep_each(self, target: Any, call: ast.Call, made: frozenset[Origin]) -> None:
-        """Keep the origins of a call's several results; one that is named like an argument comes from that alone."""
-        given = {part.id for part in call.args if isinstance(part, ast.Name)}
-        before = dict(self.known)
-        others = frozenset(one for one in made if one[0] not in ('projection', 'argument'))
-        for inner in target.elts:
-            same = isinstance(inner, ast.Name) and inner.id in given
-            self.keep(inner, before.get(inner.id, frozenset()) | others if same else made)
-
-    def keep(self, target: Any, made: frozenset[Origin], adds: bool = False) -> None:
-        """Keep these origins for every variable name in an assignment's target."""
-        for name in _names(target):
-            self.known[name] = (self.known.get(name, frozenset()) if adds else frozenset()) | made
-
-    def origins(self, node: Any) -> frozenset[Origin]:
-        """Return what the value of an expression comes from: projections, children, functions or arguments."""
-        if isinstance(node, ast.Name):
-            return self.known.get(node.id, frozenset())
-        if isinstance(node, ast.Attribute):
-            return frozenset() if node.attr in SIZES else self.origins(node.value)
-        if isinstance(node, (ast.GeneratorExp, ast.ListComp)):
-            for part in node.generators:
-                self.keep(part.target, self.origins(part.iter))
-            return self.origins(node.elt)
-        if isinstance(node, ast.Call):
-            return self.called(node)
-        found = [self.origins(child) for child in ast.iter_child_nodes(node)]
-        return frozenset().union(*found) if found else frozenset()
-
-    def called(self, node: ast.Call) -> frozenset[Origin]:
-        """Return what the result of a function call comes from."""
-        function = node.func
-        if isinstance(function, ast.Name) and function.id in self.interfaces:
-            self.attend(node)
-            return frozenset({('heads', '')})
-        values = [*node.args, *(keyword.value for keyword in node.keywords)]
-        given: frozenset[Origin] = frozenset().union(*(self.origins(value) for value in values))
-        if isinstance(function, ast.Name):
-            return given if function.id in MOVES else given | {('function', function.id)}
-        if not isinstance(function, ast.Attribute):
-            return given
-        name = function.attr
-        if _is_self(function.value):
-            return self.child(name, given)
-        if name in SIZES:
-            return frozenset()
-        given = given | self.origins(function.value)
-        return given if name in MOVES else given | {('function', name)}
-
-    def child(self, name: str, given: frozenset[Origin]) -> frozenset[Origin]:
-        """Return the origins of the value that a call of a child, or of a method of the module, returns."""
-        if name in self.linear:
-            self.reads.setdefault(name, set()).update(one for where, one in given if where == 'argument')
-            if any(where == 'heads' for where, _ in given):
-                self.outputs.add(name)
-            return frozenset({('projection', name)})
-        if name in self.children:
-            return given | {('child', name)}
-        return given if 'head' in name else given | {('function', name)}
-
-    def attend(self, node: ast.Call) -> None:
-        """Keep what the arguments of the call of the attention function come from."""
-        names = ('module', 'query', 'key', 'value', 'attention_mask')
-        handed = {name: self.origins(value) for name, value in zip(names, node.args, strict=False)}
-        further = set()
-        for keyword in node.keywords:
-            if keyword.arg is None:
-                continue
-            if keyword.arg in names:
-                handed[keyword.arg] = self.origins(keyword.value)
-            else:
-                further.add(keyword.arg)
-            if keyword.arg == 'dropout':
-                rate = keyword.value
-                rate = self.expressions.get(rate.id, rate) if isinstance(rate, ast.Name) else rate
-                self.dropout = _path_of_self(rate)
-        self.calls.append(({part: handed.get(part, frozenset()) for part in names}, further))
+    form = Form(key='key_value_states')
 
 
-def _names_interface(node: Any) -> bool:
-    """Return True if an expression looks up an attention function of transformers, or is the fallback for one."""
-    names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-    return INTERFACE in names or names == {'eager_attention_forward'}
+@adapts(DenseGate, *_of_form('encoder'))
+class EncoderAttention(InterfaceAdapter):
+    """Adapter for attention to ``encoder_hidden_states``, or between ``hidden_states`` without them."""
+
+    form = Form(key='encoder_hidden_states')
 
 
-def _names(target: Any) -> list[str]:
-    return [part.id for part in ast.walk(target) if isinstance(part, ast.Name)]
+@adapts(DenseGate, *_of_form('rotated_encoder'))
+class RotatedEncoderAttention(InterfaceAdapter):
+    """The same with rotary positions."""
+
+    form = Form(key='encoder_hidden_states', whole_heads=WHOLE)
 
 
-def _is_self(node: Any) -> bool:
-    return isinstance(node, ast.Name) and node.id == 'self'
+@adapts(DenseGate, *_of_form('three'))
+class ThreeInputAttention(InterfaceAdapter):
+    """Adapter for attention of ``query`` to ``key`` and ``value``."""
+
+    form = Form('query', 'key', 'value')
 
 
-def _path_of_self(node: Any) -> tuple[str, ...]:
-    """Return the longest attribute path of ``self`` in an expression, such as ``dropout.p``, without ``training``."""
-    found: list[tuple[str, ...]] = []
-    for part in ast.walk(node):
-        path: list[str] = []
-        inner = part
-        while isinstance(inner, ast.Attribute):
-            path.insert(0, inner.attr)
-            inner = inner.value
-        if _is_self(inner) and path and path != ['training']:
-            found.append(tuple(path))
-    return max(found, key=len, default=())
+@adapts(DenseGate, *_of_form('rotated_three'))
+class RotatedThreeInputAttention(InterfaceAdapter):
+    """The same with rotary positions."""
+
+    form = Form('query', 'key', 'value', whole_heads=WHOLE)
 
 
-def _listed(names: Iterable[str]) -> str:
-    return ' and '.join(names)
+@adapts(DenseGate, *_of_form('pooled_self'))
+class PooledSelfAttention(InterfaceAdapter):
+    """Adapter for attention that pools its queries in some layers, which are refused."""
+
+    @classmethod
+    def check(cls, host: Any) -> None:
+        """Raise ConfigError for a host that pools its queries, whose gate would have more tokens than queries."""
+        super().check(host)
+        if host.query_stride:
+            raise ConfigError(f'this {full_name(type(host))} pools its queries, query_stride={host.query_stride}.')
+
+
+FORMS: dict[str, type[InterfaceAdapter]] = {
+    'self': SelfAttention,
+    'rotated_self': RotatedSelfAttention,
+    'positioned_self': PositionedSelfAttention,
+    'positioned_cross': PositionedCrossAttention,
+    'key_value': KeyValueAttention,
+    'encoder': EncoderAttention,
+    'rotated_encoder': RotatedEncoderAttention,
+    'three': ThreeInputAttention,
+    'rotated_three': RotatedThreeInputAttention,
+    'pooled_self': PooledSelfAttention,
+}
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)  # without it a model of this implementation gets no masks

@@ -15,10 +15,8 @@ from torch import nn
 
 from mmgate import _environment
 from mmgate._environment import log
-from mmgate.errors import ConfigError
 from mmgate.gates.base.gate import Gate, gate_options
 from mmgate.gates.base.gating import Adapter, host_class
-from mmgate.hosts.interface import goes_through_interface
 from mmgate.registry import MODELS
 
 Host = type[nn.Module] | str
@@ -36,8 +34,6 @@ class Inside:
 
 
 _ADAPTERS: dict[tuple[type, type | str], type[Adapter] | Inside] = {}
-# Adapters that recognise their hosts by code, and the class of gates that they let in.
-_BY_CODE: list[tuple[type, type[Adapter]]] = []
 
 
 def adapts(
@@ -54,8 +50,7 @@ def adapts(
             unless they have adapters themselves.
         hosts: Host classes. They match exactly: a subclass may compute something else. A class that cannot be imported
             everywhere is given by its dotted name. Leading packages may be left out: ``'vit.Attention'`` is also
-            ``projects.ViTDet.vitdet.vit.Attention``. Without any, the adapter recognises its hosts by their code: see
-            :meth:`.Adapter.recognises`. It then serves the classes that have no entry by name.
+            ``projects.ViTDet.vitdet.vit.Attention``.
         like: A host class whose adapter serves ``hosts``, too.
 
     Raises:
@@ -71,11 +66,10 @@ def adapts(
 
     def register(adapter: Any) -> Any:
         _ADAPTERS.update({(kind, host): adapter for host in hosts})
-        if not hosts:
-            _BY_CODE.append((kind, adapter))
         return adapter
 
     if like is not None:
+        import_adapters(like)
         known = _adapter(kind, like)
         if known is None:
             fits = ', '.join(host_names(gate)) or 'nothing'
@@ -115,17 +109,7 @@ def adapter_for(kind: type, host: nn.Module) -> tuple[type[Adapter], str] | None
     if isinstance(entry, Inside):
         inner = adapter_for(kind, host.get_submodule(entry.child))
         return None if inner is None else (inner[0], f'{entry.child}.{inner[1]}'.rstrip('.'))
-    if entry is None:
-        found = _adapter_by_code(kind, host)
-        entry = found if found is not None and _misfit(found, host) is None else None
     return None if entry is None else (entry, '')
-
-
-def refusal_of(kind: type, host: nn.Module) -> str | None:
-    """Return the message of the adapter that recognises a module by its code and refuses it, or None."""
-    kind = gate_of_type(kind) or kind
-    found = _adapter_by_code(kind, host) if _adapter(kind, type(host)) is None else None
-    return None if found is None else _misfit(found, host)
 
 
 def held_attention(host: nn.Module, *, exactly: bool = False) -> Iterator[tuple[str, nn.Module]]:
@@ -152,9 +136,10 @@ def gates_for(host: nn.Module) -> list[type]:
     return [kind for kind in registered_gates() if adapter_for(kind, host) is not None]
 
 
-def hosts_of(kind: type) -> list[type]:
-    """Return the attention classes into which a gate fits, without those that are only known by name."""
-    return [host for host in _hosts(kind) if not isinstance(host, str)]
+def adapted_base(kind: type, host: type) -> type | None:
+    """Return the nearest base of a class into which a gate fits, or None."""
+    kind = gate_of_type(kind) or kind
+    return next((base for base in host.__mro__[1:] if _adapter(kind, base) is not None), None)
 
 
 def host_names(kind: type) -> list[str]:
@@ -197,13 +182,8 @@ def _hosts(kind: type) -> Iterator[type | str]:
 
 @cache
 def import_adapters(host: Any) -> None:
-    """Import the adapters that may fit an attention class: for the packages of its bases, and for transformers.
-
-    The latter is for a class that attends through transformers' attention interface.
-    """
+    """Import the adapters that may fit an attention class: those for the packages of its bases."""
     packages = {base.__module__.partition('.')[0] for base in host.__mro__}
-    if goes_through_interface(host):
-        packages.add('transformers')
     for package in packages & _packages_with_adapters():
         _import_file(package)
 
@@ -221,22 +201,6 @@ def _import_file(package: str) -> None:
     # A package may be too old, for instance: mm's models of language hold modules of any transformers.
     if problem:
         log(f'mmgate has no adapters for {package} here: {problem}')
-
-
-def _adapter_by_code(kind: type, host: nn.Module) -> type[Adapter] | None:
-    if isinstance(host, Adapter):
-        return None
-    found = (adapter for base, adapter in _BY_CODE if issubclass(kind, base) and adapter.recognises(type(host)))
-    return next(found, None)
-
-
-def _misfit(adapter: type[Adapter], host: nn.Module) -> str | None:
-    """Return the reason why an adapter refuses a host, or None."""
-    try:
-        adapter.check(host)
-    except ConfigError as error:
-        return str(error)
-    return None
 
 
 def _adapter(kind: type, host: type) -> type[Adapter] | Inside | None:

@@ -1,38 +1,74 @@
-"""Every attention of transformers' vision models that goes through its attention interface, small, and its call."""
+"""Every attention of transformers that mmgate's table has, small, and its call."""
 
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from mmgate.hosts.interface import FORMS, Form
+from mmgate.hosts.interface_classes import CLASSES
+
 C, HEADS, SIDE = 32, 4, 4
 TOKENS = SIDE * SIDE
-SIZES = dict(
+MODELS = Path(transformers.__file__).parent / 'models'
+# The classes with adapters of their own beside those of the table, which take what a form says, too.
+OWN = {
+    'modeling_segformer.SegformerAttention': Form(),
+    'modeling_lw_detr.LwDetrAttention': FORMS['positioned_self'].form,
+    'modeling_rf_detr.RfDetrAttention': FORMS['positioned_self'].form,
+}
+CONFIG: dict[str, Any] = dict(
     hidden_size=C,
     d_model=C,
+    d_kv=C // HEADS,
+    head_dim=C // HEADS,
     num_attention_heads=HEADS,
+    attention_heads=HEADS,
     decoder_self_attention_heads=HEADS,
+    num_key_value_heads=HEADS,
+    num_key_value_groups=1,
+    num_key_value_heads_per_layer=[HEADS],
     attention_dropout=0.0,
     attention_probs_dropout_prob=0.0,
     dropout_prob=0.0,
+    dropout_rate=0.0,
     qkv_bias=True,
+    qv_bias=True,
     attention_bias=True,
     query_bias=True,
     key_bias=False,
     value_bias=True,
     proj_bias=True,
     is_decoder=False,
-    group_detr=1,
+    group_detr=2,
     attention_downsample_rate=2,
     memory_attention_hidden_size=C,
     memory_attention_downsample_rate=1,
     memory_attention_num_attention_heads=HEADS,
     memory_attention_rope_dropout=0.0,
+    memory_attention_rope_k_sizes=(1, 2),
+    perceiver_resampler_hidden_size=C,
+    perceiver_resampler_num_attention_heads=HEADS,
+    perceiver_resampler_attention_head_dim=C // HEADS,
+    perceiver_resampler_attention_dropout=0.0,
+    layer_types=['full_attention'],
+    num_hidden_layers=1,
+    use_qk_norm=True,
+    use_clipped_linears=False,
+    rms_norm_eps=1e-5,
+    layer_norm_eps=1e-5,
+    crop_size=SIDE,
+    patch_size=1,
+    frames_per_clip=1,
+    tubelet_size=1,
 )
 GIVEN = dict(
     hidden_size=C,
@@ -41,129 +77,108 @@ GIVEN = dict(
     num_heads=HEADS,
     dim=C,
     dim_out=C,
+    kv_in_dim=C,
     window_size=SIDE,
     sequence_reduction_ratio=2,
     layer_idx=0,
 )
-# by module, its classes
-CLASSES = {
-    'beit': ['BeitAttention'],
-    'clip': ['CLIPAttention'],
-    'clipseg': ['CLIPSegAttention'],
-    'conditional_detr': [f'ConditionalDetr{part}Attention' for part in ('Self', 'DecoderSelf', 'DecoderCross')],
-    'd_fine': ['DFineSelfAttention'],
-    'data2vec_audio': ['Data2VecAudioAttention'],
-    'data2vec_text': ['Data2VecTextSelfAttention', 'Data2VecTextCrossAttention'],
-    'deformable_detr': ['DeformableDetrSelfAttention'],
-    'deimv2': ['Deimv2SelfAttention'],
-    'deit': ['DeiTAttention'],
-    'detr': ['DetrSelfAttention', 'DetrCrossAttention'],
-    'dinov2': ['Dinov2Attention'],
-    'dinov2_with_registers': ['Dinov2WithRegistersAttention'],
-    'dinov3_vit': ['DINOv3ViTAttention'],
-    'dpt': ['DPTSelfAttention'],
-    'edgetam': ['EdgeTamAttention'],
-    'eomt': ['EomtAttention'],
-    'eomt_dinov3': ['EomtDinov3Attention'],
-    'ijepa': ['IJepaAttention'],
-    'lw_detr': ['LwDetrViTAttention', 'LwDetrAttention'],
-    'maskformer': ['MaskFormerDetrSelfAttention', 'MaskFormerDetrCrossAttention'],
-    'owlv2': ['Owlv2Attention'],
-    'owlvit': ['OwlViTAttention'],
-    'pixio': ['PixioAttention'],
-    'pp_doclayout_v2': ['PPDocLayoutV2SelfAttention', 'PPDocLayoutV2ReadingOrderSelfAttention'],
-    'pp_doclayout_v3': ['PPDocLayoutV3SelfAttention'],
-    'pp_doclayout_v4': ['PPDocLayoutV4SelfAttention'],
-    'rf_detr': ['RfDetrDinov2Attention', 'RfDetrAttention'],
-    'rt_detr': ['RTDetrSelfAttention'],
-    'rt_detr_v2': ['RTDetrV2SelfAttention'],
-    'sam': ['SamAttention'],
-    'sam2': ['Sam2Attention', 'Sam2MultiScaleAttention'],
-    'sam2_video': ['Sam2VideoAttention', 'Sam2VideoRoPEAttention'],
-    'sam3': ['Sam3Attention', 'Sam3ViTRoPEAttention'],
-    'sam3_lite_text': ['Sam3LiteTextAttention', 'Sam3LiteTextTextAttention'],
-    'sam3_tracker': ['Sam3TrackerAttention'],
-    'sam_hq': ['SamHQAttention'],
-    'segformer': ['SegformerAttention'],
-    'siglip': ['SiglipAttention'],
-    'siglip2': ['Siglip2Attention'],
-    'swin': ['SwinAttention'],
-    'videomt': ['VideomtAttention'],
-    'vit': ['ViTAttention'],
-    'vit_mae': ['ViTMAEAttention'],
-    'vit_msn': ['ViTMSNAttention'],
-    'vitpose_backbone': ['VitPoseBackboneSelfAttention'],
-    'yolos': ['YolosSelfAttention'],
-}
-FOLDERS = dict(data2vec_audio='data2vec', data2vec_text='data2vec')
-NAMES = {name: module for module, names in CLASSES.items() for name in names}
-# what a class is refused for, as the end of a sentence about it
-REFUSED = {
-    'ConditionalDetrDecoderSelfAttention': 'makes its query from q_content_proj and q_pos_proj together',
-    'ConditionalDetrDecoderCrossAttention': (
-        'makes its query from q_content_proj and q_pos_proj and q_pos_sine_proj together'
-    ),
-    'Data2VecTextSelfAttention': 'does not project its heads',
-    'Data2VecTextCrossAttention': 'does not project its heads',
-    'DPTSelfAttention': 'does not project its heads',
-    'PPDocLayoutV2ReadingOrderSelfAttention': 'hands position_bias to its attention function',
-    'VitPoseBackboneSelfAttention': 'does not project its heads',
-    'YolosSelfAttention': 'does not project its heads',
-}
-ROTATED = ('DINOv3ViTAttention', 'EomtDinov3Attention', 'Sam2VideoRoPEAttention', 'Sam3ViTRoPEAttention')
+MAPS = ('modeling_sam2.Sam2MultiScaleAttention', 'modeling_sam3.Sam3ViTRoPEAttention')  # take (B, h, w, C)
+POINTS = ('sam', 'edgetam')  # take (B, P, N, C), in modules whose names begin so
+# Classes whose rotary positions are not cosines and sines (B, N, d): without the batch, or of half the width.
+UNBATCHED = ('dinov3_vit', 'eomt_dinov3', 'sam', 'edgetam', 'mlcd', 'sapiens2', 'pixtral')
+NO_MASK = ('swin', 'llama4', 'deepseek', 'vjepa2')  # take masks of another shape, or drop them
 
 
-def kind_of(name: str) -> type[Any]:
+def names(*, own: bool = True) -> list[str]:
+    """Return the names of all classes that this transformers has."""
+    listed = [*CLASSES, *(OWN if own else ())]
+    return [name for name in listed if _folder(name) is not None and hasattr(_module(name), name.partition('.')[2])]
+
+
+def form_of(name: str) -> Form:
+    """Return the form of a class."""
+    return OWN[name] if name in OWN else FORMS[CLASSES[name][0]].form
+
+
+def kind_of(name: str) -> Any:
     """Return a class by its name."""
-    module = NAMES[name]
-    folder = FOLDERS.get(module, module)
-    return getattr(import_module(f'transformers.models.{folder}.modeling_{module}'), name)
+    return getattr(_module(name), name.partition('.')[2])
 
 
-def build(name: str, **options: Any) -> Any:
+@cache
+def _folders() -> dict[str, str]:
+    return {path.stem: '.'.join(path.parent.relative_to(MODELS).parts) for path in MODELS.glob('**/modeling_*.py')}
+
+
+def _folder(name: str) -> str | None:
+    return _folders().get(name.partition('.')[0])
+
+
+def _module(name: str) -> Any:
+    return import_module(f'transformers.models.{_folder(name)}.{name.partition(".")[0]}')
+
+
+def build(name: str, config: dict[str, Any] | None = None, **options: Any) -> Any:
     """Return a small attention of a class, its weights moved off their start."""
     torch.manual_seed(0)
-    config = PretrainedConfig(**SIZES)
-    config._attn_implementation = 'sdpa'
-    given = dict(GIVEN, config=config, **options)
-    taken = inspect.signature(kind_of(name)).parameters
-    module = kind_of(name)(**{key: value for key, value in given.items() if key in taken})
+    made = PretrainedConfig(**{**CONFIG, **(config or {})})
+    made._attn_implementation = 'sdpa'
+    given = {**GIVEN, 'config': made, **options}
+    kind = kind_of(name)
+    taken = inspect.signature(kind).parameters
+    module = kind(**{key: value for key, value in given.items() if key in taken})
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(0.3 * torch.randn_like(parameter))
     return nn.ModuleDict(dict(attn=module)).eval()
 
 
-def feed(name: str) -> dict[str, Any]:
-    """Return what a class is called with: tokens, a map or points, with a mask where it takes one."""
+def feed(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Return what a class is called with: tokens, a map or points, with positions, and a mask where it takes one."""
     generator = torch.Generator().manual_seed(1)
+    form = form_of(name)
+    model = name.partition('.')[0].removeprefix('modeling_')
+    taken = inspect.signature(inspect.unwrap(kind_of(name).forward)).parameters
+    rotated = bool(form.whole_heads)
 
     def states(*shape: int) -> Tensor:
-        return torch.randn(2, *shape, C, generator=generator)
+        return torch.randn(2, *shape, C, generator=generator, dtype=dtype)
 
-    taken = inspect.signature(inspect.unwrap(kind_of(name).forward)).parameters
+    points = form.query == 'query' and model.startswith(POINTS) and 'attention_mask' not in taken
+    points = points and 'positional_encoding' not in taken
+    before = (3,) if points else ()
+    counts = (TOKENS, TOKENS if rotated or not form.key else 7)
     fed: dict[str, Any] = {}
-    on_map = name in ('Sam2MultiScaleAttention', 'Sam3ViTRoPEAttention')
-    points = name.startswith(('Sam', 'EdgeTam')) and not name.startswith('Sam3Lite') and name != 'Sam3Attention'
-    if 'hidden_states' in taken:
-        fed['hidden_states'] = states(SIDE, SIDE) if on_map else states(TOKENS)
-    if 'query' in taken:
-        shape = (3, 5) if points else (5,)
-        keys = shape if name in ROTATED else (*shape[:-1], 7)
-        fed.update(query=states(*shape), key=states(*keys), value=states(*keys))
-    for key in ('key_value_states', 'encoder_hidden_states'):
-        if key in taken and name != 'Data2VecAudioAttention':
-            fed[key] = states(7)
+    fed[form.query] = states(SIDE, SIDE) if name in MAPS else states(*before, counts[0])
+    if form.key:
+        fed[form.key] = states(*before, counts[1])
+    if form.value:
+        fed[form.value] = states(*before, counts[1])
+    if form.query_position:
+        fed[form.query_position] = states(counts[0])
+    if form.key_position and form.key_position != form.query_position:
+        fed[form.key_position] = states(counts[1])
+    if 'positional_encoding' in taken:
+        fed['positional_encoding'] = states(counts[1])
     if 'height' in taken:
         fed.update(height=SIDE, width=SIDE)
-    if name in ROTATED:
-        angles = torch.rand(5 if 'query' in taken else TOKENS, C // HEADS, generator=generator)
-        fed['position_embeddings'] = (angles.cos(), angles.sin())
-    elif 'position_embeddings' in taken:
-        fed['position_embeddings'] = states(TOKENS)
-    if 'attention_mask' in taken and 'hidden_states' in taken and name != 'SwinAttention':
-        keys = fed.get('key_value_states', fed['hidden_states']).shape[1]
-        keys = keys // 4 if name == 'SegformerAttention' else keys
+    if rotated:
+        shape = (TOKENS, C // HEADS) if model.startswith(UNBATCHED) else (2, TOKENS, C // HEADS)
+        angles = torch.rand(*shape, generator=generator, dtype=dtype)
+        for key in ('position_embeddings', 'position_embeddings_k'):
+            if key in taken:
+                fed[key] = (angles.cos(), angles.sin())
+        if model == 'efficientloftr':  # which rotates all heads as one
+            fed['position_embeddings'] = tuple(x.repeat(1, 1, HEADS) for x in fed['position_embeddings'])
+        if 'position_ids' in taken:  # in two directions
+            fed['position_ids'] = torch.zeros(2, TOKENS, 2, dtype=torch.long)
+        if 'rope_k_repeat' in taken:
+            fed['rope_k_repeat'] = 1
+        if 'freqs_ci' in taken:
+            half = angles[0, :, : C // HEADS // 2]
+            fed['freqs_ci'] = torch.polar(torch.ones_like(half), half)
+    if 'attention_mask' in taken and not model.startswith(NO_MASK):
+        keys = counts[1] // 4 if model == 'segformer' else counts[1]
         mask = torch.rand(2, 1, TOKENS, keys, generator=generator) > 0.3
         mask[..., 0] = True
         fed['attention_mask'] = mask

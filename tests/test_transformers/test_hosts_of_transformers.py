@@ -259,7 +259,7 @@ def test_projected_queries_are_added_as_they_are() -> None:
     ('rt_detr_v2', dict(decoder_method='discrete'), PLUG['type'], "decoder_method='discrete'"),
     ('d_fine', dict(decoder_n_points=[3, 6, 3], decoder_method='discrete'), PLUG['type'], "decoder_method='discrete'"),
     ('deimv2', dict(decoder_method='discrete'), PLUG['type'], "decoder_method='discrete'"),
-    ('dinov3', {}, 'DifferentialMultiheadAttention', 'rotates their halves together'),
+    ('dinov3', {}, 'DifferentialMultiheadAttention', 'rotates, scales or normalises'),
 ])  # fmt: skip
 def test_a_gate_refuses_what_it_does_not_fit(name: str, options: dict[str, Any], kind: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):

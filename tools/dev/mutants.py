@@ -59,7 +59,6 @@ LEFT_OUT = (
     'ops/triton_backend.py',
     'hosts/points.py',
     'hosts/transformers.py',
-    'speed/matching/transformers.py',
 )  # kernels, their launches; what is tested beside transformers, in an environment without mm packages
 # Keyword arguments that change no result: whose line a warning names, and a check of lengths that are one by the code.
 MEANINGLESS = ('stacklevel', 'strict')

@@ -89,7 +89,7 @@ class Sizes:
     @property
     def output_width(self) -> int:
         """Number of channels of the output."""
-        return self.output or self.channels
+        return self.channels if self.output is None else self.output
 
 
 class Gate(nn.Module):

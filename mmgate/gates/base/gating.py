@@ -15,7 +15,7 @@ from functools import wraps
 from itertools import chain
 from traceback import walk_stack
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 
 import torch
 from torch import nn
@@ -33,13 +33,6 @@ COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 RECORD = 'gating'
 # The attribute in which mmengine keeps, while it initialises a model, the text that it logs of it, by parameter.
 REPORT = '_params_init_info'
-
-
-class Handle(Protocol):
-    """Protocol of a hook's handle, as torch returns it."""
-
-    def remove(self) -> None:
-        """Remove the hook from its module."""
 
 
 class Adapter(nn.Module):
@@ -70,7 +63,7 @@ class Adapter(nn.Module):
         super().__init_subclass__(**kwargs)
         refuse_former(cls, OF_ADAPTERS)
 
-    # An adapter gives its host the type that it reads, a class or a Protocol, and its gate the class of its kind.
+    # An adapter gives its host the type that it reads, a class or a and its gate the class of its kind.
     @classmethod
     def sizes(cls, host: Any) -> Sizes | dict[str, Sizes]:
         """Read channels, heads and other sizes off an attention module (the host), for its gate.
@@ -78,11 +71,6 @@ class Adapter(nn.Module):
         An attention with several gates returns the sizes of each, by name; ``self.gate`` is then a ``ModuleDict``.
         """
         raise TypeError(f'{cls.__name__} does not say which sizes its hosts have.')
-
-    @classmethod
-    def recognises(cls, kind: type[nn.Module]) -> bool:
-        """Return True if modules of a class are hosts by their code, for an adapter registered without names."""
-        return False
 
     @classmethod
     def check(cls, host: Any) -> None:
@@ -97,12 +85,6 @@ class Adapter(nn.Module):
             path: Name of the host in it.
         """
         return {}
-
-    def after_gating(self, model: nn.Module) -> None:
-        """Prepare the module for its gate, for instance with hooks on the model around it; called once, after gating.
-
-        Handles of hooks go into the record, and are removed with the gate.
-        """
 
     def gates(self) -> list[Gate]:
         """Return the module's gates: its child ``gate``, or the two in it if the attention goes both ways."""
@@ -206,9 +188,7 @@ class Record:
         name: Name of the module in the model that was swapped.
         rule: Rule that gated it.
         child: Path to the module from the one that the rule chose; empty if the rule chose the module itself.
-        notes: Values that the adapter keeps, by name.
         hidden: The host's plain attribute of the child's name, while the gate is in the module. timm's is None.
-        handles: Handles of the hooks that are removed with the gate.
         froze: The unused parameters that gating has frozen.
         lacks: The unused tensors that the last checkpoint of the host did not have.
     """
@@ -217,9 +197,7 @@ class Record:
     name: str
     rule: Mapping[str, Any]
     child: str = ''
-    notes: dict[str, Any] = field(default_factory=dict)
     hidden: dict[str, Any] = field(default_factory=dict)
-    handles: list[Handle] = field(default_factory=list)
     froze: list[str] = field(default_factory=list)
     lacks: list[str] = field(default_factory=list)
 
@@ -361,8 +339,6 @@ def remove_gate(module: Any) -> None:
     """
     record = vars(module).pop(RECORD)
     del module.switch
-    for handle in record.handles:
-        handle.remove()
     del module._modules[CHILD]
     unused = unused_tensors(module)
     # Not where others have frozen the host since, as PEFT does, and detectors their teacher.
