@@ -68,7 +68,8 @@ def adapts(gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = N
         return adapter
 
     if like is not None:
-        import_adapters(like)
+        base: Any = like
+        import_adapters(base)
         known = _adapter(kind, like)
         if known is None:
             fits = ', '.join(host_names(gate)) or 'nothing'
