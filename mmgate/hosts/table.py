@@ -53,10 +53,12 @@ def adapts(gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = N
         like: A host class whose adapter serves ``hosts``, too.
 
     Raises:
-        TypeError: An argument is neither a class nor a dotted name.
+        TypeError: An argument is neither a class nor a dotted name, or there is no host.
         LookupError: ``gate`` has no adapter for ``like``.
     """
     kind: Any = gate_of_type(gate) or gate
+    if not hosts:
+        raise TypeError('adapts needs a host class, or its dotted name.')
     for cls in (kind, *hosts, kind if like is None else like):
         if not inspect.isclass(cls) and not (isinstance(cls, str) and cls in hosts):
             raise TypeError(f'adapts needs classes, got {cls!r}.')
