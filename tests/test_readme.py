@@ -128,7 +128,11 @@ def test_its_adapter_lets_gates_into_a_host(kind: str, monkeypatch: pytest.Monke
 def test_python_can_be_read_and_imports_what_is_there(name: str) -> None:
     compile(PYTHON[name], name, 'exec')
     for imported in re.findall(r'^(?:from mmgate.*|import mmgate.*)$', PYTHON[name], re.M):
-        exec(imported, {})
+        try:
+            exec(imported, {})
+        except ModuleNotFoundError as error:
+            # test_transformers/test_pages.py runs that page where the package is.
+            assert error.name == 'transformers', error
 
 
 @pytest.mark.parametrize('page', [*GUIDES, *BESIDE_THE_CODE], ids=lambda page: str(page.relative_to(ROOT)))

@@ -429,6 +429,8 @@ def test_an_option_without_a_default(host: type[nn.Module], path: str) -> None:
 def test_adapts_says_what_is_wrong() -> None:
     with pytest.raises(TypeError, match="needs classes, got 'PLuG'"):
         adapts('PLuG', Wrapped)
+    with pytest.raises(TypeError, match='needs a host class'):
+        adapts(PLuGMultiScaleDeformableAttention)
     words = r'mmgate.gates.plug.PLuG.* has no adapter for torch.nn.modules.linear.Linear; it replaces mmcv.ops'
     with pytest.raises(LookupError, match=words):
         adapts(PLuGMultiScaleDeformableAttention, Wrapped, like=nn.Linear)

@@ -155,7 +155,7 @@ class InterfaceAdapter(DenseAdapter):
 
         Or if heads share keys, or if the model makes masks for flash or flex attention.
         """
-        kind = type(host)
+        kind: Any = type(host)
         form, known = CLASSES.get(_name_in_table(kind), ('', ''))
         # An adapter of somebody's own for a class of the table answers for it.
         if FORMS.get(form) is cls and fingerprint(kind) != known:
@@ -187,7 +187,8 @@ class InterfaceAdapter(DenseAdapter):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend with the gate; the arguments are the host's, and no attention weights are returned."""
-        given = {**dict(zip(_arguments(host_class(self)), args, strict=False)), **kwargs}
+        host: Any = host_class(self)
+        given = {**dict(zip(_arguments(host), args, strict=False)), **kwargs}
         before = getattr(_here, 'call', None)
         _here.call = call = _Call(self.form.inputs(given))
         try:
@@ -195,7 +196,7 @@ class InterfaceAdapter(DenseAdapter):
         finally:
             _here.call = before
         if call.query is None:
-            raise RuntimeError(f'{full_name(host_class(self))} has not called the attention function of its config.')
+            raise RuntimeError(f'{full_name(host)} has not called the attention function of its config.')
         output, *others = returned if isinstance(returned, tuple) else (returned,)
         tokens = output.reshape(*call.inputs[0].shape[:2], -1)
         output = self.gate.finish(tokens, call.query, call.inputs).view_as(output)
@@ -302,13 +303,13 @@ def _first_of(host: Any, names: tuple[str, ...]) -> Any:
 
 
 @cache
-def _arguments(kind: type[nn.Module]) -> tuple[str, ...]:
+def _arguments(kind: Any) -> tuple[str, ...]:
     """Return the names of the arguments that a class's forward takes by position."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
 @cache
-def fingerprint(kind: type[nn.Module]) -> str:
+def fingerprint(kind: Any) -> str:
     """Return a hash of the source of a class's forward, or an empty text if there is no source."""
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))

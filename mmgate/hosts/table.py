@@ -54,10 +54,12 @@ def adapts(
         like: A host class whose adapter serves ``hosts``, too.
 
     Raises:
-        TypeError: An argument is neither a class nor a dotted name.
+        TypeError: An argument is neither a class nor a dotted name, or there is no host.
         LookupError: ``gate`` has no adapter for ``like``.
     """
     kind: Any = gate_of_type(gate) or gate
+    if not hosts:
+        raise TypeError('adapts needs a host class, or its dotted name.')
     for cls in (kind, *hosts, kind if like is None else like):
         if not inspect.isclass(cls) and not (isinstance(cls, str) and cls in hosts):
             raise TypeError(f'adapts needs classes, got {cls!r}.')
@@ -69,7 +71,8 @@ def adapts(
         return adapter
 
     if like is not None:
-        import_adapters(like)
+        base: Any = like
+        import_adapters(base)
         known = _adapter(kind, like)
         if known is None:
             fits = ', '.join(host_names(gate)) or 'nothing'

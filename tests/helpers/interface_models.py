@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from mmgate.hosts.interface import FORMS, Form
+from mmgate.hosts.interface import FORMS, Form, fingerprint
 from mmgate.hosts.interface_classes import CLASSES
 
 C, HEADS, SIDE = 32, 4, 4
@@ -89,10 +89,11 @@ UNBATCHED = ('dinov3_vit', 'eomt_dinov3', 'sam', 'edgetam', 'mlcd', 'sapiens2', 
 NO_MASK = ('swin', 'llama4', 'deepseek', 'vjepa2')  # take masks of another shape, or drop them
 
 
-def names(*, own: bool = True) -> list[str]:
-    """Return the names of all classes that this transformers has."""
-    listed = [*CLASSES, *(OWN if own else ())]
-    return [name for name in listed if _folder(name) is not None and hasattr(_module(name), name.partition('.')[2])]
+def names() -> list[str]:
+    """Return the names of all classes that this transformers has, with the source that the table knows."""
+    there = [name for name in (*CLASSES, *OWN) if _folder(name) is not None]
+    there = [name for name in there if hasattr(_module(name), name.partition('.')[2])]
+    return [name for name in there if name in OWN or fingerprint(kind_of(name)) == CLASSES[name][1]]
 
 
 def form_of(name: str) -> Form:
