@@ -112,8 +112,8 @@ def _as_vanilla(module: nn.Module) -> nn.Module:
     """Return a vanilla copy of a module whose gate is off, which shares all tensors and children; else the module."""
     if not isinstance(module, Adapter):
         return module
-    kind: Any = host_class(module)
-    vanilla = kind.__new__(kind)
+    cls: Any = host_class(module)
+    vanilla = cls.__new__(cls)
     state = {name: value for name, value in vars(module).items() if name not in (RECORD, 'switch')}
     state['_modules'] = {name: child for name, child in module._modules.items() if name != CHILD}
     vars(vanilla).update({**state, **module.gating.hidden})
@@ -146,13 +146,13 @@ class _Plain:
             return type(module).forward(module, *args, **kwargs)
         # A gated copy of the module for this call, which shares all tensors and children.
         vanilla = _as_vanilla(module)
-        kind: Any = gated_class(self.adapter, type(vanilla))
-        gated = kind.__new__(kind)
+        cls: Any = gated_class(self.adapter, type(vanilla))
+        gated = cls.__new__(cls)
         state = {name: value for name, value in vars(vanilla).items() if name not in (FORWARD, CHILD)}
         state['_modules'] = {**vanilla._modules, CHILD: self.gate.train(module.training)}
         state[RECORD] = Record(self.adapter, '', {})
         vars(gated).update(state)
-        return kind.forward(gated, *args, **kwargs)
+        return cls.forward(gated, *args, **kwargs)
 
     def leave(self) -> None:
         """Leave this thread's recording; the last one gives the module its own method back."""

@@ -21,8 +21,8 @@ FORM = 'PATH=TYPE(option=value, ...)'
 EXAMPLE = "encoder.layers.*.self_attn=PLuGMultiheadAttention(gml='sum')"
 OPEN = '([{'
 CLOSED = ')]}'
-# By the name of a type in an annotation, the kinds of values that an option takes; others are not checked.
-KINDS = {'int': 'number', 'float': 'number', 'bool': 'number', 'str': 'text', 'None': 'None', 'tuple': 'tuple'}
+# By the name of a type in an annotation, the sort of values that an option takes; others are not checked.
+SORTS = {'int': 'number', 'float': 'number', 'bool': 'number', 'str': 'text', 'None': 'None', 'tuple': 'tuple'}
 
 
 @dataclass(frozen=True)
@@ -211,16 +211,16 @@ def _typed(rule: Mapping[str, Any], where: str) -> tuple[type[nn.Module], dict[s
         )
     for name, value in options.items():
         taken = str(getattr(known[name].annotation, '__name__', known[name].annotation))
-        kinds = [KINDS.get(part.strip().partition('[')[0]) for part in taken.split('|')]
-        if None not in kinds and _kind_of(value) not in (*kinds, None):
+        sorts = [SORTS.get(part.strip().partition('[')[0]) for part in taken.split('|')]
+        if None not in sorts and _sort_of(value) not in (*sorts, None):
             raise OptionError(f'{where}: {full_name(rule_type)} takes {name}: {taken}, got {name}={value!r}.')
     return rule_type, options
 
 
-def _kind_of(value: object) -> str | None:
-    """Return the kind of an option's value, one of :data:`KINDS`, ``'dict'``, or None for any other object."""
-    kinds: dict[str, Any] = dict(number=(int, float), text=str, tuple=(tuple, list), dict=Mapping)
-    return 'None' if value is None else next((kind for kind, of in kinds.items() if isinstance(value, of)), None)
+def _sort_of(value: object) -> str | None:
+    """Return the sort of an option's value, one of :data:`SORTS`, ``'dict'``, or None for any other object."""
+    sorts: dict[str, Any] = dict(number=(int, float), text=str, tuple=(tuple, list), dict=Mapping)
+    return 'None' if value is None else next((sort for sort, of in sorts.items() if isinstance(value, of)), None)
 
 
 def _read_rule(text: str) -> dict[str, Any]:

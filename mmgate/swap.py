@@ -276,9 +276,9 @@ def _near_hosts(rule_type: type[nn.Module], model: nn.Module, module: nn.Module)
 def _hint(rule_type: type[nn.Module], module: nn.Module) -> str:
     if type(module) is nn.Module or isinstance(module, fx.GraphModule):
         return ' torch.fx has traced it, and its code is part of a graph; gate the model before it is traced.'
-    kind = type(module)
-    declared = f'mmgate.adapts({rule_type.__name__}, {kind.__name__}, like='
-    base = adapted_base(rule_type, kind)
+    cls = type(module)
+    declared = f'mmgate.adapts({rule_type.__name__}, {cls.__name__}, like='
+    base = adapted_base(rule_type, cls)
     if base is not None:
         return f' If that computes the same as its base, declare it: {declared}{base.__name__}).'
     if not is_called_attention(module):

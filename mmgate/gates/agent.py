@@ -84,8 +84,8 @@ class AgentGate(MapGate):
     the convolution.
 
     Raises:
-        ConfigError: A number of agents is no square, the kind of agents is unknown, there are windows and a class
-            token, or an option is of another kind than it should be.
+        ConfigError: A number of agents is no square, the option ``agents`` is unknown, there are windows and a class
+            token, or an option is of another type than it should be.
         OptionError: The biases need the map, and neither the rule nor the model around the host tells it.
 
     Attributes:

@@ -155,14 +155,14 @@ class InterfaceAdapter(DenseAdapter):
 
         Or if heads share keys, or if the model makes masks for flash or flex attention.
         """
-        kind: Any = type(host)
-        form, known = CLASSES.get(_name_in_table(kind), ('', ''))
+        host_type: Any = type(host)
+        form, known = CLASSES.get(_name_in_table(host_type), ('', ''))
         # An adapter of somebody's own for a class of the table answers for it.
-        if FORMS.get(form) is cls and fingerprint(kind) != known:
+        if FORMS.get(form) is cls and fingerprint(host_type) != known:
             raise ConfigError(
-                f"the forward of {full_name(kind)} in transformers {__version__} is not the one that mmgate's table "
-                f'has seen in {WRITTEN_WITH}. If it projects the same arguments, declare it by a subclass: '
-                f'@mmgate.adapts(mmgate.DenseGate, {kind.__name__}) class Mine({cls.__name__}), see '
+                f'the forward of {full_name(host_type)} in transformers {__version__} is not the one that the table of '
+                f'mmgate has seen in {WRITTEN_WITH}. If it projects the same arguments, declare it by a subclass: '
+                f'@mmgate.adapts(mmgate.DenseGate, {host_type.__name__}) class Mine({cls.__name__}), see '
                 'docs/transformers.md.'
             )
         implementation = host.config._attn_implementation
@@ -175,8 +175,8 @@ class InterfaceAdapter(DenseAdapter):
         widths = [getattr(host, name).out_features for name in names]
         if len(set(widths)) > 1:
             raise ConfigError(
-                f'a gate needs as many heads of keys as of queries, but the projections of this {full_name(kind)} have '
-                f'{", ".join(map(str, widths))} channels.'
+                f'a gate needs as many heads of keys as of queries, but the projections of this '
+                f'{full_name(host_type)} have {", ".join(map(str, widths))} channels.'
             )
 
     @property
@@ -303,16 +303,16 @@ def _first_of(host: Any, names: tuple[str, ...]) -> Any:
 
 
 @cache
-def _arguments(kind: Any) -> tuple[str, ...]:
+def _arguments(host_type: Any) -> tuple[str, ...]:
     """Return the names of the arguments that a class's forward takes by position."""
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+    return tuple(inspect.signature(host_type.forward).parameters)[1:]
 
 
 @cache
-def fingerprint(kind: Any) -> str:
+def fingerprint(host_type: Any) -> str:
     """Return a hash of the source of a class's forward, or an empty text if there is no source."""
     try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(host_type.forward)))
     except OSError:
         return ''
     return hash_of(ast.parse(source).body[0])
@@ -339,8 +339,8 @@ def _written(node: Any) -> str:
     return f'{type(node).__name__}({" ".join(f"{name}={_written(value)}" for name, value in parts.items())})'
 
 
-def _name_in_table(kind: type[nn.Module]) -> str:
-    return f'{kind.__module__.rpartition(".")[2]}.{kind.__qualname__}'
+def _name_in_table(host_type: type[nn.Module]) -> str:
+    return f'{host_type.__module__.rpartition(".")[2]}.{host_type.__qualname__}'
 
 
 def _of_form(form: str) -> list[str]:

@@ -23,7 +23,7 @@ Host = type[nn.Module] | str
 
 
 @dataclass(frozen=True)
-class Inside:
+class Wrapper:
     """Table entry of a module that wraps another attention, such as mmcv's around torch's: the inner one is gated.
 
     Attributes:
@@ -33,7 +33,7 @@ class Inside:
     child: str
 
 
-_ADAPTERS: dict[tuple[type, type | str], type[Adapter] | Inside] = {}
+_ADAPTERS: dict[tuple[type, type | str], type[Adapter] | Wrapper] = {}
 
 
 def adapts(
@@ -57,23 +57,23 @@ def adapts(
         TypeError: An argument is neither a class nor a dotted name, or there is no host.
         LookupError: ``gate`` has no adapter for ``like``.
     """
-    kind: Any = gate_of_type(gate) or gate
+    gate_class: Any = gate_of_type(gate) or gate
     if not hosts:
         raise TypeError('adapts needs a host class, or its dotted name.')
-    for cls in (kind, *hosts, kind if like is None else like):
+    for cls in (gate_class, *hosts, gate_class if like is None else like):
         if not inspect.isclass(cls) and not (isinstance(cls, str) and cls in hosts):
             raise TypeError(f'adapts needs classes, got {cls!r}.')
         if isinstance(cls, str) and not all('.' in cls and part for part in cls.split('.')):
             raise TypeError(f'{cls!r} is no dotted name of a host class, such as vitdet.vit.Attention.')
 
     def register(adapter: Any) -> Any:
-        _ADAPTERS.update({(kind, host): adapter for host in hosts})
+        _ADAPTERS.update({(gate_class, host): adapter for host in hosts})
         return adapter
 
     if like is not None:
         base: Any = like
         import_adapters(base)
-        known = _adapter(kind, like)
+        known = _adapter(gate_class, like)
         if known is None:
             fits = ', '.join(host_names(gate)) or 'nothing'
             raise LookupError(f'{full_name(gate)} has no adapter for {full_name(like)}; it replaces {fits}.')
@@ -83,34 +83,34 @@ def adapts(
 
 def adapts_inside(gate: type[nn.Module], child: str, *hosts: Host) -> None:
     """Register wrapper classes: a rule that names one gates its child called ``child`` instead."""
-    adapts(gate, *hosts)(Inside(child))  # type: ignore[arg-type]
+    adapts(gate, *hosts)(Wrapper(child))  # type: ignore[arg-type]
 
 
-def gate_of_type(kind: Any) -> type[Gate] | None:
+def gate_of_type(rule_type: Any) -> type[Gate] | None:
     """Return the class of the gate that belongs to a rule's ``type``, or None if the type has no gate.
 
     Args:
-        kind: A gate's class, which is returned, or an attention whose ``gate_type`` is.
+        rule_type: A gate's class, which is returned, or an attention whose ``gate_type`` is.
     """
-    found = getattr(kind, 'gate_type', kind)
+    found = getattr(rule_type, 'gate_type', rule_type)
     return found if inspect.isclass(found) and issubclass(found, Gate) else None
 
 
-def adapter_for(kind: type, host: nn.Module) -> tuple[type[Adapter], str] | None:
+def adapter_for(rule_type: type, host: nn.Module) -> tuple[type[Adapter], str] | None:
     """Find the adapter that lets a gate into a module; return it and the path of the module to gate, or None.
 
     The host's class has to match exactly: a subclass may compute something else, which a gate would lose in silence.
 
     Args:
-        kind: Class of the gate, or an attention that a rule names by its type.
+        rule_type: Class of the gate, or an attention that a rule names by its type.
         host: A module. The path from it is empty if it is gated itself.
     """
     known: Any = type(host)
     import_adapters(known)
-    kind = gate_of_type(kind) or kind
-    entry = _adapter(kind, type(host))
-    if isinstance(entry, Inside):
-        inner = adapter_for(kind, host.get_submodule(entry.child))
+    rule_type = gate_of_type(rule_type) or rule_type
+    entry = _adapter(rule_type, type(host))
+    if isinstance(entry, Wrapper):
+        inner = adapter_for(rule_type, host.get_submodule(entry.child))
         return None if inner is None else (inner[0], f'{entry.child}.{inner[1]}'.rstrip('.'))
     return None if entry is None else (entry, '')
 
@@ -125,45 +125,45 @@ def held_attention(host: nn.Module, *, exactly: bool = False) -> Iterator[tuple[
     vanilla = host_class(host)
     children = dict(host.named_children())
     found: dict[str, nn.Module] = {}
-    for (kind, known), entry in _ADAPTERS.items():
-        if not isinstance(entry, Inside) or entry.child not in children:
+    for (gate_class, known), entry in _ADAPTERS.items():
+        if not isinstance(entry, Wrapper) or entry.child not in children:
             continue
         derived = inspect.isclass(known) and isinstance(host, known) and not exactly
-        if derived or _adapter(kind, vanilla) == entry:
+        if derived or _adapter(gate_class, vanilla) == entry:
             found[entry.child] = children[entry.child]
     yield from found.items()
 
 
 def gates_for(host: nn.Module) -> list[type]:
     """Return the registered attention classes that a rule may name as ``type`` for this module."""
-    return [kind for kind in registered_gates() if adapter_for(kind, host) is not None]
+    return [rule_type for rule_type in registered_gates() if adapter_for(rule_type, host) is not None]
 
 
-def adapted_base(kind: type, host: type) -> type | None:
+def adapted_base(rule_type: type, host: type) -> type | None:
     """Return the nearest base of a class into which a gate fits, or None."""
-    kind = gate_of_type(kind) or kind
-    return next((base for base in host.__mro__[1:] if _adapter(kind, base) is not None), None)
+    rule_type = gate_of_type(rule_type) or rule_type
+    return next((base for base in host.__mro__[1:] if _adapter(rule_type, base) is not None), None)
 
 
-def host_names(kind: type) -> list[str]:
+def host_names(rule_type: type) -> list[str]:
     """Return the names of all attention classes into which a gate fits; empty for a type without a gate."""
-    return [host if isinstance(host, str) else full_name(host) for host in _hosts(kind)]
+    return [host if isinstance(host, str) else full_name(host) for host in _hosts(rule_type)]
 
 
-def has_hosts(kind: type) -> bool:
+def has_hosts(rule_type: type) -> bool:
     """Return True if a gate fits any attention class.
 
     Where it fits none so far, the adapters for all packages that are imported are imported first.
     """
-    if not host_names(kind):
+    if not host_names(rule_type):
         for package in _packages_with_adapters() & sys.modules.keys():
             _import_file(package)
-    return bool(host_names(kind))
+    return bool(host_names(rule_type))
 
 
-def options_of(kind: type) -> dict[str, inspect.Parameter]:
+def options_of(rule_type: type) -> dict[str, inspect.Parameter]:
     """Return the options that a rule of a type may set, see :func:`.gate_options`."""
-    return gate_options(gate_of_type(kind) or kind)
+    return gate_options(gate_of_type(rule_type) or rule_type)
 
 
 def full_name(cls: type) -> str:
@@ -178,8 +178,8 @@ def registered_gates() -> Iterator[type]:
             yield registered
 
 
-def _hosts(kind: type) -> Iterator[type | str]:
-    bases = (gate_of_type(kind) or kind).__mro__
+def _hosts(rule_type: type) -> Iterator[type | str]:
+    bases = (gate_of_type(rule_type) or rule_type).__mro__
     yield from dict.fromkeys(host for base, host in _ADAPTERS if base in bases)
 
 
@@ -206,9 +206,9 @@ def _import_file(package: str) -> None:
         log(f'mmgate has no adapters for {package} here: {problem}')
 
 
-def _adapter(kind: type, host: type) -> type[Adapter] | Inside | None:
+def _adapter(rule_type: type, host: type) -> type[Adapter] | Wrapper | None:
     path = f'.{full_name(host)}'
     names = [name for _, name in _ADAPTERS if isinstance(name, str) and path.endswith(f'.{name}')]
     keys: list[type | str] = [host, *sorted(set(names), key=len, reverse=True)]
-    pairs = ((base, key) for base in kind.__mro__ for key in keys)
+    pairs = ((base, key) for base in rule_type.__mro__ for key in keys)
     return next((_ADAPTERS[pair] for pair in pairs if pair in _ADAPTERS), None)

@@ -332,16 +332,16 @@ class MixedAttention(SizedByProjections, MapAdapter):  # type: ignore[override]
                 'a call of this attention does not name the map, and no ViT around it keeps one '
                 '(patch_embed.grid_size). Gate the whole ViT.'
             )
-        kind = type(vit).__name__
+        name = type(vit).__name__
         if getattr(vit, 'dynamic_img_size', False):
             raise ConfigError(
-                f'a call of this attention does not name the map, and this {kind} takes images of any size. Build it '
+                f'a call of this attention does not name the map, and this {name} takes images of any size. Build it '
                 'for one, img_size=..., without dynamic_img_size=True.'
             )
         drops = getattr(vit, 'patch_drop', None)
         if drops is not None and not isinstance(drops, nn.Identity):
             raise ConfigError(
-                f'it needs all tokens of a map, and this {kind} drops some in training (patch_drop: '
+                f'it needs all tokens of a map, and this {name} drops some in training (patch_drop: '
                 f'{type(drops).__name__}). Build it with patch_drop_rate=0.'
             )
         height, width = embedding.grid_size

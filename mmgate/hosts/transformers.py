@@ -163,8 +163,8 @@ class GatedMultiscaleDeformableAttention(DeformableAdapter):
         """Raise ConfigError for a host that does not sample bilinearly."""
         method = getattr(host, 'method', getattr(host, 'decoder_method', 'default'))
         if method != 'default':
-            kind = full_name(type(host))
-            raise ConfigError(f'it samples bilinearly, but this {kind} has decoder_method={method!r}.')
+            name = full_name(type(host))
+            raise ConfigError(f'it samples bilinearly, but this {name} has decoder_method={method!r}.')
 
     def forward(
         self,

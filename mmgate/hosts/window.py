@@ -74,10 +74,10 @@ class GatedShiftWindowMSA(MapAdapter):
     @classmethod
     def check(cls, host: Any) -> None:
         """Raise ConfigError for windows of another class than the package's own."""
-        kind = type(host.w_msa)
+        held = type(host.w_msa)
         plain = next(window for shifted, window in WINDOWS.items() if isinstance(host, shifted))
-        if kind is not plain:
-            raise ConfigError(f'it would lose what the {kind.__name__} in it computes beyond a {plain.__name__}.')
+        if held is not plain:
+            raise ConfigError(f'it would lose what the {held.__name__} in it computes beyond a {plain.__name__}.')
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project tokens to queries, keys and values with the layer ``qkv`` of the windows' attention."""

@@ -44,22 +44,22 @@ VITS = (
 )
 
 
-def refuse_former(kind: type, instead: dict[str, str]) -> None:
+def refuse_former(cls: type, instead: dict[str, str]) -> None:
     """Raise TypeError if a class of another package declares what mmgate no longer reads.
 
     Args:
-        kind: The class of a gate or an adapter.
+        cls: The class of a gate or an adapter.
         instead: What is written instead, by the name that is refused.
     """
-    if kind.__module__.partition('.')[0] == 'mmgate':
+    if cls.__module__.partition('.')[0] == 'mmgate':
         return
-    for name in vars(kind).keys() & instead.keys():
+    for name in vars(cls).keys() & instead.keys():
         raise TypeError(
-            f'{kind.__qualname__} declares {name!r}, which mmgate no longer reads. Write instead: {instead[name]}.'
+            f'{cls.__qualname__} declares {name!r}, which mmgate no longer reads. Write instead: {instead[name]}.'
         )
 
 
 def was_in_vit(around: Iterable[type]) -> bool:
     """Return True if 0.2 took a host for part of a vision transformer, by the classes of it and the modules around."""
-    parts = {part for kind in around for part in f'{kind.__module__}.{kind.__qualname__}'.split('.')}
+    parts = {part for cls in around for part in f'{cls.__module__}.{cls.__qualname__}'.split('.')}
     return any(fnmatchcase(part, vit) for part in parts for vit in VITS)

@@ -213,10 +213,10 @@ def named_gate_parameters(model: nn.Module, *, remove_duplicate: bool = True) ->
             yield name_in_states(f'{prefix}.{name}'.lstrip('.')), parameter
 
 
-def gate_classes(kind: type[Gate] = Gate) -> Iterator[type[Gate]]:
+def gate_classes(base: type[Gate] = Gate) -> Iterator[type[Gate]]:
     """Yield a class of gates and all classes that are derived from it."""
-    yield kind
-    for derived in kind.__subclasses__():
+    yield base
+    for derived in base.__subclasses__():
         yield from gate_classes(derived)
 
 

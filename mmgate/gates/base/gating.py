@@ -63,7 +63,7 @@ class Adapter(nn.Module):
         super().__init_subclass__(**kwargs)
         refuse_former(cls, OF_ADAPTERS)
 
-    # An adapter gives its host the type that it reads, a class or a and its gate the class of its kind.
+    # An adapter gives its host the type that it reads, a class or a Protocol, and its gate the class of its kind.
     @classmethod
     def sizes(cls, host: Any) -> Sizes | dict[str, Sizes]:
         """Read channels, heads and other sizes off an attention module (the host), for its gate.
@@ -152,8 +152,8 @@ def make_gate(
     """
     adapter.check(host)
     if getattr(host, CHILD, None) is not None:
-        kind = type(host)
-        raise ConfigError(f"this {kind.__module__}.{kind.__qualname__} has an attribute 'gate' already.")
+        cls = type(host)
+        raise ConfigError(f"this {cls.__module__}.{cls.__qualname__} has an attribute 'gate' already.")
     sizes = adapter.sizes(host)
     told = around or {}
     if isinstance(sizes, Sizes):
@@ -246,9 +246,9 @@ def gated_class(adapter: type[Adapter], host: type[nn.Module]) -> type[Any]:
     return _CLASSES.setdefault((adapter, host), made)
 
 
-def _bases(kind: type, below: type) -> tuple[type, ...]:
+def _bases(cls: type, below: type) -> tuple[type, ...]:
     """Return a class and those of its bases that come before ``below``."""
-    return kind.__mro__[: kind.__mro__.index(below)]
+    return cls.__mro__[: cls.__mro__.index(below)]
 
 
 def _is_method(value: object) -> bool:
@@ -271,8 +271,8 @@ def _either(adapter: Any, host: Any, name: str) -> Callable[..., Any]:
 
 def _new_instance(adapter: type[Adapter], host: type[nn.Module]) -> Adapter:
     """Return an instance of a gated class without its state, which pickle sets; pickles name this function."""
-    kind: Any = gated_class(adapter, host)
-    return kind.__new__(kind)
+    cls: Any = gated_class(adapter, host)
+    return cls.__new__(cls)
 
 
 def unused_tensors(gated: Adapter) -> dict[str, Any]:
@@ -321,13 +321,13 @@ def freeze_unused(gated: Any) -> None:
 
 def refuse_removal(name: str, module: Any) -> None:
     """Raise ConfigError if the class of a gated module was changed, or a method replaced, after its gating."""
-    kind: Any = type(module)
-    if 'made_of' not in vars(kind):
+    cls: Any = type(module)
+    if 'made_of' not in vars(cls):
         raise ConfigError(
-            f'{name}: the class {kind.__name__} was derived from the gated one after gating, as parametrizations and '
+            f'{name}: the class {cls.__name__} was derived from the gated one after gating, as parametrizations and '
             'FSDP do; undo that first, then remove the gate.'
         )
-    replaced = bypass_of(module, kind.made_of[0])
+    replaced = bypass_of(module, cls.made_of[0])
     if replaced is not None:
         raise ConfigError(f'{name}: its gate cannot be removed: {replaced}.')
 

@@ -166,14 +166,14 @@ def build_dropout(cfg: dict[str, Any]) -> nn.Module:
     Raises:
         ConfigError: The type is another one.
     """
-    kinds: dict[str, Callable[..., nn.Module]] = dict(
+    layers: dict[str, Callable[..., nn.Module]] = dict(
         Dropout=lambda drop_prob=0.5: nn.Dropout(drop_prob), DropPath=DropPath
     )
     options = dict(cfg)
-    kind = options.pop('type')
-    if kind not in kinds:
-        raise ConfigError(f'dropout_layer: type={kind!r} needs mmcv; without it there are {", ".join(kinds)}.')
-    return kinds[kind](**options)
+    name = options.pop('type')
+    if name not in layers:
+        raise ConfigError(f'dropout_layer: type={name!r} needs mmcv; without it there are {", ".join(layers)}.')
+    return layers[name](**options)
 
 
 def _refuse_init_cfg(init_cfg: dict | None) -> None:
