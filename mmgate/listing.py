@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from mmgate.gates.base.gating import Adapter, host_class, record_of
-from mmgate.hosts.table import adapter_for, full_name, gates_for, held_attention
+from mmgate.hosts.table import adapter_for, full_name, gate_of_type, gates_for, held_attention
 from mmgate.wrappers import named_parts, own_model
 
 # The names that packages give to the sizes of attention.
@@ -94,9 +94,10 @@ def list_attention(model: nn.Module) -> list[Attention]:
 def _sizes_of_heads(attention: nn.Module, gates: Sequence[type]) -> dict[str, int]:
     """Return an attention's channels and number of heads, from its gate or from the adapter of a gate that fits."""
     if isinstance(attention, Adapter):
-        gate: Any = attention.gates()[0]
-        return dict(embed_dims=gate.embed_dims, num_heads=gate.num_heads)
-    found = adapter_for(gates[0], attention) if gates else None
+        first: Any = attention.gates()[0]
+        return dict(embed_dims=first.embed_dims, num_heads=first.num_heads)
+    gate = gate_of_type(gates[0]) if gates else None
+    found = None if gate is None else adapter_for(gate, attention)
     if found is None:
         return {}
     adapter, child = found

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from mmgate.errors import ConfigError, OptionError
-from mmgate.hosts.table import full_name, gate_of_type, has_hosts, options_of, registered_gates
+from mmgate.gates.base.gate import Gate, gate_options
+from mmgate.hosts.table import full_name, gate_of_type, has_hosts, registered_gates
 from mmgate.registry import MODELS
 
 Rules = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -32,21 +31,26 @@ class Rule:
     Attributes:
         where: Name of the rule in messages, such as ``attention[0]``.
         paths: Patterns of the modules' names, see :func:`path_regex`.
-        type: Class that the rule's ``type`` names.
+        gate: Class of the gate that the rule's ``type`` says.
         options: Options of the gate.
         given: The rule as the config has it.
     """
 
     where: str
     paths: tuple[str, ...]
-    type: type[nn.Module]
+    gate: type[Gate]
     options: Mapping[str, Any]
     given: Mapping[str, Any]
 
     @property
     def claim(self) -> str:
         """The rule in the words of a message about two rules."""
-        return f'{self.where} (path={self.given["path"]!r}, type={self.type.__name__!r})'
+        return f'{self.where} (path={self.given["path"]!r}, type={self.name!r})'
+
+    @property
+    def name(self) -> str:
+        """The rule's ``type`` in the words of a message."""
+        return name_of_type(self.given)
 
 
 def parse_rules(rules: Rules) -> list[Rule]:
@@ -59,9 +63,9 @@ def parse_rules(rules: Rules) -> list[Rule]:
     parsed = []
     for number, rule in enumerate(list_rules(rules)):
         where = f'attention[{number}]'
-        rule_type, options = _typed(rule, where)
+        gate, options = _gate_and_options(rule, where)
         paths = (rule['path'],) if isinstance(rule['path'], str) else tuple(rule['path'])
-        parsed.append(Rule(where, paths, rule_type, options, dict(rule)))
+        parsed.append(Rule(where, paths, gate, options, dict(rule)))
     return parsed
 
 
@@ -94,19 +98,19 @@ def check_rules(rules: Sequence[Mapping[str, Any]]) -> None:
         ConfigError: A rule is wrong; the message has the rule and the types or options that there are.
     """
     for rule in rules:
-        _typed(rule, f'--gate {write_rule(rule)}')
+        _gate_and_options(rule, f'--gate {write_rule(rule)}')
 
 
-def type_named(named: str | type[nn.Module], where: str) -> type[nn.Module]:
-    """Return the attention class that a rule's ``type`` names.
+def gate_named(named: Any, where: str) -> type[Gate]:
+    """Return the class of the gate that a rule's ``type`` says.
 
     Args:
-        named: The type: a registered name or a class.
+        named: The type: a gate's class or a registered name, such as that of a function that builds attention with it.
         where: The rule, for the message.
 
     Raises:
         ConfigError: The name is not registered; the message has similar ones, or all, and the way to import others.
-        OptionError: The class has no gate.
+        OptionError: It is no gate.
     """
     rule_type: Any = MODELS.get(named) if isinstance(named, str) else named
     if rule_type is None:
@@ -119,11 +123,12 @@ def type_named(named: str | type[nn.Module], where: str) -> type[nn.Module]:
             'is imported: name the module in custom_imports, on a command line by --cfg-options '
             'custom_imports.imports=my_project.attention.'
         )
-    if gate_of_type(rule_type) is None or not has_hosts(rule_type):
+    gate = gate_of_type(rule_type)
+    if gate is None or not has_hosts(gate):
         raise OptionError(
             f'{where}: {full_name(rule_type)} is not a gate: it has no adapter for any host; see mmgate.adapts.'
         )
-    return rule_type
+    return gate
 
 
 def path_regex(pattern: str) -> re.Pattern[str]:
@@ -187,34 +192,39 @@ def shown_as_read(rules: Rules) -> Iterator[None]:
         raise type(error)(f'{error}\nThe rules, as they were read:{"".join(lines)}') from error
 
 
+def name_of_type(rule: Mapping[str, Any]) -> str:
+    """Return the name of a rule's type, without a scope or a module."""
+    return getattr(rule['type'], '__name__', str(rule['type'])).rpartition('.')[2]
+
+
 def as_lines(names: Sequence[str]) -> str:
     """Return names as lines of an error message."""
     return ''.join(f'\n  {name}' for name in names)
 
 
-def _typed(rule: Mapping[str, Any], where: str) -> tuple[type[nn.Module], dict[str, Any]]:
-    """Return the class that a rule's type names, and its options, after a check of both."""
-    rule_type = type_named(rule['type'], where)
+def _gate_and_options(rule: Mapping[str, Any], where: str) -> tuple[type[Gate], dict[str, Any]]:
+    """Return the class of a rule's gate, and the gate's options, after a check of both."""
+    gate = gate_named(rule['type'], where)
     options = {key: value for key, value in rule.items() if key not in ('type', 'path')}
-    known = options_of(rule_type)
+    known = gate_options(gate)
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise OptionError(
-            f'{where}: {full_name(rule_type)} has no option {", ".join(unknown)}; it has '
+            f'{where}: {name_of_type(rule)} has no option {", ".join(unknown)}; it has '
             f'{", ".join(sorted(known)) or "none"} (sizes are those of the module that is gated).'
         )
     missing = [name for name, option in known.items() if option.default is option.empty and name not in options]
     if missing:
         raise OptionError(
-            f'{where}: {full_name(rule_type)} cannot be made without {", ".join(missing)}; write it into the rule, as '
+            f'{where}: {name_of_type(rule)} cannot be made without {", ".join(missing)}; write it into the rule, as '
             f'in {missing[0]}=...'
         )
     for name, value in options.items():
         taken = str(getattr(known[name].annotation, '__name__', known[name].annotation))
         sorts = [SORTS.get(part.strip().partition('[')[0]) for part in taken.split('|')]
         if None not in sorts and _sort_of(value) not in (*sorts, None):
-            raise OptionError(f'{where}: {full_name(rule_type)} takes {name}: {taken}, got {name}={value!r}.')
-    return rule_type, options
+            raise OptionError(f'{where}: {name_of_type(rule)} takes {name}: {taken}, got {name}={value!r}.')
+    return gate, options
 
 
 def _sort_of(value: object) -> str | None:
@@ -286,7 +296,7 @@ def _refusal(text: str, reason: str, read: Mapping[str, Any] | None = None) -> O
 def _options_of(name: str) -> str:
     """Return a sentence that lists the options of a type, or an empty text for an unknown type."""
     try:
-        names = ', '.join(sorted(options_of(type_named(name, ''))))
+        names = ', '.join(sorted(gate_options(gate_named(name, ''))))
     except ConfigError:
         return ''
     return f'The options of {name} are {names}.' if names else f'{name} has no options.'

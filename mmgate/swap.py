@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -17,7 +16,7 @@ from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
 from mmgate.frozen import frozen_attention
 from mmgate.gates.base.former import was_in_vit
-from mmgate.gates.base.gate import draw_gates, random_stream
+from mmgate.gates.base.gate import Gate, draw_gates, random_stream
 from mmgate.gates.base.gating import (
     Adapter,
     Record,
@@ -32,7 +31,7 @@ from mmgate.gates.base.gating import (
 from mmgate.gates.base.starts import initialise_gates_last
 from mmgate.gates.gml import GatingModulation
 from mmgate.hosts import adapter_for
-from mmgate.hosts.table import adapted_base, full_name, gate_of_type, host_names
+from mmgate.hosts.table import adapted_base, full_name, host_names
 from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.listing import inventory, is_called_attention
 from mmgate.rules import Rule, Rules, as_lines, parse_rules, path_regex
@@ -59,7 +58,7 @@ class Planned:
     name: str
     child: str
     attention: nn.Module
-    adapter: type[type[Adapter]]
+    adapter: type[Adapter]
     gate: nn.Module
 
     @property
@@ -70,7 +69,7 @@ class Planned:
     @property
     def made_by(self) -> tuple[object, object]:
         """The type and the options of the gate; equal for equal gates."""
-        return self.rule.type, self.rule.options
+        return self.rule.gate, self.rule.options
 
 
 def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
@@ -141,10 +140,10 @@ def _plan(model: nn.Module, rule: Rule, pattern: str, planned: Mapping[str, Plan
     refusals: list[str] = []
     for name, module in matched.items():
         has = _gate_in(model, module)
-        found = None if has else adapter_for(rule.type, module)
+        found = None if has else adapter_for(rule.gate, module)
         if found is None:
             if not whatever_fits:
-                raise ConfigError(f'{rule.where}: {_not_replaced(model, rule.type, name, module, has)}')
+                raise ConfigError(f'{rule.where}: {_not_replaced(model, rule, name, module, has)}')
             if record_of(module) is not None:
                 refusals.append(f'{name} is gated already, by a {has}.')
             continue
@@ -155,36 +154,34 @@ def _plan(model: nn.Module, rule: Rule, pattern: str, planned: Mapping[str, Plan
         attention = named_part(model, path)
         bypass = bypass_of(attention, adapter)
         if bypass is not None:
-            raise ConfigError(f'{rule.where}: {rule.type.__name__} cannot act in {name}: {bypass}.')
+            raise ConfigError(f'{rule.where}: {rule.name} cannot act in {name}: {bypass}.')
         before = next((one for one in (*planned.values(), *new.values()) if one.attention is attention), None)
         _refuse_other_rule(rule, name, planned.get(name), before)
         try:
             gate = _gate(model, rule, path, attention, adapter) if before is None else before.gate
         except OptionError as error:
-            raise OptionError(f'{rule.where}: {rule.type.__name__} in {name}: {error}') from error
+            raise OptionError(f'{rule.where}: {rule.name} in {name}: {error}') from error
         except ValueError as error:
             if not whatever_fits:
-                raise ConfigError(f'{rule.where}: {rule.type.__name__} does not replace {name}: {error}') from error
+                raise ConfigError(f'{rule.where}: {rule.name} does not replace {name}: {error}') from error
             refusals.append(f'{name}: {error}')
             continue
         new[name] = Planned(rule, name, child, attention, adapter, gate)
     if not new:
         raise ConfigError(
-            f'{rule.where}: {rule.type.__name__} fits nothing that {pattern!r} matches.{as_lines(refusals)}\n'
-            f'{inventory(model)}'
+            f'{rule.where}: {rule.name} fits nothing that {pattern!r} matches.{as_lines(refusals)}\n{inventory(model)}'
         )
     for refusal in refusals:
         log(f'mmgate: {rule.where} leaves {refusal}')
     return new
 
 
-def _gate(model: nn.Module, rule: Rule, path: str, attention: nn.Module, adapter: type[type[Adapter]]) -> nn.Module:
+def _gate(model: nn.Module, rule: Rule, path: str, attention: nn.Module, adapter: type[Adapter]) -> nn.Module:
     """Make and initialise the gate of an attention, from a random stream of the attention's name."""
-    gate_type: Any = gate_of_type(rule.type)
     device = device_of(attention, model)
     # Not on the device of a ``with torch.device`` around: its generator would be moved.
     with torch.device('cpu'), random_stream(path):
-        gate = make_gate(adapter, attention, gate_type, adapter.around(model, path), **rule.options)
+        gate = make_gate(adapter, attention, rule.gate, adapter.around(model, path), **rule.options)
     draw_gates(path, gate)
     return gate.to(device=device, dtype=computed_dtype(attention, model))
 
@@ -200,7 +197,7 @@ def _refuse_other_rule(rule: Rule, name: str, claimed: Planned | None, shared: P
     """
     if claimed is not None and claimed.rule is not rule:
         raise ConfigError(f'{rule.where}: {name} is claimed by {claimed.rule.claim} already; let each path match once.')
-    if shared is not None and shared.made_by != (rule.type, rule.options):
+    if shared is not None and shared.made_by != (rule.gate, rule.options):
         raise ConfigError(
             f'{rule.where}: {name} is shared, and {shared.rule.claim} gates it otherwise; let both agree.'
         )
@@ -243,12 +240,12 @@ def _gate_in(model: nn.Module, module: nn.Module) -> str | None:
     return None
 
 
-def _not_replaced(model: nn.Module, gate: type[nn.Module], name: str, module: nn.Module, has: str | None) -> str:
+def _not_replaced(model: nn.Module, rule: Rule, name: str, module: nn.Module, has: str | None) -> str:
     """Return the message for a module that a rule names and no gate of its type can be put into.
 
     Args:
         model: The model.
-        gate: The rule's type.
+        rule: The rule.
         name: The name of the module.
         module: The module.
         has: The class name of the gate that is there already, or None.
@@ -259,26 +256,26 @@ def _not_replaced(model: nn.Module, gate: type[nn.Module], name: str, module: nn
             'mmgate.restore_attention(model).'
         )
     return (
-        f'{name} is a {full_name(type(module))}, which {gate.__name__} does not replace.{_hint(gate, module)} It '
-        f'replaces{_near_hosts(gate, model, module)}\n{inventory(model)}'
+        f'{name} is a {full_name(type(module))}, which {rule.name} does not replace.{_hint(rule, module)} It '
+        f'replaces{_near_hosts(rule.gate, model, module)}\n{inventory(model)}'
     )
 
 
-def _near_hosts(rule_type: type[nn.Module], model: nn.Module, module: nn.Module) -> str:
+def _near_hosts(gate: type[Gate], model: nn.Module, module: nn.Module) -> str:
     """Return lines for an error message: attention modules that a gate fits, those of this model first."""
     present = {full_name(type(part)) for part in model.modules()}
     package = type(module).__module__.partition('.')[0]
-    hosts = sorted(host_names(rule_type), key=lambda host: (host not in present, host.partition('.')[0] != package))
+    hosts = sorted(host_names(gate), key=lambda host: (host not in present, host.partition('.')[0] != package))
     further = len(hosts) - MOST_HOSTS
     return as_lines([*hosts[:MOST_HOSTS], *([f'and {further} others, see docs/gates.md'] if further > 0 else [])])
 
 
-def _hint(rule_type: type[nn.Module], module: nn.Module) -> str:
+def _hint(rule: Rule, module: nn.Module) -> str:
     if type(module) is nn.Module or isinstance(module, fx.GraphModule):
         return ' torch.fx has traced it, and its code is part of a graph; gate the model before it is traced.'
     cls = type(module)
-    declared = f'mmgate.adapts({rule_type.__name__}, {cls.__name__}, like='
-    base = adapted_base(rule_type, cls)
+    declared = f'mmgate.adapts({rule.name}, {cls.__name__}, like='
+    base = adapted_base(rule.gate, cls)
     if base is not None:
         return f' If that computes the same as its base, declare it: {declared}{base.__name__}).'
     if not is_called_attention(module):

@@ -14,11 +14,12 @@ from torch.overrides import TorchFunctionMode
 
 from mmgate.errors import ConfigError
 from mmgate.gates.base.deformable import DeformableGate
+from mmgate.gates.base.gate import gate_options
 from mmgate.gates.base.map import IMAGE_SIDE
-from mmgate.hosts.table import adapter_for, gate_of_type, options_of
+from mmgate.hosts.table import adapter_for
 from mmgate.listing import Attention, list_attention
 from mmgate.registry import MODELS as MMGATE_MODELS
-from mmgate.rules import path_regex, type_named, write_rule
+from mmgate.rules import gate_named, path_regex, write_rule
 from mmgate.train.config_file import package_of
 
 __all__ = ['Attention', 'NoLanguageModel', 'build_structure', 'list_attention', 'rules_to_paste']
@@ -81,8 +82,8 @@ def rules_to_paste(model: nn.Module, listed: Sequence[Attention]) -> dict[str, s
 
 def _image_size(model: nn.Module, path: str, rule_type: str) -> dict[str, int]:
     """Return the option ``image_size`` for a gate that takes it, where the model does not keep the map of ``path``."""
-    kind = type_named(rule_type, '')
-    found = adapter_for(kind, model.get_submodule(path)) if 'image_size' in options_of(kind) else None
+    gate = gate_named(rule_type, '')
+    found = adapter_for(gate, model.get_submodule(path)) if 'image_size' in gate_options(gate) else None
     if found is None:
         return {}
     adapter, child = found
@@ -91,9 +92,9 @@ def _image_size(model: nn.Module, path: str, rule_type: str) -> dict[str, int]:
 
 
 def _starts_as_vanilla(rule_type: str) -> bool:
-    gate = gate_of_type(type_named(rule_type, ''))
+    gate = gate_named(rule_type, '')
     # The base of deformable gates changes nothing at all.
-    return gate is not None and gate.identity_start and gate is not DeformableGate
+    return gate.identity_start and gate is not DeformableGate
 
 
 def _apart(model: Mapping[str, Any]) -> dict[str, Any]:

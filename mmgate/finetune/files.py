@@ -19,7 +19,7 @@ from mmgate.gates.base.gating import gated_modules
 from mmgate.gates.base.starts import initialise_gates_last
 from mmgate.hosts.table import adapter_for
 from mmgate.registry import MODELS
-from mmgate.rules import type_named
+from mmgate.rules import gate_named
 from mmgate.swap import swap_attention
 from mmgate.wrappers import (
     named_parts,
@@ -220,7 +220,7 @@ def _places_by_patterns(path: Any, model: nn.Module, content: GatesFile, there: 
             if place in there:
                 fitting.sort(key=lambda rule: not _alike(rule, there[place]))
             else:
-                found = [adapter_for(type_named(rule['type'], str(path)), parts[place]) for rule in fitting]
+                found = [adapter_for(gate_named(rule['type'], str(path)), parts[place]) for rule in fitting]
                 inner = [without_wrappers(f'{place}.{one[1]}'.rstrip('.')) if one else None for one in found]
                 fitting = [rule for rule, one in zip(fitting, inner, strict=True) if one == gated]
             if fitting:
@@ -228,9 +228,9 @@ def _places_by_patterns(path: Any, model: nn.Module, content: GatesFile, there: 
                 break
     # A gate without parameters has no tensors, so that its rule alone tells its modules.
     for pattern, rule in [one for one in rules if one[1] not in places.values()]:
-        gate_type = type_named(rule['type'], str(path))
+        gate = gate_named(rule['type'], str(path))
         for name in filter(pattern.fullmatch, parts):
-            if _alike(there[name], rule) if name in there else adapter_for(gate_type, parts[name]):
+            if _alike(there[name], rule) if name in there else adapter_for(gate, parts[name]):
                 places[name] = rule
     lost = [rule for _, rule in rules if rule not in places.values()]
     if lost:

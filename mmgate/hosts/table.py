@@ -75,7 +75,7 @@ def adapts(
         import_adapters(base)
         known = _adapter(gate_class, like)
         if known is None:
-            fits = ', '.join(host_names(gate)) or 'nothing'
+            fits = ', '.join(host_names(gate_class)) or 'nothing'
             raise LookupError(f'{full_name(gate)} has no adapter for {full_name(like)}; it replaces {fits}.')
         register(known)
     return register
@@ -87,30 +87,30 @@ def adapts_inside(gate: type[nn.Module], child: str, *hosts: Host) -> None:
 
 
 def gate_of_type(rule_type: Any) -> type[Gate] | None:
-    """Return the class of the gate that belongs to a rule's ``type``, or None if the type has no gate.
+    """Return the class of the gate that a rule's ``type`` says, or None if the type has no gate.
 
     Args:
-        rule_type: A gate's class, which is returned, or an attention whose ``gate_type`` is.
+        rule_type: A gate's class, or a registered function or class that builds attention with a gate, whose
+            ``gate_type`` is the class of that gate.
     """
     found = getattr(rule_type, 'gate_type', rule_type)
     return found if inspect.isclass(found) and issubclass(found, Gate) else None
 
 
-def adapter_for(rule_type: type, host: nn.Module) -> tuple[type[Adapter], str] | None:
+def adapter_for(gate: type[Gate], host: nn.Module) -> tuple[type[Adapter], str] | None:
     """Find the adapter that lets a gate into a module; return it and the path of the module to gate, or None.
 
     The host's class has to match exactly: a subclass may compute something else, which a gate would lose in silence.
 
     Args:
-        rule_type: Class of the gate, or an attention that a rule names by its type.
+        gate: Class of the gate.
         host: A module. The path from it is empty if it is gated itself.
     """
     known: Any = type(host)
     import_adapters(known)
-    rule_type = gate_of_type(rule_type) or rule_type
-    entry = _adapter(rule_type, type(host))
+    entry = _adapter(gate, type(host))
     if isinstance(entry, Wrapper):
-        inner = adapter_for(rule_type, host.get_submodule(entry.child))
+        inner = adapter_for(gate, host.get_submodule(entry.child))
         return None if inner is None else (inner[0], f'{entry.child}.{inner[1]}'.rstrip('.'))
     return None if entry is None else (entry, '')
 
@@ -134,34 +134,34 @@ def held_attention(host: nn.Module, *, exactly: bool = False) -> Iterator[tuple[
     yield from found.items()
 
 
-def gates_for(host: nn.Module) -> list[type]:
-    """Return the registered attention classes that a rule may name as ``type`` for this module."""
-    return [rule_type for rule_type in registered_gates() if adapter_for(rule_type, host) is not None]
+def gates_for(host: nn.Module) -> list[Any]:
+    """Return what is registered, see :func:`registered_gates`, and may be a rule's ``type`` for this module."""
+    return [one for one in registered_gates() if adapter_for(gate_of_type(one), host) is not None]  # type: ignore[arg-type]
 
 
-def adapted_base(rule_type: type, host: type) -> type | None:
+def adapted_base(gate: type[Gate], host: type) -> type | None:
     """Return the nearest base of a class into which a gate fits, or None."""
-    rule_type = gate_of_type(rule_type) or rule_type
-    return next((base for base in host.__mro__[1:] if _adapter(rule_type, base) is not None), None)
+    return next((base for base in host.__mro__[1:] if _adapter(gate, base) is not None), None)
 
 
-def host_names(rule_type: type) -> list[str]:
-    """Return the names of all attention classes into which a gate fits; empty for a type without a gate."""
-    return [host if isinstance(host, str) else full_name(host) for host in _hosts(rule_type)]
+def host_names(gate: type) -> list[str]:
+    """Return the names of all attention classes into which a gate fits."""
+    hosts = dict.fromkeys(host for base, host in _ADAPTERS if base in gate.__mro__)
+    return [host if isinstance(host, str) else full_name(host) for host in hosts]
 
 
-def has_hosts(rule_type: type) -> bool:
+def has_hosts(gate: type[Gate]) -> bool:
     """Return True if a gate fits any attention class.
 
     Where it fits none so far, the adapters for all packages that are imported are imported first.
     """
-    if not host_names(rule_type):
+    if not host_names(gate):
         for package in _packages_with_adapters() & sys.modules.keys():
             _import_file(package)
-    return bool(host_names(rule_type))
+    return bool(host_names(gate))
 
 
-def options_of(rule_type: type) -> dict[str, inspect.Parameter]:
+def options_of(rule_type: Any) -> dict[str, inspect.Parameter]:
     """Return the options that a rule of a type may set, see :func:`.gate_options`."""
     return gate_options(gate_of_type(rule_type) or rule_type)
 
@@ -171,16 +171,11 @@ def full_name(cls: type) -> str:
     return f'{cls.__module__}.{cls.__qualname__}'
 
 
-def registered_gates() -> Iterator[type]:
-    """Yield the classes that rules may name as ``type``: those that are registered and have a gate."""
+def registered_gates() -> Iterator[Any]:
+    """Yield what is registered and may be a rule's ``type``: gates, and functions that build attention with one."""
     for registered in MODELS.module_dict.values():
         if gate_of_type(registered) is not None:
             yield registered
-
-
-def _hosts(rule_type: type) -> Iterator[type | str]:
-    bases = (gate_of_type(rule_type) or rule_type).__mro__
-    yield from dict.fromkeys(host for base, host in _ADAPTERS if base in bases)
 
 
 @cache
@@ -206,9 +201,9 @@ def _import_file(package: str) -> None:
         log(f'mmgate has no adapters for {package} here: {problem}')
 
 
-def _adapter(rule_type: type, host: type) -> type[Adapter] | Wrapper | None:
+def _adapter(gate: type, host: type) -> type[Adapter] | Wrapper | None:
     path = f'.{full_name(host)}'
     names = [name for _, name in _ADAPTERS if isinstance(name, str) and path.endswith(f'.{name}')]
     keys: list[type | str] = [host, *sorted(set(names), key=len, reverse=True)]
-    pairs = ((base, key) for base in rule_type.__mro__ for key in keys)
+    pairs = ((base, key) for base in gate.__mro__ for key in keys)
     return next((_ADAPTERS[pair] for pair in pairs if pair in _ADAPTERS), None)

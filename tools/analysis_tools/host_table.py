@@ -103,7 +103,7 @@ def hosts_in(package: str, config: str) -> list[Host]:
         host.count += 1
         module = model.get_submodule(attention.path)
         for gate in gates_for(module):
-            adapter, child = adapter_for(gate, module)  # type: ignore[misc]
+            adapter, child = adapter_for(gate_of_type(gate), module)  # type: ignore[misc, arg-type]
             try:
                 make_gate(adapter, module.get_submodule(child), gate_of_type(gate))  # type: ignore[arg-type]
             except TypeError:  # an option to write, such as image_size

@@ -65,7 +65,7 @@ def fitting(model: nn.Module) -> dict[str, list[str]]:
     for name, module in attention_modules(model):
         for gate in gates_for(module) if not name.startswith(tuple(f'{outer}.' for outer in found)) else ():
             with suppress(ValueError):
-                adapter, child = adapter_for(gate, module)
+                adapter, child = adapter_for(gate_of_type(gate), module)
                 options = OPTIONS.get(gate.__name__, {})
                 make_gate(adapter, module.get_submodule(child), gate_of_type(gate), **options)
                 found.setdefault(name, []).append(gate.__name__)
