@@ -27,14 +27,14 @@ MOST_NUMBERS = 2**31  # rows of an image's values and their borders, which the k
 class Call(ctypes.Structure):
     """The C++ kernel's arguments (sizes, strides, addresses) as a ctypes structure.
 
-    Its fields are those of the C struct ``Call`` in ``cpp/native.h``, in the same order.
+    Its fields are those of the C struct ``Call`` in ``native/cpp/deformable.cpp``, in the same order.
     """
 
     _fields_ = [
         *fields(ctypes.c_int64, 'batch tokens heads dim queries levels samples columns residual post compute'),
         *fields(ctypes.c_int64, 'value_type points_type logits_type gate_type reference_type'),
         ('gate_stride', ctypes.c_int64 * 5),
-        *fields(ctypes.c_int64, 'gate_summed threads widest'),
+        *fields(ctypes.c_int64, 'gate_summed threads'),
         ('points', ctypes.POINTER(ctypes.c_int64)),
         *fields(ctypes.c_void_p, 'value shapes starts at logits gate reference output grad'),
         *fields(ctypes.c_void_p, 'grad_value grad_at grad_logits grad_gate grad_reference'),
@@ -107,7 +107,6 @@ def _described(samples: Samples) -> Call:
     call.post = samples.position == 'post_softmax'
     call.compute = TYPES[_compute(value)]
     call.threads = torch.get_num_threads()
-    call.widest = library.WIDEST
     call.value = value.data_ptr()
     call.value_type = TYPES[value.dtype]
     call.shapes = samples.spatial_shapes.data_ptr()

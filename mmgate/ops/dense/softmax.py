@@ -23,13 +23,13 @@ from ..native import TYPES, fields
 class GatedRows(ctypes.Structure):
     """Arguments of the C++ loop (sizes, strides, addresses) as a ctypes structure.
 
-    Its fields are those of the C struct ``GatedRows`` in ``native/cpp/native.h``, in the same order.
+    Its fields are those of the C struct ``GatedRows`` in ``native/cpp/softmax.cpp``, in the same order.
     """
 
     _fields_ = [
         *fields(ctypes.c_int64, 'batch heads gate_heads rows columns compute'),
         ('bias_stride', ctypes.c_int64 * 4),
-        *fields(ctypes.c_int64, 'threads widest is_raw'),
+        *fields(ctypes.c_int64, 'threads is_raw'),
         ('scalars', ctypes.c_double * 4),
         *fields(ctypes.c_void_p, 'logits factor bias weights grad delta grad_factor'),
     ]
@@ -129,7 +129,6 @@ def _described(logits: Tensor, factor: Tensor | None) -> GatedRows:
     call.gate_heads = 1 if factor is None else factor.shape[1]
     call.compute = TYPES[logits.dtype]
     call.threads = torch.get_num_threads()
-    call.widest = native.WIDEST
     call.logits = logits.data_ptr()
     call.factor = None if factor is None else factor.data_ptr()
     return call

@@ -1,6 +1,6 @@
 """Load the library of mmgate's C++ CPU kernels, which ``python -m mmgate.doctor --build`` compiles.
 
-Its C interface is ``cpp/native.h``. It includes no header of torch, so that one library serves every torch.
+Its sources include no header of torch, so that one library serves every torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from . import build
 
 COMMAND = 'python -m mmgate.doctor --build'
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-WIDEST = 2  # set of instructions: 0 the baseline, 1 x86-64-v3, 2 x86-64-v4; a test lowers it
 OWN_THREADS = False  # instead of torch's; for a thread sanitizer, which does not know those of OpenMP
 
 
@@ -24,14 +23,16 @@ def load() -> tuple[Any, str | None]:
     """Load the compiled library; return it and None, or None and the reason why it cannot be loaded."""
     path = build.library()
     if not path.is_file():
-        return None, f'it is not compiled yet; type once: {COMMAND}'
+        return None, f'it is not compiled for this processor yet; type once: {COMMAND}'
     try:
         library = ctypes.CDLL(str(path))
-        library.mmgate_sources.restype = ctypes.c_char_p
-        same = library.mmgate_sources().decode() == build.sources()
+        library.mmgate_built_from.restype = ctypes.c_char_p
+        same = library.mmgate_built_from().decode() == build.built_from()
     except (OSError, AttributeError) as error:
         return None, f'{path.name} does not load ({error}); type: {COMMAND}'
-    return (library, None) if same else (None, f'it was compiled from other sources; type: {COMMAND}')
+    if not same:
+        return None, f'it was compiled from other sources or for another processor; type: {COMMAND}'
+    return library, None
 
 
 @torch.compiler.assume_constant_result

@@ -66,10 +66,9 @@ def test_weights_and_gradients_equal_autograds(
 
 
 @needs_native
-@pytest.mark.parametrize('widest', [0, 1, 2])
+@pytest.mark.usefixtures('instructions')
 @pytest.mark.parametrize('columns', [1, 31, 32, 33, 200])
-def test_every_set_of_instructions_gives_it(widest: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, 'WIDEST', widest)
+def test_any_instructions_give_it(columns: int) -> None:
     logits, factor, grad = chunk(torch.float32, 1, columns)
     weights, of_logits, of_factor = expected(logits, factor, None, grad)
     found = gated_softmax(logits, factor, None, torch.empty_like(logits))
@@ -104,14 +103,11 @@ def test_any_number_of_threads_gives_the_same_bits(
 
 
 @needs_native
-@pytest.mark.parametrize('widest', [0, 1, 2])
+@pytest.mark.usefixtures('instructions')
 @pytest.mark.parametrize('gate_heads', [1, 3])
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 2e-6), (torch.float64, 1e-13)], ids=['f32', 'f64'])
-def test_the_factor_is_formed_from_raw_gates(
-    dtype: torch.dtype, tolerance: float, gate_heads: int, widest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_factor_is_formed_from_raw_gates(dtype: torch.dtype, tolerance: float, gate_heads: int) -> None:
     """Small, saturated and infinite ones as well as a gate that is no number, which spoils its row alone."""
-    monkeypatch.setattr(native, 'WIDEST', widest)
     logits, raw, _ = chunk(dtype, gate_heads, columns=100)
     raw[..., :8] = torch.tensor([0.0, 1e-30, -1e-30, 1e-4, 30.0, -30.0, torch.inf, 1e15])
     raw[0, 0, 1, 9] = torch.nan

@@ -7,9 +7,6 @@
 //
 // with j over the points of the first level, then those of the second, and so on; levels may have different numbers.
 //
-// This file is compiled once for every set of instructions. All is in an unnamed namespace and nothing of the C++
-// library is used, so that no function of one set is linked into another.
-//
 // A query of a head forms its 16 to 64 weights and pixels in blocks of 16, by loops that compilers turn into vectors, and
 // then adds up rows of D channels. Neither weights nor locations leave the scratch memory of a query.
 //
@@ -17,76 +14,54 @@
 // would share an H-th of a cache's sets. The copy has a border of zeros around every level, which spares the corners a
 // look at whether they are on the map. In the backward pass each row of the copy is followed by its gradient: one task
 // owns both, without atomics, and adds in the order of the queries.
-#include <stddef.h>
-
 #include "native.h"
-#include "numbers.h"
+#include "rows.h"
 
-#if defined(__AVX512F__)
-#define LANES 16
-#elif defined(__AVX__)
-#define LANES 8
-#else
-#define LANES 4
-#endif
+// Python builds a Call by ctypes, field by field in this order.
+struct Call {
+    // value (B, S, H, D), points (B, Q, H, N, 2), logits (B, Q, H, N), reference (B, Q, L, R): contiguous
+    int64_t batch, tokens, heads, dim, queries, levels;
+    int64_t samples;      // N: the points of the first level, then those of the second, and so on
+    int64_t columns;      // R: 2 or 4, or 0, where the points are locations and no offsets
+    int64_t residual;     // the factor is 1 + G, else G
+    int64_t post;         // the factor comes after the softmax
+    int64_t compute;      // FLOAT or DOUBLE: what all is summed in
+    int64_t value_type, points_type, logits_type, gate_type, reference_type;
+    int64_t gate_stride[5];  // of B, Q, H, a level and a sample, in numbers; 0 where the gate broadcasts
+    int64_t gate_summed;     // the gate's gradient is one number for all points of a level
+    int64_t threads;
+    const int64_t *points;  // of each level (L,); their sum is N
+    const void *value;
+    const int64_t *shapes, *starts;
+    const void *at;       // locations or offsets
+    const void *logits;
+    const void *gate;     // or null
+    const void *reference;  // or null
+    void *output;         // (B, Q, H, D), as the values; the forward pass's result
+    // the backward pass; null where a gradient is not wanted
+    const void *grad;     // (B, Q, H, D), as the values
+    void *grad_value;     // (B, S, H, D), in the type of computation, zeros
+    void *grad_at;        // as the points
+    void *grad_logits;    // as the logits
+    void *grad_gate;      // (B, Q, H, N), or (B, Q, H, L) if gate_summed; in the type of computation
+    void *grad_reference;  // (B, Q, H, L, R), in the type of computation
+};
 
 namespace {
 
-constexpr int BLOCK = 16;  // samples
+constexpr int BLOCK = 16;              // samples
+constexpr int64_t QUERIES = 64;        // of a part, at least
+constexpr int64_t ROWS_PER_COPY = 2;   // samples of a head for each of its values from which on a copy pays
 
-struct bf16 { uint16_t bits; };
-struct half { uint16_t bits; };
-
-inline float up(float x) { return x; }
-inline double up(double x) { return x; }
-inline float up(bf16 x) { return as_float((uint32_t)x.bits << 16); }
-inline float up(half x) {
-    // 2^112 moves the exponent's bias, of subnormal numbers as well
-    float size = as_float((uint32_t)(x.bits & 0x7fff) << 13) * 0x1p112f;
-    uint32_t bits = as_bits(size) | (size >= 65536.f ? 0x7f800000u : 0u);
-    return as_float(bits | (uint32_t)(x.bits & 0x8000) << 16);
-}
-
-inline void down(float x, float *to) { *to = x; }
-inline void down(double x, double *to) { *to = x; }
-inline void down(double x, float *to) { *to = (float)x; }
-inline void down(float x, double *to) { *to = x; }
-inline void down(float x, bf16 *to) {  // to the nearest, halves to even
-    uint32_t bits = as_bits(x);
-    to->bits = x != x ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-inline void down(float x, half *to) {
-    uint32_t bits = as_bits(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
-    if (size > 0x7f800000) to->bits = (uint16_t)(sign | 0x7e00);
-    else if (size >= 0x477ff000) to->bits = (uint16_t)(sign | 0x7c00);  // from 65520 on
-    else if (size < 0x38800000)  // below 2^-14: adding 0.5 rounds to a multiple of 2^-24
-        to->bits = (uint16_t)(sign | (as_bits(as_float(size) + 0.5f) - 0x3f000000));
-    else to->bits = (uint16_t)(sign | ((size + 0xfff + (size >> 13 & 1) - 0x38000000) >> 13));
-}
-inline void down(double x, bf16 *to) { down((float)x, to); }
-inline void down(double x, half *to) { down((float)x, to); }
-
-// Call f with a pointer of the type that a tensor of numbers has.
-template <class F> inline void typed(int64_t type, const void *p, F f) {
-    void *q = const_cast<void *>(p);
-    switch (type) {
-        case FLOAT: f((float *)q); break;
-        case DOUBLE: f((double *)q); break;
-        case BFLOAT16: f((bf16 *)q); break;
-        default: f((half *)q);
-    }
-}
-template <class C> inline void load(C *to, const void *from, int64_t type, int64_t first, int64_t n) {
-    typed(type, from, [&](auto p) {
-        for (int64_t i = 0; i < n; i++) to[i] = (C)up(p[first + i]);
-    });
-}
-template <class C> inline void store(const C *from, void *to, int64_t type, int64_t first, int64_t n) {
-    typed(type, to, [&](auto p) {
-        for (int64_t i = 0; i < n; i++) down(from[i], p + first + i);
-    });
-}
-
+// A task is a part of the queries of one head of one image.
+struct Plan {
+    int64_t parts;        // of the queries of a head
+    int64_t packed;       // whether a head's values are copied first, with a border of zeros around every level
+    int64_t rows;         // of a copy, borders included
+    int64_t blocks;       // of 16 samples of a query
+    int64_t small_bytes;  // scratch memory of a worker beside the copy
+    int64_t copy_bytes;   // of a copy; with the gradient of each row beside it in the backward pass
+};
 
 // 16 samples of a query of a head. Members of one struct do not overlap, which lets the loops become vectors.
 template <class C> struct alignas(64) Block {
@@ -309,143 +284,6 @@ template <class C> struct Samples {
     }
 };
 
-// Vectors of floats, by the means of gcc and clang that suit every processor.
-template <int N> struct Floats;
-#if defined(__clang__) || __GNUC__ >= 12
-#define SHUFFLE(V, I, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(V, I, a, b, ...) __builtin_shuffle(a, b, I{__VA_ARGS__})
-#endif
-template <> struct Floats<4> {
-    typedef float V __attribute__((vector_size(16)));
-    typedef uint32_t I __attribute__((vector_size(16)));
-    typedef uint16_t H __attribute__((vector_size(8)));
-    // lanes of a and b in turn, each the sum of two; and of pairs of lanes
-    static V ones(V a, V b) { return SHUFFLE(V, I, a, b, 0, 4, 1, 5) + SHUFFLE(V, I, a, b, 2, 6, 3, 7); }
-    static V pairs(V a, V b) { return SHUFFLE(V, I, a, b, 0, 1, 4, 5) + SHUFFLE(V, I, a, b, 2, 3, 6, 7); }
-};
-#if LANES >= 8
-template <> struct Floats<8> {
-    typedef float V __attribute__((vector_size(32)));
-    typedef uint32_t I __attribute__((vector_size(32)));
-    typedef uint16_t H __attribute__((vector_size(16)));
-    static V ones(V a, V b) {
-        return SHUFFLE(V, I, a, b, 0, 8, 1, 9, 4, 12, 5, 13) + SHUFFLE(V, I, a, b, 2, 10, 3, 11, 6, 14, 7, 15);
-    }
-    static V pairs(V a, V b) {
-        return SHUFFLE(V, I, a, b, 0, 1, 8, 9, 4, 5, 12, 13) + SHUFFLE(V, I, a, b, 2, 3, 10, 11, 6, 7, 14, 15);
-    }
-};
-#endif
-#if LANES >= 16
-template <> struct Floats<16> {
-    typedef float V __attribute__((vector_size(64)));
-    typedef uint32_t I __attribute__((vector_size(64)));
-    typedef uint16_t H __attribute__((vector_size(32)));
-    static V ones(V a, V b) {
-        return SHUFFLE(V, I, a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-               SHUFFLE(V, I, a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-    }
-    static V pairs(V a, V b) {
-        return SHUFFLE(V, I, a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-               SHUFFLE(V, I, a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    }
-};
-#endif
-
-// A row of D floats in registers.
-template <int D> struct Row {
-    typedef float C;
-    static constexpr int L = LANES >= 16 && D % 16 == 0 ? 16 : LANES >= 8 ? 8 : 4, N = D / L;
-    typedef typename Floats<L>::V V;
-    typedef typename Floats<L>::I I;
-    typedef typename Floats<L>::H H;
-    V v[N];
-
-    Row(int64_t, void *) {}
-    static constexpr int64_t dim(int64_t) { return D; }
-    static V read(const float *p) { V x; memcpy(&x, p, sizeof x); return x; }
-    static V read(const bf16 *p) {
-        H h; memcpy(&h, p, sizeof h);
-        I bits = __builtin_convertvector(h, I) << 16;
-        V x; memcpy(&x, &bits, sizeof x); return x;
-    }
-    static V read(const half *p) {
-        H h; memcpy(&h, p, sizeof h);
-        I bits = __builtin_convertvector(h, I), size = (bits & 0x7fff) << 13;
-        V x; memcpy(&x, &size, sizeof x);
-        x *= 0x1p112f;
-        memcpy(&size, &x, sizeof x);
-        I infinite = (I)(x >= 65536.f) & 0x7f800000;
-        size |= infinite | (bits & 0x8000) << 16;
-        memcpy(&x, &size, sizeof x);
-        return x;
-    }
-    void zero() { for (int i = 0; i < N; i++) v[i] = V{}; }
-    template <class T> void read_row(const T *p) { for (int i = 0; i < N; i++) v[i] = read(p + i * L); }
-    template <class T> void add(float s, const T *p) { for (int i = 0; i < N; i++) v[i] += s * read(p + i * L); }
-    // Four rows at a time, by two sums, so that samples wait for each other once and not four times.
-    template <class T> void add(float s, const T *p, float t, const T *q, float u, const T *r, float w, const T *z) {
-        for (int i = 0; i < N; i++)
-            v[i] += (s * read(p + i * L) + t * read(q + i * L)) + (u * read(r + i * L) + w * read(z + i * L));
-    }
-    void write(float *p) const { memcpy(p, v, sizeof v); }
-    void add_to(float s, float *p) const {
-        for (int i = 0; i < N; i++) {
-            V x = read(p + i * L) + s * v[i];
-            memcpy(p + i * L, &x, sizeof x);
-        }
-    }
-    template <class T> V partial(const T *p) const {
-        V s = v[0] * read(p);
-        for (int i = 1; i < N; i++) s += v[i] * read(p + i * L);
-        return s;
-    }
-    // The dots with four rows at a time.
-    template <class T> void dots(const T *p, const T *q, const T *r, const T *s, float *to) const {
-        const V four = Floats<L>::pairs(
-            Floats<L>::ones(partial(p), partial(q)), Floats<L>::ones(partial(r), partial(s)));
-        Floats<4>::V part[L / 4];
-        memcpy(part, &four, sizeof four);
-        Floats<4>::V sum = part[0];
-        for (int i = 1; i < L / 4; i++) sum += part[i];
-        memcpy(to, &sum, sizeof sum);
-    }
-    template <class T> float dot(const T *p) const {
-        const V s = partial(p);
-        float lane[L], sum = 0;
-        memcpy(lane, &s, sizeof s);
-        for (int i = 0; i < L; i++) sum += lane[i];
-        return sum;
-    }
-};
-
-// A row of any number of channels in memory.
-template <class C_> struct AnyRow {
-    typedef C_ C;
-    int64_t n;
-    C *v;
-
-    AnyRow(int64_t dim, void *memory) : n(dim), v((C *)memory) {}
-    int64_t dim(int64_t) const { return n; }
-    void zero() { memset(v, 0, n * sizeof(C)); }
-    template <class T> void read_row(const T *p) { for (int64_t i = 0; i < n; i++) v[i] = up(p[i]); }
-    template <class T> void add(C s, const T *p) { for (int64_t i = 0; i < n; i++) v[i] += s * up(p[i]); }
-    template <class T> void add(C s, const T *p, C t, const T *q, C u, const T *r, C w, const T *z) {
-        for (int64_t i = 0; i < n; i++) v[i] += (s * up(p[i]) + t * up(q[i])) + (u * up(r[i]) + w * up(z[i]));
-    }
-    void write(C *p) const { memcpy(p, v, n * sizeof(C)); }
-    void add_to(C s, C *p) const { for (int64_t i = 0; i < n; i++) p[i] += s * v[i]; }
-    template <class T> C dot(const T *p) const {
-        C sum = 0;
-        for (int64_t i = 0; i < n; i++) sum += v[i] * up(p[i]);
-        return sum;
-    }
-    template <class T> void dots(const T *p, const T *q, const T *r, const T *s, C *to) const {
-        to[0] = dot(p), to[1] = dot(q), to[2] = dot(r), to[3] = dot(s);
-    }
-};
-
 struct Part {
     int64_t image, head, first, end;  // queries
     Part(const Call &c, const Plan &plan, int64_t task) {
@@ -628,8 +466,8 @@ template <class R> void backward_by(const Call &c, const Plan &plan, int64_t tas
 }
 
 #define BY_CHANNELS(function, ...)                                    \
-    if (call->compute == DOUBLE) return function<AnyRow<double>>(__VA_ARGS__); \
-    switch (call->dim) {                                              \
+    if (c.compute == DOUBLE) return function<AnyRow<double>>(__VA_ARGS__); \
+    switch (c.dim) {                                              \
         case 8: return function<Row<8>>(__VA_ARGS__);                 \
         case 16: return function<Row<16>>(__VA_ARGS__);               \
         case 24: return function<Row<24>>(__VA_ARGS__);               \
@@ -641,27 +479,86 @@ template <class R> void backward_by(const Call &c, const Plan &plan, int64_t tas
         default: return function<AnyRow<float>>(__VA_ARGS__);         \
     }
 
-void forward(const Call *call, const Plan *plan, int64_t task, char *small, char *copy) {
-    BY_CHANNELS(forward_by, *call, *plan, task, small, copy)
+void forward(const Call &c, const Plan &plan, int64_t task, char *small, char *copy) {
+    BY_CHANNELS(forward_by, c, plan, task, small, copy)
 }
 
-void backward(const Call *call, const Plan *plan, int64_t task, char *small, char *copy) {
-    BY_CHANNELS(backward_by, *call, *plan, task, small, copy)
+void backward(const Call &c, const Plan &plan, int64_t task, char *small, char *copy) {
+    BY_CHANNELS(backward_by, c, plan, task, small, copy)
 }
 
-template <class C> void gather_of(const Call &c, const Plan &plan, int64_t task, char *copies) {
+template <class C> void gather_of(const Call &c, const Plan &plan, int64_t task, const char *copy) {
     const Part part(c, plan, task);
-    const int64_t size = plan.copy_bytes / (int64_t)sizeof(C);
-    const C *first = (const C *)copies + task / plan.parts * plan.parts * size;
-    unpack(c, part.image, part.head, first, plan.parts, size, task % plan.parts, plan.parts);
+    const int64_t size = plan.copy_bytes / (int64_t)sizeof(C), own = task % plan.parts;
+    unpack(c, part.image, part.head, (const C *)copy - own * size, plan.parts, size, own, plan.parts);
 }
 
-void gather(const Call *call, const Plan *plan, int64_t task, char *copies) {
-    if (call->compute == DOUBLE) gather_of<double>(*call, *plan, task, copies);
-    else gather_of<float>(*call, *plan, task, copies);
+// Adds up the gradients of a head's values from the copies of its parts, in their order, for a part of the rows.
+void gather(const Call &c, const Plan &plan, int64_t task, char *, char *copy) {
+    if (c.compute == DOUBLE) gather_of<double>(c, plan, task, copy);
+    else gather_of<float>(c, plan, task, copy);
 }
+
+// A task writes what no other task writes, so the order in which threads take them changes nothing.
+struct Job {
+    const Call &call;
+    const Plan &plan;
+    void (*run)(const Call &, const Plan &, int64_t task, char *small, char *copy);
+    int64_t tasks;
+    char *copies;  // a copy for each task, or null for one for each worker
+    std::atomic<int64_t> next{0};
+    std::atomic<bool> failed{false};
+};
+
+void work(void *data) {
+    Job &job = *(Job *)data;
+    int64_t task = job.next++;
+    if (task >= job.tasks) return;
+    Memory memory(job.plan.small_bytes + (job.copies ? 0 : job.plan.copy_bytes));
+    if (!memory.start) {
+        job.failed = true;
+        return;
+    }
+    char *small = memory.aligned(), *copy = small + job.plan.small_bytes;
+    for (; task < job.tasks; task = job.next++)
+        job.run(job.call, job.plan, task, small, job.copies ? job.copies + task * job.plan.copy_bytes : copy);
+}
+
+int64_t rounded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 }  // namespace
 
-extern "C" __attribute__((visibility("hidden"))) const Kernels JOIN(mmgate_kernels_, MMGATE_SET);
-const Kernels JOIN(mmgate_kernels_, MMGATE_SET) = {(int64_t)sizeof(Block<double>), forward, backward, gather};
+// Returns 0, or 1 if there is not enough memory.
+EXPORT int32_t mmgate_ms_deform_attn(const Call *call, int32_t is_backward, int32_t own_threads) {
+    const Call &c = *call;
+    const int64_t heads = c.batch * c.heads, samples = c.queries * c.samples;
+    const int64_t number = c.compute == DOUBLE ? 8 : 4;
+    if (!heads || !samples || !c.dim) return 0;
+    const int64_t threads = heads * samples * c.dim > SMALL && c.threads > 1 ? c.threads : 1;
+
+    Plan plan{};
+    plan.blocks = (c.samples + BLOCK - 1) / BLOCK;
+    plan.small_bytes = rounded(plan.blocks * (int64_t)sizeof(Block<double>) + 2 * c.dim * number);
+    plan.packed = samples >= ROWS_PER_COPY * c.tokens;
+    for (int64_t l = 0; l < c.levels; l++) plan.rows += (c.shapes[2 * l] + 2) * (c.shapes[2 * l + 1] + 2);
+    plan.copy_bytes = plan.packed ? rounded(plan.rows * c.dim * number * (is_backward ? 2 : 1)) : 0;
+    // Heads are enough for most. In the backward pass the parts of a head each have a sum of their own where there is a
+    // copy; where there is none, that is, for few queries, a head has one.
+    const int64_t most = (c.queries + QUERIES - 1) / QUERIES;
+    plan.parts = threads > heads ? (threads + heads - 1) / heads : 1;
+    if (!plan.packed && !is_backward && threads > 1) plan.parts = most;
+    if (plan.parts > most) plan.parts = most;
+    if (!plan.packed && is_backward && c.grad_value) plan.parts = 1;
+
+    const int64_t tasks = heads * plan.parts;
+    const bool apart = is_backward && c.grad_value && plan.packed && plan.parts > 1;
+    Memory copies(apart ? tasks * plan.copy_bytes : 0);
+    if (!copies.start) return 1;
+    char *of_tasks = apart ? copies.aligned() : nullptr;
+    Job job{c, plan, is_backward ? backward : forward, tasks, of_tasks};
+    on_threads(work, &job, tasks, threads, own_threads);
+    if (!apart || job.failed) return job.failed;
+    Job sum{c, plan, gather, tasks, of_tasks};
+    on_threads(work, &sum, tasks, threads, own_threads);
+    return sum.failed;
+}
