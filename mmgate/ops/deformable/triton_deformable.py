@@ -15,19 +15,11 @@ from mmgate.errors import UnsupportedCall
 
 from .. import triton_backend
 from ..backend import Place
-from ..custom_op import operator
+from ..custom_op import arguments_of, operator, save_fields, saved_fields
 from ..triton_backend import interpreted, launch
 from . import deformable_blocks
 from .deformable_blocks import cut_for
-from .samples import (
-    REFERENCE_POINTS,
-    SCHEMA,
-    Samples,
-    counts_like,
-    gradients_of_fields,
-    save_samples,
-    saved_samples,
-)
+from .samples import Samples, counts_like, gradients_of_fields, in_memory, reference_of
 from .uneven import spread
 
 MOST_NUMBERS = 2**31  # an image, for 32-bit offsets
@@ -60,27 +52,7 @@ def attend(samples: Samples) -> Tensor:
     """
     samples = _one_point_levels(samples)
     _check_sizes(samples)
-    logits = samples.logits
-    gate = samples.gate
-    reference_points = samples.reference_points
-    if gate is not None:
-        # The kernels read a gate with its strides, unless 32-bit offsets do not reach its last number.
-        strides = gate.expand(logits.shape).stride()
-        last = sum((n - 1) * stride for n, stride in zip(logits.shape[1:], strides[1:], strict=True))
-        if last >= MOST_NUMBERS:
-            gate = gate.contiguous()
-    output, _ = _operator(
-        samples.value.contiguous(),
-        samples.spatial_shapes.contiguous(),
-        samples.level_start_index.contiguous(),
-        samples.points.contiguous(),
-        logits.contiguous(),
-        gate,
-        samples.residual,
-        samples.position,
-        None if reference_points is None else reference_points.contiguous(),
-        None,
-    )
+    output, _ = _operator(*in_memory(samples))
     return output
 
 
@@ -92,7 +64,7 @@ def _one_point_levels(samples: Samples) -> Samples:
     num_points = samples.num_points
     if num_points is None:
         return samples
-    reference_points = samples.reference_points
+    reference_points = reference_of(samples)
     if reference_points is not None:
         reference_points = spread(reference_points.float(), num_points, 2)  # (B, Q, N, R)
         if reference_points.shape[-1] == 4:  # the kernels divide the sizes of boxes by one point
@@ -175,7 +147,10 @@ def _launch(
     order = points
     if cut.tiled:
         order = _tile_order(samples.spatial_shapes, samples.level_start_index, tokens)
-    strides = (0,) * 5 if gate is None else gate.expand(logits.shape).stride()
+    strides: tuple[int, ...] = (0,) * 5
+    if gate is not None:
+        gate = _within_reach(gate, logits)
+        strides = gate.expand(logits.shape).stride()
     tensors = [
         *inputs,
         value,
@@ -192,6 +167,13 @@ def _launch(
     grid = (triton.cdiv(queries, constants['BLOCK_Q']), batch * heads)
     kernel = backward_kernel if backward else forward_kernel
     launch(kernel, grid, *tensors, tokens, queries, heads, *strides, **constants)
+
+
+def _within_reach(gate: Tensor, logits: Tensor) -> Tensor:
+    """Return the gate, or a copy of it if 32-bit offsets do not reach its last number by its strides."""
+    strides = gate.expand(logits.shape).stride()
+    last = sum((n - 1) * stride for n, stride in zip(logits.shape[1:], strides[1:], strict=True))
+    return gate if last < MOST_NUMBERS else gate.contiguous()
 
 
 def _tile_order(spatial_shapes: Tensor, level_start_index: Tensor, tokens: int) -> Tensor:
@@ -215,7 +197,7 @@ def _empty_outputs(*fields: Any) -> tuple[Tensor, Tensor]:
     return output, samples.logits.new_empty(batch, queries, heads, dtype=torch.float32)
 
 
-@operator('ms_deform_attn_fused', _empty_outputs, f'({SCHEMA}) -> (Tensor, Tensor)')
+@operator('ms_deform_attn_fused', _empty_outputs, f'({arguments_of(Samples)}) -> (Tensor, Tensor)')
 def _operator(*fields: Any) -> tuple[Tensor, Tensor]:
     """Run the forward kernel on the fields of Samples.
 
@@ -249,7 +231,8 @@ def _empty_gradients(
 @operator(
     'ms_deform_attn_fused_backward',
     _empty_gradients,
-    f'(Tensor grad, Tensor lse, bool reference_needs_grad, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
+    f'(Tensor grad, Tensor lse, bool reference_needs_grad, {arguments_of(Samples)}) '
+    '-> (Tensor, Tensor, Tensor, Tensor, Tensor)',
 )
 def _gradients(
     grad: Tensor, lse: Tensor, reference_needs_grad: bool, *fields: Any
@@ -269,13 +252,13 @@ def _gradients(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     _, lse = output
-    save_samples(ctx, Samples(*inputs), lse)
+    save_fields(ctx, Samples(*inputs), lse)
     ctx.mark_non_differentiable(lse)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    samples, (lse,) = saved_samples(ctx)
-    reference_needs_grad = samples.reference_points is not None and ctx.needs_input_grad[REFERENCE_POINTS]
+    samples, (lse,) = saved_fields(ctx, Samples)
+    reference_needs_grad = bool(Samples(*ctx.needs_input_grad).reference_points)
     of_value, of_points, of_reference, of_logits, of_gate = _gradients(grad, lse, reference_needs_grad, *samples)
     return gradients_of_fields(
         samples,

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import typing
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import build
 
 COMMAND = 'python -m mmgate.doctor --build'
-TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+# The numbers of C++'s ``enum Type``.
+TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int64: 4}
+FLOATING = tuple(dtype for dtype in TYPES if dtype.is_floating_point)
 OWN_THREADS = False  # instead of torch's; for a thread sanitizer, which does not know those of OpenMP
 
 
@@ -42,6 +47,35 @@ def missing() -> str | None:
     torch.compile calls this once, while it traces.
     """
     return load()[1]
+
+
+class Numbers(ctypes.Structure):
+    """A tensor as the kernels see it, C++'s struct ``Numbers``: address and type of its numbers, null for None.
+
+    It keeps no tensor alive.
+    """
+
+    _fields_ = [('data', ctypes.c_void_p), ('type', ctypes.c_int64)]
+
+
+def numbers(tensor: Tensor | None) -> Numbers:
+    """Return a tensor's address and type."""
+    return Numbers() if tensor is None else Numbers(tensor.data_ptr(), TYPES[tensor.dtype])
+
+
+# C's types of an operator's arguments.
+C_TYPES: dict[Any, Any] = {
+    Tensor: Numbers,
+    Tensor | None: Numbers,
+    bool: ctypes.c_int64,
+    str: ctypes.c_int64,
+    Sequence[int] | None: ctypes.POINTER(ctypes.c_int64),
+}
+
+
+def fields_of(arguments: type[tuple[Any, ...]]) -> list[tuple[str, Any]]:
+    """Return the fields of a named tuple as fields of a ctypes structure."""
+    return [(name, C_TYPES[kind]) for name, kind in typing.get_type_hints(arguments).items()]
 
 
 def fields(kind: Any, names: str) -> list[tuple[str, Any]]:

@@ -228,7 +228,9 @@ def test_auto_takes_it_first_and_says_why_it_cannot(monkeypatch: pytest.MonkeyPa
         assert 'was compiled from other sources or for another processor; type' in why_not_native(value)
         monkeypatch.setenv('MMGATE_NATIVE', str(tmp_path / 'missing.so'))
         library.load.cache_clear()
-        assert 'not compiled for this processor yet; type once: python -m mmgate.doctor --build' in advice_for_native(value)
+        assert 'not compiled for this processor yet; type once: python -m mmgate.doctor --build' in advice_for_native(
+            value
+        )
         inputs = make()
         assert torch.equal(run('auto')(*inputs), run('grid_sample')(*inputs))
     finally:

@@ -17,34 +17,41 @@
 #include "native.h"
 #include "rows.h"
 
-// Python builds a Call by ctypes, field by field in this order.
+enum Position : int64_t { PRE_SOFTMAX, POST_SOFTMAX };
+
+// Python builds a Call by ctypes, field by field in this order: those of Samples, sizes, and results.
 struct Call {
-    // value (B, S, H, D), points (B, Q, H, N, 2), logits (B, Q, H, N), reference (B, Q, L, R): contiguous
+    Numbers value;              // (B, S, H, D), contiguous, as are all but the gate
+    Numbers spatial_shapes;     // (L, 2), INT64
+    Numbers level_start_index;  // (L,), INT64
+    Numbers points;             // locations or offsets (B, Q, H, N, 2)
+    Numbers logits;             // (B, Q, H, N)
+    Numbers gate;               // or null
+    int64_t residual;           // the factor is 1 + G, else G
+    int64_t position;           // of the factor
+    Numbers reference_points;   // (B, Q, L, R), or null
+    const int64_t *num_points;  // of each level (L,); their sum is N
+
     int64_t batch, tokens, heads, dim, queries, levels;
-    int64_t samples;      // N: the points of the first level, then those of the second, and so on
-    int64_t columns;      // R: 2 or 4, or 0, where the points are locations and no offsets
-    int64_t residual;     // the factor is 1 + G, else G
-    int64_t post;         // the factor comes after the softmax
-    int64_t compute;      // FLOAT or DOUBLE: what all is summed in
-    int64_t value_type, points_type, logits_type, gate_type, reference_type;
+    int64_t samples;         // N: the points of the first level, then those of the second, and so on
+    int64_t columns;         // R: 2 or 4, or 0, where the points are locations and no offsets
     int64_t gate_stride[5];  // of B, Q, H, a level and a sample, in numbers; 0 where the gate broadcasts
     int64_t gate_summed;     // the gate's gradient is one number for all points of a level
+    int64_t compute;         // FLOAT or DOUBLE: what all is summed in
     int64_t threads;
-    const int64_t *points;  // of each level (L,); their sum is N
-    const void *value;
-    const int64_t *shapes, *starts;
-    const void *at;       // locations or offsets
-    const void *logits;
-    const void *gate;     // or null
-    const void *reference;  // or null
-    void *output;         // (B, Q, H, D), as the values; the forward pass's result
+
+    Numbers output;  // (B, Q, H, D), as the values; the forward pass's result
     // the backward pass; null where a gradient is not wanted
-    const void *grad;     // (B, Q, H, D), as the values
-    void *grad_value;     // (B, S, H, D), in the type of computation, zeros
-    void *grad_at;        // as the points
-    void *grad_logits;    // as the logits
-    void *grad_gate;      // (B, Q, H, N), or (B, Q, H, L) if gate_summed; in the type of computation
-    void *grad_reference;  // (B, Q, H, L, R), in the type of computation
+    Numbers grad;                   // (B, Q, H, D), as the values
+    Numbers grad_value;             // (B, S, H, D), in the type of computation, zeros
+    Numbers grad_points;            // as the points
+    Numbers grad_logits;            // as the logits
+    Numbers grad_gate;              // (B, Q, H, N), or (B, Q, H, L) if gate_summed; in the type of computation
+    Numbers grad_reference_points;  // (B, Q, H, L, R), in the type of computation
+
+    int64_t height(int64_t l) const { return ((const int64_t *)spatial_shapes.data)[2 * l]; }
+    int64_t width(int64_t l) const { return ((const int64_t *)spatial_shapes.data)[2 * l + 1]; }
+    int64_t start(int64_t l) const { return ((const int64_t *)level_start_index.data)[l]; }
 };
 
 namespace {
@@ -81,12 +88,13 @@ template <class C> struct Samples {
     const Call &c;
     Block<C> *blocks;
     int64_t count, n;
+    bool post;  // the factor comes after the softmax
 
     Samples(const Call &call, const Plan &plan, char *memory)
-        : c(call), blocks((Block<C> *)memory), count(call.samples), n(plan.blocks) {
+        : c(call), blocks((Block<C> *)memory), count(call.samples), n(plan.blocks), post(call.position == POST_SOFTMAX) {
         const int64_t border = plan.packed ? 1 : 0;
         memset(memory, 0, n * sizeof(Block<C>));
-        int64_t first = 0, l = 0, end = c.points[0];
+        int64_t first = 0, l = 0, end = c.num_points[0];
         for (int64_t i = 0; i < n * BLOCK; i++) {
             Block<C> &b = blocks[i / BLOCK];
             const int64_t k = i % BLOCK;
@@ -96,14 +104,14 @@ template <class C> struct Samples {
                 b.bias[k] = -(C)INFINITY;
                 continue;
             }
-            for (; i == end; end += c.points[++l])
-                first += (c.shapes[2 * l] + 2 * border) * (c.shapes[2 * l + 1] + 2 * border);
-            const int64_t rows = c.shapes[2 * l], columns = c.shapes[2 * l + 1];
+            for (; i == end; end += c.num_points[++l])
+                first += (c.height(l) + 2 * border) * (c.width(l) + 2 * border);
+            const int64_t rows = c.height(l), columns = c.width(l);
             b.rows[k] = (int32_t)rows, b.columns[k] = (int32_t)columns;
             b.height[k] = (C)rows, b.width[k] = (C)columns;
             b.pitch[k] = (int32_t)(columns + 2 * border);
             // in a copy, levels follow each other, and the first pixel is inside of the border
-            b.first[k] = (int32_t)(border ? first + b.pitch[k] + 1 : c.starts[l]);
+            b.first[k] = (int32_t)(border ? first + b.pitch[k] + 1 : c.start(l));
             b.scale_x[k] = b.width[k], b.scale_y[k] = b.height[k];
             b.shift_x[k] = b.shift_y[k] = (C)-0.5;
         }
@@ -114,10 +122,10 @@ template <class C> struct Samples {
         const int64_t row = (b * c.queries + q) * c.heads + h;
         for (int64_t i = 0; i < n; i++) {
             const int64_t left = count - i * BLOCK, m = left < BLOCK ? left : BLOCK;
-            load(blocks[i].logit, c.logits, c.logits_type, row * count + i * BLOCK, m);
-            load(blocks[i].points, c.at, c.points_type, 2 * (row * count + i * BLOCK), 2 * m);
+            load(blocks[i].logit, c.logits, row * count + i * BLOCK, m);
+            load(blocks[i].points, c.points, 2 * (row * count + i * BLOCK), 2 * m);
         }
-        if (c.gate) read_gate(b * c.gate_stride[0] + q * c.gate_stride[1] + h * c.gate_stride[2]);
+        if (c.gate.data) read_gate(b * c.gate_stride[0] + q * c.gate_stride[1] + h * c.gate_stride[2]);
         if (c.columns) read_reference(b * c.queries + q);
         weigh();
         for (int64_t i = 0; i < n; i++) place(blocks[i]);
@@ -125,26 +133,26 @@ template <class C> struct Samples {
 
     void read_gate(int64_t first) {
         const C one = c.residual ? 1 : 0;
-        typed(c.gate_type, c.gate, [&](auto g) {
+        typed(c.gate, [&](auto g) {
             int64_t i = 0;
             for (int64_t l = 0; l < c.levels; l++)
-                for (int64_t p = 0; p < c.points[l]; p++, i++)
+                for (int64_t p = 0; p < c.num_points[l]; p++, i++)
                     blocks[i / BLOCK].factor[i % BLOCK] =
                         one + (C)up(g[first + l * c.gate_stride[3] + i * c.gate_stride[4]]);
         });
     }
 
     void read_reference(int64_t query) {
-        typed(c.reference_type, c.reference, [&](auto r) {
+        typed(c.reference_points, [&](auto r) {
             r += query * c.levels * c.columns;
             int64_t i = 0;
             for (int64_t l = 0; l < c.levels; l++, r += c.columns) {
-                const C share = (C)0.5 / (C)c.points[l];
-                const C width = (C)c.shapes[2 * l + 1], height = (C)c.shapes[2 * l];
+                const C share = (C)0.5 / (C)c.num_points[l];
+                const C width = (C)c.width(l), height = (C)c.height(l);
                 const C x = (C)up(r[0]) * width - (C)0.5, y = (C)up(r[1]) * height - (C)0.5;
                 const C sx = c.columns == 4 ? (C)up(r[2]) * width * share : 1;
                 const C sy = c.columns == 4 ? (C)up(r[3]) * height * share : 1;
-                for (int64_t p = 0; p < c.points[l]; p++, i++) {
+                for (int64_t p = 0; p < c.num_points[l]; p++, i++) {
                     Block<C> &b = blocks[i / BLOCK];
                     const int64_t k = i % BLOCK;
                     b.shift_x[k] = x, b.shift_y[k] = y, b.scale_x[k] = sx, b.scale_y[k] = sy;
@@ -160,7 +168,7 @@ template <class C> struct Samples {
         for (int64_t i = 0; i < n; i++) {
             Block<C> &b = blocks[i];
             for (int k = 0; k < BLOCK; k++) {
-                const C x = (c.post ? b.logit[k] : b.logit[k] * b.factor[k]) + b.bias[k];
+                const C x = (post ? b.logit[k] : b.logit[k] * b.factor[k]) + b.bias[k];
                 b.soft[k] = x;
                 most[k] = x > most[k] ? x : most[k];
             }
@@ -184,7 +192,7 @@ template <class C> struct Samples {
             Block<C> &b = blocks[i];
             for (int k = 0; k < BLOCK; k++) {
                 b.soft[k] *= scale;
-                b.weight[k] = c.post ? b.soft[k] * b.factor[k] : b.soft[k];
+                b.weight[k] = post ? b.soft[k] * b.factor[k] : b.soft[k];
             }
         }
     }
@@ -223,13 +231,13 @@ template <class C> struct Samples {
                 b.of_weight[k] = above + b.fy[k] * (below - above);
                 b.of_x[k] = b.weight[k] * ((d10 - d00) + b.fy[k] * ((d11 - d01) - (d10 - d00)));
                 b.of_y[k] = b.weight[k] * (below - above);
-                sum[k] = b.soft[k] * b.of_weight[k] * (c.post ? b.factor[k] : 1);
+                sum[k] = b.soft[k] * b.of_weight[k] * (post ? b.factor[k] : 1);
             }
             for (int s = BLOCK / 2; s; s /= 2)
                 for (int k = 0; k < s; k++) sum[k] += sum[k + s];
             mean += sum[0];
         }
-        if (c.grad_reference) store_reference(row);
+        if (c.grad_reference_points.data) store_reference(row);
         C of_points[2 * BLOCK], of_logit[BLOCK], of_gate[BLOCK], level_sum = 0;
         const bool summed = c.gate_summed;
         int64_t point = 0, level = 0;
@@ -239,7 +247,7 @@ template <class C> struct Samples {
             for (int k = 0; k < BLOCK; k++) {
                 of_points[2 * k] = b.of_x[k] * b.scale_x[k];
                 of_points[2 * k + 1] = b.of_y[k] * b.scale_y[k];
-                if (c.post) {
+                if (post) {
                     of_logit[k] = b.soft[k] * (b.of_weight[k] * b.factor[k] - mean);
                     of_gate[k] = b.soft[k] * b.of_weight[k];
                 } else {
@@ -248,17 +256,17 @@ template <class C> struct Samples {
                     of_gate[k] = z * b.logit[k];
                 }
             }
-            store(of_points, c.grad_at, c.points_type, 2 * (row * count + i * BLOCK), 2 * m);
-            store(of_logit, c.grad_logits, c.logits_type, row * count + i * BLOCK, m);
-            if (!c.grad_gate) continue;
+            store(of_points, c.grad_points, 2 * (row * count + i * BLOCK), 2 * m);
+            store(of_logit, c.grad_logits, row * count + i * BLOCK, m);
+            if (!c.grad_gate.data) continue;
             if (!summed) {
-                memcpy((C *)c.grad_gate + row * count + i * BLOCK, of_gate, m * sizeof(C));
+                memcpy((C *)c.grad_gate.data + row * count + i * BLOCK, of_gate, m * sizeof(C));
                 continue;
             }
             for (int64_t k = 0; k < m; k++) {
                 level_sum += of_gate[k];
-                if (++point == c.points[level]) {
-                    ((C *)c.grad_gate)[row * c.levels + level++] = level_sum;
+                if (++point == c.num_points[level]) {
+                    ((C *)c.grad_gate.data)[row * c.levels + level++] = level_sum;
                     level_sum = 0, point = 0;
                 }
             }
@@ -266,18 +274,18 @@ template <class C> struct Samples {
     }
 
     void store_reference(int64_t row) {
-        C *to = (C *)c.grad_reference + row * c.levels * c.columns;
+        C *to = (C *)c.grad_reference_points.data + row * c.levels * c.columns;
         int64_t i = 0;
         for (int64_t l = 0; l < c.levels; l++, to += c.columns) {
-            const C share = (C)0.5 / (C)c.points[l];
+            const C share = (C)0.5 / (C)c.num_points[l];
             C x = 0, y = 0, w = 0, h = 0;
-            for (int64_t p = 0; p < c.points[l]; p++, i++) {
+            for (int64_t p = 0; p < c.num_points[l]; p++, i++) {
                 const Block<C> &b = blocks[i / BLOCK];
                 const int64_t k = i % BLOCK;
                 x += b.of_x[k], y += b.of_y[k];
                 if (b.corners[k]) w += b.of_x[k] * b.points[2 * k], h += b.of_y[k] * b.points[2 * k + 1];
             }
-            const C width = (C)c.shapes[2 * l + 1], height = (C)c.shapes[2 * l];
+            const C width = (C)c.width(l), height = (C)c.height(l);
             to[0] = x * width, to[1] = y * height;
             if (c.columns == 4) to[2] = w * width * share, to[3] = h * height * share;
         }
@@ -299,9 +307,9 @@ struct Part {
 template <class F> void for_runs(const Call &c, int64_t image, F f) {
     int64_t first = 0;
     for (int64_t l = 0; l < c.levels; l++) {
-        const int64_t height = c.shapes[2 * l], width = c.shapes[2 * l + 1];
+        const int64_t height = c.height(l), width = c.width(l);
         for (int64_t y = 0; y < height; y++)
-            f(first + (y + 1) * (width + 2) + 1, image * c.tokens + c.starts[l] + y * width, width);
+            f(first + (y + 1) * (width + 2) + 1, image * c.tokens + c.start(l) + y * width, width);
         first += (height + 2) * (width + 2);
     }
 }
@@ -309,7 +317,7 @@ template <class F> void for_runs(const Call &c, int64_t image, F f) {
 // Copies a head's values, and lets `pitch` numbers be from a row to the next; what lies between becomes 0.
 template <class R> void pack(const Call &c, int64_t image, int64_t head, R &row, typename R::C *copy, int64_t pitch) {
     const int64_t dim = row.dim(c.dim), far = c.heads * dim;
-    typed(c.value_type, c.value, [&](auto value) {
+    typed(c.value, [&](auto value) {
         for_runs(c, image, [&](int64_t to, int64_t from, int64_t n) {
             auto *p = copy + to * pitch;
             auto *q = value + from * far + head * dim;
@@ -355,7 +363,7 @@ void forward_of(const Call &c, const Plan &plan, const Part &part, char *small, 
             if ((corners & 10) == 10) sum.add(v, r + across);
         }
         sum.write(result);
-        store(result, c.output, c.value_type, ((part.image * c.queries + q) * c.heads + part.head) * dim, dim);
+        store(result, c.output, ((part.image * c.queries + q) * c.heads + part.head) * dim, dim);
     }
 }
 
@@ -373,7 +381,7 @@ void backward_of(
     if (!PACKED && of_value) of_value += (part.image * c.tokens * c.heads + part.head) * dim;
     for (int64_t q = part.first; q < part.end; q++) {
         samples.form(part.image, q, part.head);
-        load(read, c.grad, c.value_type, ((part.image * c.queries + q) * c.heads + part.head) * dim, dim);
+        load(read, c.grad, ((part.image * c.queries + q) * c.heads + part.head) * dim, dim);
         grad.read_row(read);
         for (int64_t i = 0; i < samples.count; i++) {
             Block<C> &b = samples.blocks[i / BLOCK];
@@ -412,7 +420,7 @@ void unpack(
     const Call &c, int64_t image, int64_t head, const C *copies, int64_t parts, int64_t size, int64_t part,
     int64_t of_parts) {
     const int64_t dim = c.dim;
-    C *to = (C *)c.grad_value;
+    C *to = (C *)c.grad_value.data;
     int64_t run = 0;
     for_runs(c, image, [&](int64_t from, int64_t row, int64_t n) {
         if (run++ % of_parts != part) return;
@@ -435,13 +443,13 @@ template <class R> void forward_by(const Call &c, const Plan &plan, int64_t task
         pack(c, part.image, part.head, row, (C *)copy, row.dim(c.dim));
         forward_of<R, C, true>(c, plan, part, small, (const C *)copy);
     } else if (sizeof(C) == 8)
-        forward_of<AnyRow<C>, C, false>(c, plan, part, small, (const C *)c.value);
-    else if (c.value_type == FLOAT)
-        forward_of<R, C, false>(c, plan, part, small, (const C *)c.value);
-    else if (c.value_type == BFLOAT16)
-        forward_of<R, bf16, false>(c, plan, part, small, (const bf16 *)c.value);
+        forward_of<AnyRow<C>, C, false>(c, plan, part, small, (const C *)c.value.data);
+    else if (c.value.type == FLOAT)
+        forward_of<R, C, false>(c, plan, part, small, (const C *)c.value.data);
+    else if (c.value.type == BFLOAT16)
+        forward_of<R, bf16, false>(c, plan, part, small, (const bf16 *)c.value.data);
     else
-        forward_of<R, half, false>(c, plan, part, small, (const half *)c.value);
+        forward_of<R, half, false>(c, plan, part, small, (const half *)c.value.data);
 }
 
 template <class R> void backward_by(const Call &c, const Plan &plan, int64_t task, char *small, char *copy) {
@@ -451,18 +459,18 @@ template <class R> void backward_by(const Call &c, const Plan &plan, int64_t tas
         R row(c.dim, small);
         const int64_t dim = row.dim(c.dim);
         pack(c, part.image, part.head, row, (C *)copy, 2 * dim);
-        C *of_value = c.grad_value ? (C *)copy + dim : nullptr;
+        C *of_value = c.grad_value.data ? (C *)copy + dim : nullptr;
         backward_of<R, C, true>(c, plan, part, small, (const C *)copy, of_value);
-        if (c.grad_value && plan.parts == 1) unpack(c, part.image, part.head, (const C *)copy, 1, 0, 0, 1);
+        if (c.grad_value.data && plan.parts == 1) unpack(c, part.image, part.head, (const C *)copy, 1, 0, 0, 1);
         return;
     }
-    C *of_value = (C *)c.grad_value;
-    if (sizeof(C) == 8 || c.value_type == FLOAT)
-        backward_of<R, C, false>(c, plan, part, small, (const C *)c.value, of_value);
-    else if (c.value_type == BFLOAT16)
-        backward_of<R, bf16, false>(c, plan, part, small, (const bf16 *)c.value, of_value);
+    C *of_value = (C *)c.grad_value.data;
+    if (sizeof(C) == 8 || c.value.type == FLOAT)
+        backward_of<R, C, false>(c, plan, part, small, (const C *)c.value.data, of_value);
+    else if (c.value.type == BFLOAT16)
+        backward_of<R, bf16, false>(c, plan, part, small, (const bf16 *)c.value.data, of_value);
     else
-        backward_of<R, half, false>(c, plan, part, small, (const half *)c.value, of_value);
+        backward_of<R, half, false>(c, plan, part, small, (const half *)c.value.data, of_value);
 }
 
 #define BY_CHANNELS(function, ...)                                    \
@@ -540,7 +548,7 @@ EXPORT int32_t mmgate_ms_deform_attn(const Call *call, int32_t is_backward, int3
     plan.blocks = (c.samples + BLOCK - 1) / BLOCK;
     plan.small_bytes = rounded(plan.blocks * (int64_t)sizeof(Block<double>) + 2 * c.dim * number);
     plan.packed = samples >= ROWS_PER_COPY * c.tokens;
-    for (int64_t l = 0; l < c.levels; l++) plan.rows += (c.shapes[2 * l] + 2) * (c.shapes[2 * l + 1] + 2);
+    for (int64_t l = 0; l < c.levels; l++) plan.rows += (c.height(l) + 2) * (c.width(l) + 2);
     plan.copy_bytes = plan.packed ? rounded(plan.rows * c.dim * number * (is_backward ? 2 : 1)) : 0;
     // Heads are enough for most. In the backward pass the parts of a head each have a sum of their own where there is a
     // copy; where there is none, that is, for few queries, a head has one.
@@ -548,10 +556,10 @@ EXPORT int32_t mmgate_ms_deform_attn(const Call *call, int32_t is_backward, int3
     plan.parts = threads > heads ? (threads + heads - 1) / heads : 1;
     if (!plan.packed && !is_backward && threads > 1) plan.parts = most;
     if (plan.parts > most) plan.parts = most;
-    if (!plan.packed && is_backward && c.grad_value) plan.parts = 1;
+    if (!plan.packed && is_backward && c.grad_value.data) plan.parts = 1;
 
     const int64_t tasks = heads * plan.parts;
-    const bool apart = is_backward && c.grad_value && plan.packed && plan.parts > 1;
+    const bool apart = is_backward && c.grad_value.data && plan.packed && plan.parts > 1;
     Memory copies(apart ? tasks * plan.copy_bytes : 0);
     if (!copies.start) return 1;
     char *of_tasks = apart ? copies.aligned() : nullptr;

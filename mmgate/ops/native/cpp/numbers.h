@@ -5,7 +5,13 @@
 #include <stdint.h>
 #include <string.h>
 
-enum Type : int64_t { FLOAT, DOUBLE, BFLOAT16, HALF };
+enum Type : int64_t { FLOAT, DOUBLE, BFLOAT16, HALF, INT64 };
+
+// A tensor's numbers and their type; null for None.
+struct Numbers {
+    void *data;
+    int64_t type;
+};
 
 namespace {
 
@@ -63,22 +69,21 @@ inline void down(double x, bf16 *to) { down((float)x, to); }
 inline void down(double x, half *to) { down((float)x, to); }
 
 // Call f with a pointer of the type that a tensor of numbers has.
-template <class F> inline void typed(int64_t type, const void *p, F f) {
-    void *q = const_cast<void *>(p);
-    switch (type) {
-        case FLOAT: f((float *)q); break;
-        case DOUBLE: f((double *)q); break;
-        case BFLOAT16: f((bf16 *)q); break;
-        default: f((half *)q);
+template <class F> inline void typed(Numbers x, F f) {
+    switch (x.type) {
+        case FLOAT: f((float *)x.data); break;
+        case DOUBLE: f((double *)x.data); break;
+        case BFLOAT16: f((bf16 *)x.data); break;
+        default: f((half *)x.data);
     }
 }
-template <class C> inline void load(C *to, const void *from, int64_t type, int64_t first, int64_t n) {
-    typed(type, from, [&](auto p) {
+template <class C> inline void load(C *to, Numbers from, int64_t first, int64_t n) {
+    typed(from, [&](auto p) {
         for (int64_t i = 0; i < n; i++) to[i] = (C)up(p[first + i]);
     });
 }
-template <class C> inline void store(const C *from, void *to, int64_t type, int64_t first, int64_t n) {
-    typed(type, to, [&](auto p) {
+template <class C> inline void store(const C *from, Numbers to, int64_t first, int64_t n) {
+    typed(to, [&](auto p) {
         for (int64_t i = 0; i < n; i++) down(from[i], p + first + i);
     });
 }
