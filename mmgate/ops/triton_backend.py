@@ -135,6 +135,16 @@ def is_measured(heads: Tensor) -> bool:
     return is_compiled(heads) and _architecture(heads.device.index) in MEASURED
 
 
+def advice(heads: Tensor, why_not: str | None) -> str | None:
+    """Return what to try on a GPU on which nobody has timed the kernels, if they can run there, or None."""
+    if heads.device.type != 'cuda' or why_not is not None or is_measured(heads):
+        return None
+    return (
+        "'triton' was never timed on this kind of GPU: python -m mmgate.doctor --time does it, and backend='triton' "
+        'takes it'
+    )
+
+
 def padded(width: int) -> int:
     """Return the power of two, at least 16, to which kernels pad so many channels."""
     return max(16, 1 << (width - 1).bit_length())

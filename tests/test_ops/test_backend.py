@@ -91,7 +91,7 @@ def test_kernels_come_first_on_the_gpus_that_they_were_timed_on(
     order = [backend.name for backend in in_order(choice.OPERATORS['ms_deform_attn'], on_gpu)]
     assert order[:2] == first and order.index('triton') < order.index(before)
     plug = [x.name for x in in_order(choice.OPERATORS['plug_attention'], on_gpu)]
-    assert plug == ['triton'] * (architecture == 90) + ['chunked', 'torch']
+    assert plug == ['triton'] * (architecture == 90) + ['native', 'chunked', 'torch']
     monkeypatch.setattr(triton_backend, 'interpreted', lambda: True)
     assert 'triton' not in [x.name for x in in_order(choice.OPERATORS['ms_deform_attn'], on_gpu)]
     monkeypatch.setattr(triton_backend, 'interpreted', lambda: False)
@@ -99,6 +99,27 @@ def test_kernels_come_first_on_the_gpus_that_they_were_timed_on(
     for op in ('ms_deform_attn', 'plug_attention'):
         for tensor in (on_gpu, torch.empty(1, device='meta'), torch.empty(1)):
             assert 'triton' not in [x.name for x in in_order(choice.OPERATORS[op], tensor)]
+
+
+@pytest.mark.parametrize('op', ['ms_deform_attn', 'plug_attention'])
+def test_a_gpu_on_which_nobody_timed_the_kernels_is_told_what_to_try(
+    op: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels = choice.backend_named(op, 'triton')
+    first = choice.backend_named(op, 'torch')
+    on_gpu: Any = SimpleNamespace(device=torch.device('cuda:0'))
+    reasons: list[str | None] = [None, 'it is for another machine', None]
+    architectures = [89, 89, 90]
+    for reason, architecture in zip(reasons, architectures, strict=True):
+        monkeypatch.setattr(triton_backend, 'why_not_triton', lambda heads, reason=reason: reason)
+        monkeypatch.setattr(triton_backend, '_architecture', lambda index, architecture=architecture: architecture)
+        monkeypatch.setattr(triton_backend, 'interpreted', lambda: False)
+        told = kernels.advice(on_gpu)
+        assert (told is not None) is (reason is None and architecture == 89)
+    assert kernels.advice(torch.empty(1)) is None
+    monkeypatch.setattr(triton_backend, '_architecture', lambda index: 89)
+    choice._log_choice(op, first, choice.FIRST, on_gpu)
+    assert "'triton' was never timed on this kind of GPU: python -m mmgate.doctor --time" in caplog.text
 
 
 def test_a_kernel_that_does_not_compile_is_a_call_for_another_backend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +225,9 @@ def test_the_line_says_how_to_have_a_better_one(
     assert 'the first of the order that can run here. Type: build it.' in caplog.text
     choice._logged.clear()
     square('first')
+    choice._logged.clear()
+    monkeypatch.setenv('MMGATE_SQUARE', 'first')
+    square()
     assert caplog.text.count('build it') == 1, 'nothing beside what was asked for'
 
 

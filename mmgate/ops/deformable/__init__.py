@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..backend import OPERATORS, Backend, run_operator
 from ..custom_op import outside_graphs
+from ..native import advice_for_native, why_not_native
 from . import grid_sample, mmcv, native_deformable, reference, triton_deformable
 from .samples import POSITIONS, Samples, attention_weights, check, offset_locations
 from .uneven import check_points
@@ -99,9 +100,9 @@ OPERATORS['ms_deform_attn'] = (
     Backend(
         'native',
         native_deformable.attend,
-        native_deformable.why_not_native,
+        why_not_native,
         description="mmgate's own C++ loop",
-        advice=native_deformable.advice_for_native,
+        advice=advice_for_native,
     ),
     Backend(
         'triton',
@@ -109,6 +110,7 @@ OPERATORS['ms_deform_attn'] = (
         triton_deformable.why_not_triton_deformable,
         place=triton_deformable.place_of_triton,
         description='one Triton kernel',
+        advice=triton_deformable.advice_for_triton,
     ),
     Backend(
         'grid_sample',

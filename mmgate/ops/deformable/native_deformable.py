@@ -38,19 +38,6 @@ class Call(ctypes.Structure):
     ]
 
 
-def why_not_native(value: Tensor) -> str | None:
-    """Return the reason why this backend cannot run on ``value``, or None if it can."""
-    if value.device.type != 'cpu':
-        return f'it is for CPU tensors, value is on {value.device}'
-    return library.missing()
-
-
-def advice_for_native(value: Tensor) -> str | None:
-    """Return a hint how the user gets this backend, such as to build the library, or None."""
-    reason = why_not_native(value) if value.device.type == 'cpu' else None
-    return reason and f"'native', several times faster, does not run: {reason}"
-
-
 def attend(samples: Samples) -> Tensor:
     """Compute deformable attention by the C++ kernel: ``(B, Q, H * D)``.
 

@@ -44,6 +44,11 @@ def place_of_triton(value: Tensor) -> Place:
     return 'in order' if triton_backend.is_compiled(value) else 'by name'
 
 
+def advice_for_triton(value: Tensor) -> str | None:
+    """Return what to try on a GPU on which nobody has timed this backend, or None."""
+    return triton_backend.advice(value, why_not_triton_deformable(value))
+
+
 def attend(samples: Samples) -> Tensor:
     """Compute deformable attention by the Triton kernels: ``(B, Q, H * D)``.
 

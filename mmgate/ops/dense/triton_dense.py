@@ -14,13 +14,10 @@ from mmgate.errors import UnsupportedCall
 
 from .. import triton_backend
 from ..backend import Place
-from ..custom_op import operator
+from ..custom_op import arguments_of, operator
 from ..triton_backend import MAX_DIM, interpreted, launch, padded
 from .dense_blocks import biased, blocks_for, gate_block
 from .pairs import Modulation, Pairs
-
-# Schema of the fields of KernelTensors.
-ARGUMENTS = 'Tensor query, Tensor key, Tensor value, Tensor gate_query, Tensor gate_key, Tensor scalars, Tensor? bias'
 
 
 class KernelTensors(NamedTuple):
@@ -48,6 +45,11 @@ def why_not_triton_dense(query: Tensor) -> str | None:
 def place_of_triton(query: Tensor) -> Place:
     """Return where ``auto`` looks at this backend: first on GPUs like the one that it was timed on, else not at all."""
     return 'first' if triton_backend.is_measured(query) else 'by name'
+
+
+def advice_for_triton(query: Tensor) -> str | None:
+    """Return what to try on a GPU on which nobody has timed this backend, or None."""
+    return triton_backend.advice(query, why_not_triton_dense(query))
 
 
 def check_gate(
@@ -145,7 +147,7 @@ def _outputs(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty(batch, heads, 2, rows, dtype=torch.float32)
 
 
-@operator('plug_attention_fused', _outputs, f'({ARGUMENTS}) -> (Tensor, Tensor)')
+@operator('plug_attention_fused', _outputs, f'({arguments_of(KernelTensors)}) -> (Tensor, Tensor)')
 def _fused(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Run the forward kernel; return the output, and each softmax's log-sum-exp in two parts, ``(B, H, 2, N)``.
 
@@ -167,7 +169,8 @@ def _gradients(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 @operator(
     'plug_attention_fused_backward',
     _gradients,
-    f'(Tensor grad, {ARGUMENTS}, Tensor output, Tensor lse) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)',
+    f'(Tensor grad, {arguments_of(KernelTensors)}, Tensor output, Tensor lse) '
+    '-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)',
 )
 def _fused_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Run both backward kernels; return the gradients of the five tensors and the gate's four scalars."""

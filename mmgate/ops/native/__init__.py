@@ -49,6 +49,19 @@ def missing() -> str | None:
     return load()[1]
 
 
+def why_not_native(tensor: Tensor) -> str | None:
+    """Return the reason why the kernels cannot run on a tensor, or None if they can."""
+    if tensor.device.type != 'cpu':
+        return f'it is for CPU tensors, not for {tensor.device}'
+    return missing()
+
+
+def advice_for_native(tensor: Tensor) -> str | None:
+    """Return a hint how the user gets the kernels, such as to build the library, or None."""
+    reason = why_not_native(tensor) if tensor.device.type == 'cpu' else None
+    return reason and f"'native', which is faster, does not run: {reason}"
+
+
 class Numbers(ctypes.Structure):
     """A tensor as the kernels see it, C++'s struct ``Numbers``: address and type of its numbers, null for None.
 

@@ -15,8 +15,7 @@ from helpers.samplings import CASES, Problem, agree, by_backend, compare, drawn,
 
 from mmgate.ops import ms_deform_attn
 from mmgate.ops import native as library
-from mmgate.ops.deformable.native_deformable import advice_for_native, why_not_native
-from mmgate.ops.native import build
+from mmgate.ops.native import advice_for_native, build, why_not_native
 
 pytestmark = needs_native
 MANY = dict(queries=70)  # for a copy of each head's values, and several parts of a head's queries
@@ -221,7 +220,7 @@ def test_auto_takes_it_first_and_says_why_it_cannot(monkeypatch: pytest.MonkeyPa
     value = torch.rand(1, 1, 1, 1)
     assert why_not_native(value) is None and advice_for_native(value) is None
     elsewhere = value.to('meta')
-    assert 'value is on meta' in (why_not_native(elsewhere) or '') and advice_for_native(elsewhere) is None
+    assert 'not for meta' in (why_not_native(elsewhere) or '') and advice_for_native(elsewhere) is None
     try:
         monkeypatch.setattr(build, 'built_from', lambda: 'others')
         library.load.cache_clear()
