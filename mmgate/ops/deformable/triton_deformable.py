@@ -16,7 +16,7 @@ from mmgate.errors import UnsupportedCall
 from .. import triton_backend
 from ..backend import Place
 from ..custom_op import arguments_of, operator, save_fields, saved_fields
-from ..triton_backend import interpreted, launch
+from ..triton_backend import compile_only, interpreted, launch, needs_backward
 from . import deformable_blocks
 from .deformable_blocks import cut_for
 from .samples import Samples, counts_like, gradients_of_fields, in_memory, reference_of
@@ -53,12 +53,29 @@ def attend(samples: Samples) -> Tensor:
     """Compute deformable attention by the Triton kernels: ``(B, Q, H * D)``.
 
     Raises:
-        UnsupportedCall: Too many values, points or outputs an image for 32-bit offsets, or too many heads for a grid.
+        UnsupportedCall: Too many values, points or outputs an image for 32-bit offsets, too many heads for a grid, or
+            a kernel does not compile.
     """
     samples = _one_point_levels(samples)
     _check_sizes(samples)
-    output, _ = _operator(*in_memory(samples))
+    samples = in_memory(samples)
+    if needs_backward(samples):
+        _compile_backward(samples)
+    output, _ = _operator(*samples)
     return output
+
+
+def _compile_backward(samples: Samples) -> None:
+    """Compile the backward kernel for a call, by the dtypes of the tensors that are not there yet.
+
+    Raises:
+        UnsupportedCall: It does not compile.
+    """
+    reference_points = samples.reference_points
+    inputs = (samples.value.dtype, torch.float32)
+    outputs = (torch.float32, samples.points.dtype, torch.float32, samples.logits.dtype, torch.float32)
+    needs_grad = reference_points is not None and reference_points.requires_grad
+    _launch(True, inputs, outputs, samples, only_compile=True, GRAD_REFERENCE=needs_grad)
 
 
 def _one_point_levels(samples: Samples) -> Samples:
@@ -110,7 +127,13 @@ def _check_sizes(samples: Samples) -> None:
 
 
 def _launch(
-    backward: bool, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], samples: Samples, **switches: bool
+    backward: bool,
+    inputs: tuple[Tensor | torch.dtype, ...],
+    outputs: tuple[Tensor | torch.dtype, ...],
+    samples: Samples,
+    *,
+    only_compile: bool = False,
+    **switches: bool,
 ) -> None:
     """Launch the forward or the backward kernel with its block sizes.
 
@@ -119,6 +142,7 @@ def _launch(
         inputs: The tensors that this pass alone reads, which come before the samples' in the kernel's signature.
         outputs: The tensors that it writes, which come last.
         samples: Contiguous, but for the gate, with the same number of points for each level.
+        only_compile: Compile the kernel, with dtypes of the tensors of this pass, and do not run it.
         **switches: Constants that this pass alone has.
     """
     import triton
@@ -149,8 +173,10 @@ def _launch(
     )
     if interpreted():
         constants['BLOCK_Q'] = deformable_blocks.INTERPRETED_QUERIES
-    order = points
-    if cut.tiled:
+    order: Tensor | torch.dtype = points
+    if cut.tiled and only_compile:
+        order = torch.int32
+    elif cut.tiled:
         order = _tile_order(samples.spatial_shapes, samples.level_start_index, tokens)
     strides: tuple[int, ...] = (0,) * 5
     if gate is not None:
@@ -171,7 +197,8 @@ def _launch(
     ]
     grid = (triton.cdiv(queries, constants['BLOCK_Q']), batch * heads)
     kernel = backward_kernel if backward else forward_kernel
-    launch(kernel, grid, *tensors, tokens, queries, heads, *strides, **constants)
+    start = compile_only if only_compile else launch
+    start(kernel, grid, value.device, *tensors, tokens, queries, heads, *strides, **constants)
 
 
 def _within_reach(gate: Tensor, logits: Tensor) -> Tensor:
@@ -190,7 +217,8 @@ def _tile_order(spatial_shapes: Tensor, level_start_index: Tensor, tokens: int) 
     order = torch.empty(tokens, dtype=torch.int32, device=spatial_shapes.device)
     grid = (triton.cdiv(tokens, ORDER_BLOCK),)
     levels = spatial_shapes.shape[0]
-    launch(order_kernel, grid, spatial_shapes, level_start_index, order, tokens, LEVELS=levels, BLOCK=ORDER_BLOCK)
+    tensors = (spatial_shapes, level_start_index, order)
+    launch(order_kernel, grid, order.device, *tensors, tokens, LEVELS=levels, BLOCK=ORDER_BLOCK)
     return order
 
 

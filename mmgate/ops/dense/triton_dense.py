@@ -15,7 +15,7 @@ from mmgate.errors import UnsupportedCall
 from .. import triton_backend
 from ..backend import Place
 from ..custom_op import arguments_of, operator
-from ..triton_backend import MAX_DIM, interpreted, launch, padded
+from ..triton_backend import MAX_DIM, compile_only, interpreted, launch, needs_backward, padded
 from .dense_blocks import biased, blocks_for, gate_block
 from .pairs import Modulation, Pairs
 
@@ -84,7 +84,7 @@ def attend(pairs: Pairs) -> Tensor:
     """Compute PLuG attention by the Triton kernels.
 
     Raises:
-        UnsupportedCall: See :func:`check_gate`.
+        UnsupportedCall: See :func:`check_gate`; or a kernel does not compile.
     """
     query = pairs.query
     bias = pairs.bias
@@ -97,12 +97,31 @@ def attend(pairs: Pairs) -> Tensor:
     check_gate(pairs.modulation, pairs.gate_query.shape[-1], pairs.residual, pairs.position, more)
     product: Any = pairs.modulation
     scalars = torch.stack([product.weight.float(), product.bias.float()], 1).flatten()  # a, b, c, e
-    tensors = (x.to(query.dtype).contiguous() for x in pairs[:5])
-    return _fused(*tensors, scalars, bias)[0]
+    tensors = KernelTensors(*(x.to(query.dtype).contiguous() for x in pairs[:5]), scalars, bias)
+    if needs_backward(tensors):
+        _compile_backward(tensors)
+    return _fused(*tensors)[0]
 
 
-def _launch(name: str, tensors: KernelTensors, others: tuple[Tensor, ...]) -> None:
-    """Launch one of the three kernels on a call's tensors and on further tensors of its pass."""
+def _compile_backward(tensors: KernelTensors) -> None:
+    """Compile both backward kernels for a call, by the dtypes of the tensors that are not there yet.
+
+    Raises:
+        UnsupportedCall: One does not compile.
+    """
+    own = tensors.query.dtype
+    wide = torch.float32
+    _launch('rows_backward_kernel', tensors, (wide, wide, own, own, wide, wide), only_compile=True)
+    _launch('columns_backward_kernel', tensors, (wide, wide, own, own, own, wide), only_compile=True)
+
+
+def _launch(
+    name: str, tensors: KernelTensors, others: tuple[Tensor | torch.dtype, ...], *, only_compile: bool = False
+) -> None:
+    """Launch one of the three kernels on a call's tensors and on further tensors of its pass, or compile it.
+
+    If it is only compiled, dtypes stand for the latter.
+    """
     import triton
 
     from . import dense_kernels
@@ -120,9 +139,11 @@ def _launch(name: str, tensors: KernelTensors, others: tuple[Tensor, ...]) -> No
     # Without a bias its argument is not read, so any tensor will do.
     given = [*tensors[:6], query if bias is None else bias, *others]
     numbers = [heads, tensors.gate_query.shape[1], rows, columns, *strides, dim**-0.5, width**-0.5]
-    launch(
+    start = compile_only if only_compile else launch
+    start(
         getattr(dense_kernels, name),
         grid,
+        query.device,
         *given,
         *numbers,
         D=dim,
