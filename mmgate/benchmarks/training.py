@@ -186,7 +186,7 @@ def _step(
     run = SimpleNamespace(model=model, logger=MMLogger.get_current_instance(), optim_wrapper=optimizer)
     hooks = []
     for hook in cfg.get('custom_hooks', []):
-        if type_name(hook) in ('ChannelsLastHook', 'CompileHook', 'Float32Hook', 'MatchOnceHook'):
+        if type_name(hook) in ('ChannelsLastHook', 'CompileHook', 'Float32Hook', 'MatchOnceHook', 'SamplingHook'):
             built = HOOKS.build(hook)
             built.before_run(run)
             built.before_train(run)
