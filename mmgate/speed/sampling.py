@@ -65,4 +65,4 @@ def sample_by_operator(model: nn.Module, device: torch.device) -> str:
         return f"deformable attention without a gate stays mmcv's: {reason}."
     for module in vanilla:
         module.__class__ = OperatorAttention
-    return f"{len(vanilla)} deformable attentions without a gate run on mmgate's operator ({first.name!r})."
+    return f"deformable attention without a gate runs on mmgate's operator ({first.name!r}): {len(vanilla)} modules."

@@ -67,7 +67,9 @@ def test_values_gradients_and_names_stay(columns: int) -> None:
     expected = values_and_gradients(run, inputs, range(2))
     weights = {name: p.grad for name, p in model.named_parameters()}
     said = hooked(model)
-    assert said == ["SamplingHook: 1 deformable attentions without a gate run on mmgate's operator ('native')."]
+    assert said == [
+        "SamplingHook: deformable attention without a gate runs on mmgate's operator ('native'): 1 modules."
+    ]
     assert [type(layer).__name__ for layer in model.layers[:2]] == ['OperatorAttention', 'Subclass']
     model.zero_grad()
     torch.testing.assert_close(values_and_gradients(run, inputs, range(2)), expected, rtol=1e-8, atol=1e-9)
@@ -104,7 +106,7 @@ def test_it_stays_where_the_operator_is_not_faster(monkeypatch: pytest.MonkeyPat
         backend = choice.Backend(name, torch.square, place=lambda x, place=place: place)
         monkeypatch.setattr(sampling, 'candidates', lambda op, x, backend=backend: ([backend], ''))
         line = sampling.sample_by_operator(deepcopy(model), CPU)
-        assert ("2 deformable attentions without a gate run on mmgate's operator ('triton')" in line) is changes
+        assert ("runs on mmgate's operator ('triton'): 2 modules." in line) is changes
     monkeypatch.undo()
     line = sampling.sample_by_operator(Model(), torch.device('meta'))
     assert line.endswith("stays mmcv's: on meta mmgate's operator was not measured faster.")
