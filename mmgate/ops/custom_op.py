@@ -160,9 +160,10 @@ def tensors_of(fields: type[tuple[Any, ...]]) -> tuple[str, ...]:
 
 def save_fields(ctx: Any, fields: tuple[Any, ...], *more: Tensor) -> None:
     """Save the arguments of an autograd function, a named tuple, and further tensors for its backward pass."""
-    names = tensors_of(type(fields))
+    kind: Any = type(fields)
+    names = tensors_of(kind)
     ctx.save_for_backward(*more, *[getattr(fields, name) for name in names])
-    ctx.others = {name: getattr(fields, name) for name in type(fields)._fields if name not in names}
+    ctx.others = {name: getattr(fields, name) for name in kind._fields if name not in names}
 
 
 def saved_fields(ctx: Any, kind: type[_Fields]) -> tuple[_Fields, list[Tensor]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from ..custom_op import first_derivatives, save_fields, saved_fields
-from .pairs import Modulation, Pairs
+from .pairs import Pairs
 from .reference import gate_factor, raw_gates
 from .softmax import Softmax, sum_heads
 
@@ -33,7 +33,7 @@ class Factor:
         residual: True for the factor ``1 + G``, False for ``G``.
     """
 
-    def __init__(self, modulation: Modulation, names: Sequence[str], residual: bool) -> None:
+    def __init__(self, modulation: Any, names: Sequence[str], residual: bool) -> None:
         self.modulation = modulation
         self.names = list(names)
         self.residual = residual

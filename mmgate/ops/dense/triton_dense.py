@@ -97,7 +97,15 @@ def attend(pairs: Pairs) -> Tensor:
     check_gate(pairs.modulation, pairs.gate_query.shape[-1], pairs.residual, pairs.position, more)
     product: Any = pairs.modulation
     scalars = torch.stack([product.weight.float(), product.bias.float()], 1).flatten()  # a, b, c, e
-    tensors = KernelTensors(*(x.to(query.dtype).contiguous() for x in pairs[:5]), scalars, bias)
+    tensors = KernelTensors(
+        query=query.contiguous(),
+        key=pairs.key.to(query.dtype).contiguous(),
+        value=pairs.value.to(query.dtype).contiguous(),
+        gate_query=pairs.gate_query.to(query.dtype).contiguous(),
+        gate_key=pairs.gate_key.to(query.dtype).contiguous(),
+        scalars=scalars,
+        bias=bias,
+    )
     if needs_backward(tensors):
         _compile_backward(tensors)
     return _fused(*tensors)[0]
