@@ -29,7 +29,7 @@ from mmgate.gates.gml import GatingModulation
 from mmgate.ops import backend as choice
 from mmgate.ops import ms_deform_attn, plug_attention
 from mmgate.ops import native as library
-from mmgate.ops.deformable.native_deformable import why_not_native
+from mmgate.ops.native import why_not_native
 
 PACKAGES = ('torch', 'triton', 'mmgate', 'mmengine', 'mmcv', 'mmdet', 'mmseg', 'numpy')
 DTYPES = {name: getattr(torch, name) for name in ('float32', 'float16', 'bfloat16')}

@@ -25,7 +25,7 @@ if not torch.cuda.is_available():
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 
 from mmgate._environment import MM, available, torch_alone
-from mmgate.ops.deformable.native_deformable import why_not_native as no_native
+from mmgate.ops.native import why_not_native as no_native
 
 # A core for each process: threads that wait for a core of another process can make a test a hundred times as long.
 torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))

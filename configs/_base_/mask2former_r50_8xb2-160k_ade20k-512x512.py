@@ -1,4 +1,5 @@
 # mmseg's, with one wait for the device a matching and channels last in the backbone.
 _base_ = ['import_mmgate.py', 'mmseg::mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py']
 custom_imports = dict(imports=['mmdet.models', 'mmgate'], allow_failed_imports=False)
-custom_hooks = [dict(type='mmgate.MatchOnceHook'), dict(type='mmgate.ChannelsLastHook')]
+custom_hooks = [
+    dict(type='mmgate.MatchOnceHook'), dict(type='mmgate.SamplingHook'), dict(type='mmgate.ChannelsLastHook')]

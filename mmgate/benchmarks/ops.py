@@ -308,7 +308,8 @@ def benchmark_plug_attention(
 
     for count in tokens or TOKENS['cpu' if on_cpu else 'cuda']:
         providers = {'eager': run('torch')} if count <= EAGER_UP_TO else {}
-        providers |= {'chunked': run('chunked'), 'triton': run('triton'), 'FlexAttention and a map': _flex(gml)}
+        providers |= {name: run(name) for name in ('native', 'chunked', 'triton') if on_cpu or name != 'native'}
+        providers['FlexAttention and a map'] = _flex(gml)
         providers['ungated SDPA'] = lambda q, k, v, *_: torch.nn.functional.scaled_dot_product_attention(q, k, v)
         inputs = [torch.randn(batch, heads, count, 32, device=device, dtype=dtype) for heads in (8, 8, 8, 1, 1)]
         yield from _measured('plug_attention', providers, f'N{count} {str(dtype)[6:]}', inputs, repetitions)

@@ -36,7 +36,7 @@ OBJECTS = 10  # annotated objects in an image
 # Operators of which no kernel is started.
 NO_KERNELS = ('empty', 'empty_like', 'empty_strided', 'new_empty', 'detach', '_local_scalar_dense', 'is_same_size')
 # Hooks that change what a step or a prediction computes.
-COMPUTING_HOOKS = ('ChannelsLastHook', 'CompileHook', 'Float32Hook', 'MatchOnceHook')
+COMPUTING_HOOKS = ('ChannelsLastHook', 'CompileHook', 'Float32Hook', 'MatchOnceHook', 'SamplingHook')
 Step = Callable[[Tensor], Any]
 # By dtype of mixed precision. At a scale of 1 no gradient overflows, so that every step is a whole one.
 LOSS_SCALES: dict[str, Any] = {'float16': 1.0, 'bfloat16': dict(enabled=False)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import isqrt
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from mmgate.gates.base.gate import Sizes, StateDict
 from mmgate.gates.base.map import MapGate, Size, map_attention, map_in_training
 from mmgate.notes import note
 from mmgate.ops.agent import agent_attention, grid_interpolation_matrix, interpolation_matrix, keeps_constants
-from mmgate.ops.autocast import autocast_dtype, without_autocast
+from mmgate.ops.autocast import without_autocast
 
 from .parts.options import check_option, integer, number
 from .parts.resizing import resize_axis
@@ -28,26 +27,6 @@ CLASS_BIASES = ('ac_bias', 'ca_bias')
 AXES = {'ah_bias': 3, 'aw_bias': 4, 'ha_bias': 2, 'wa_bias': 3}
 
 Factors = tuple[Tensor, Tensor, Tensor]
-
-
-class Kept(NamedTuple):
-    """Factors of the biases, and what they were computed from.
-
-    Attributes:
-        hw_shape: Height and width of the map.
-        dtype: Autocast's dtype, or None.
-        versions: torch's count of changes of each parameter.
-        parameters: The parameters.
-        values: Their memory, which is not used for other tensors as long as it is kept here.
-        factors: The factors.
-    """
-
-    hw_shape: Size
-    dtype: torch.dtype | None
-    versions: list[int]
-    parameters: list[Tensor]
-    values: list[Tensor]
-    factors: Factors
 
 
 class AgentGate(MapGate):
@@ -110,7 +89,6 @@ class AgentGate(MapGate):
     wa_bias: nn.Parameter
     ac_bias: nn.Parameter
     ca_bias: nn.Parameter
-    _kept: Kept | None = None
 
     def __init__(
         self,
@@ -287,21 +265,13 @@ class AgentGate(MapGate):
                 resized.append(name)
         return resized
 
-    def train(self, mode: bool = True) -> AgentGate:
-        """Switch between training and evaluation, and forget what was interpolated."""
-        self._kept = None
-        return super().train(mode)
 
     def biases(self, hw_shape: Size) -> tuple[Tensor, Tensor]:
         """Return both position biases for a map of size ``hw_shape``: B1 ``(1, H, n, N)`` and B2 ``(1, H, N, n)``.
 
         The class token comes first.
-
-        In evaluation without gradients, the small factors of the biases are interpolated once for a size of map, and
-        again after a parameter changed. A change in place through ``parameter.data``, which torch does not count, shows
-        after the next ``train()`` or ``eval()``.
         """
-        terms, columns, basis = self._factors_once(hw_shape)
+        terms, columns, basis = self._factors(hw_shape)
         basis = basis.expand(len(terms) // 2, -1, -1)
         # Each bias (H n, h, w) = terms (H n, h, 8) basis (8, w) + columns (H n, 1, w)
         shape = 1, self.num_heads, self.grid**2, hw_shape[0] * hw_shape[1]
@@ -316,33 +286,6 @@ class AgentGate(MapGate):
         class_query = self._resize_agents(self.ca_bias[0].transpose(1, 2)).to(bias2.dtype)
         class_query = class_query.transpose(1, 2)  # (H, class tokens, n)
         return torch.cat([class_key[None], bias1], -1), torch.cat([class_query[None], bias2], -2)
-
-    def _factors_once(self, hw_shape: Size) -> Factors:
-        """Return :meth:`_factors`, kept from the last call if size and parameters are still those."""
-        if self.training or torch.is_grad_enabled() or not keeps_constants(self.an_bias):
-            return self._factors(hw_shape)
-        parameters = [getattr(self, name) for name in BIASES]
-        # Tensors of inference mode do not count their changes.
-        if any(one.is_inference() for one in parameters):
-            return self._factors(hw_shape)
-        dtype = autocast_dtype(self.an_bias.device.type)
-        versions = [one._version for one in parameters]
-        kept = self._kept
-        if (
-            kept is None
-            or (kept.hw_shape, kept.dtype, kept.versions) != (hw_shape, dtype, versions)
-            or any(
-                now is not then or now.data_ptr() != values.data_ptr()
-                for now, then, values in zip(parameters, kept.parameters, kept.values, strict=True)
-            )
-        ):
-            # A later call may need a gradient, for which torch refuses tensors of inference mode.
-            with torch.inference_mode(False), torch.no_grad():
-                terms, columns, basis = (one.to(dtype or one.dtype) for one in self._factors(hw_shape))
-                values = [one.detach() for one in parameters]
-            kept = Kept(hw_shape, dtype, versions, parameters, values, (terms, columns, basis))
-            self._kept = kept
-        return kept.factors
 
     def _factors(self, hw_shape: Size) -> Factors:
         """Return both resized biases as factors, B1's before B2's: ``(2 H n, h, 8)``, ``(2 H n, 1, w)``, ``(8, w)``.

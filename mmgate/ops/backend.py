@@ -26,6 +26,7 @@ logger = logging.getLogger('mmgate')
 # Where ``auto`` looks at a backend: before all others, in its place, or not at all, as it runs by its name alone.
 Place = Literal['first', 'in order', 'by name']
 OPERATORS: dict[str, tuple[Backend, ...]] = {}  # each operator's backends, in their order
+FIRST = 'the first of the order that can run here'  # the reason of ``auto``
 _logged: set[tuple[str, str]] = set()
 
 
@@ -80,7 +81,7 @@ def run_operator(op: str, tensor: Tensor, requested: str | None, arguments: Any)
     chosen, reason = candidates(op, tensor, requested)
     first = chosen[0]
     if not is_traced() and (op, first.name) not in _logged:
-        _log_choice(op, first, reason, tensor, requested)
+        _log_choice(op, first, reason, tensor)
     for backend in chosen[:-1]:
         try:
             return backend.run(arguments)
@@ -118,7 +119,7 @@ def candidates(op: str, tensor: Tensor, requested: str | None = None) -> tuple[l
         return exportable[:1], 'the one that exported models can hold'
     hidden = hides_numbers(tensor)
     usable = [b for b in backends if (b.traceable or not hidden) and b.why_not(tensor) is None]
-    return in_order(usable, tensor), 'the first of the order that can run here'
+    return in_order(usable, tensor), FIRST
 
 
 def in_order(backends: Sequence[Backend], tensor: Tensor) -> list[Backend]:
@@ -146,15 +147,13 @@ def check_backend(op: str, name: str) -> None:
         backend_named(op, name)
 
 
-def _log_choice(op: str, first: Backend, reason: str, tensor: Tensor, requested: str | None) -> None:
+def _log_choice(op: str, first: Backend, reason: str, tensor: Tensor) -> None:
     """Log which backend runs and why, and how the user gets a faster one."""
     line = f'{op} runs on {first.description} ({first.name!r}), {reason}'
-    if (requested or 'auto') == 'auto':
-        backends = OPERATORS[op]
-        for preferred in backends[: backends.index(first)]:
-            advice = preferred.advice(tensor)
-            if advice:
-                line += f'. {advice}'
+    for other in OPERATORS[op] if reason == FIRST else ():
+        advice = None if other is first else other.advice(tensor)
+        if advice:
+            line += f'. {advice}'
     _log_once(op, first.name, f'{line}.')
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +21,17 @@ from .tracing import is_compiling, is_traced
 
 CAN_REGISTER = hasattr(torch.library, 'custom_op')
 
+# Types of an operator's arguments in torch's schemas.
+SCHEMA_TYPES: dict[Any, str] = {
+    Tensor: 'Tensor',
+    Tensor | None: 'Tensor?',
+    bool: 'bool',
+    str: 'str',
+    Sequence[int] | None: 'int[]?',
+}
+
 _Function = TypeVar('_Function', bound=Callable[..., Any])
+_Fields = TypeVar('_Fields', bound=tuple[Any, ...])
 
 
 def outside_graphs(function: _Function) -> _Function:
@@ -132,3 +142,33 @@ class Operator:
 def operator(name: str, fake: Callable[..., Any], schema: str | None = None) -> Callable[..., Operator]:
     """Decorator: make a custom operator of a function; see :class:`Operator`."""
     return lambda run: Operator(name, run, fake, schema)
+
+
+def arguments_of(fields: type[tuple[Any, ...]]) -> str:
+    """Return the fields of a named tuple as arguments of a schema, such as ``'Tensor value, Tensor? gate'``.
+
+    torch 2.4 does not read lists from annotations.
+    """
+    return ', '.join(f'{SCHEMA_TYPES[kind]} {name}' for name, kind in typing.get_type_hints(fields).items())
+
+
+@functools.cache
+def tensors_of(fields: type[tuple[Any, ...]]) -> tuple[str, ...]:
+    """Return the names of the fields of a named tuple that are tensors, or None instead."""
+    return tuple(name for name, kind in typing.get_type_hints(fields).items() if kind in (Tensor, Tensor | None))
+
+
+def save_fields(ctx: Any, fields: tuple[Any, ...], *more: Tensor) -> None:
+    """Save the arguments of an autograd function, a named tuple, and further tensors for its backward pass."""
+    kind: Any = type(fields)
+    names = tensors_of(kind)
+    ctx.save_for_backward(*more, *[getattr(fields, name) for name in names])
+    ctx.others = {name: getattr(fields, name) for name in kind._fields if name not in names}
+
+
+def saved_fields(ctx: Any, kind: type[_Fields]) -> tuple[_Fields, list[Tensor]]:
+    """Return what :func:`save_fields` saved: the arguments, a named tuple ``kind``, and the further tensors."""
+    names = tensors_of(kind)
+    saved = list(ctx.saved_tensors)
+    first = len(saved) - len(names)
+    return kind(**dict(zip(names, saved[first:], strict=True)), **ctx.others), saved[:first]

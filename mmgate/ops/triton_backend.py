@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from subprocess import CalledProcessError
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from mmgate.errors import UnsupportedCall, first_line
+
+from .tracing import is_traced
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OLDEST = (3, 2)  # version of Triton
@@ -44,26 +47,73 @@ def interpreted() -> bool:
     return os.environ.get('TRITON_INTERPRET') == '1'
 
 
+_reasons: dict[tuple[Any, ...], str | None] = {}  # why kernels did not compile, by compile_only's arguments
+
+
 def _on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == 'cuda' else nullcontext()
 
 
-def launch(kernel: Any, grid: Any, tensor: Tensor, *arguments: Any, **constants: Any) -> None:
-    """Launch a Triton kernel on the device of its first tensor.
+def launch(kernel: Any, grid: Any, device: torch.device, *arguments: Any, **constants: Any) -> None:
+    """Launch a Triton kernel on a device.
 
     Raises:
         UnsupportedCall: The kernel does not compile here, so that ``auto`` goes on with another backend.
     """
+    with _on(device):
+        error = _failure_of(kernel[grid], *arguments, **constants)
+    if error is not None:
+        raise UnsupportedCall(
+            f'a Triton kernel does not compile on {device}, take another backend: {_reason(error)}'
+        ) from error
+
+
+def needs_backward(tensors: Iterable[Any]) -> bool:
+    """Return True if the backward pass of a call will come, and its kernels are to be compiled in the forward pass.
+
+    There ``auto`` can still take another backend. torch.compile has chosen already, and the interpreter compiles
+    nothing.
+    """
+    if is_traced() or interpreted() or not torch.is_grad_enabled():
+        return False
+    return any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+
+
+def compile_only(kernel: Any, grid: Any, device: torch.device, *arguments: Any, **constants: Any) -> None:
+    """Compile a Triton kernel, once, as :func:`launch` would for these arguments, and do not run it.
+
+    A dtype may be given instead of a tensor.
+
+    Raises:
+        UnsupportedCall: The kernel does not compile here.
+    """
+    dtypes = (x.dtype if isinstance(x, Tensor) else x for x in arguments if isinstance(x, (Tensor, torch.dtype)))
+    key = (kernel, device, *dtypes, *constants.items())
+    if key not in _reasons:
+        with _on(device):
+            error = _failure_of(kernel.warmup, *arguments, grid=grid, **constants)
+        _reasons[key] = None if error is None else _reason(error)
+    if _reasons[key] is not None:
+        raise UnsupportedCall(
+            f'a backward kernel of Triton does not compile on {device}, take another backend: {_reasons[key]}'
+        )
+
+
+def _failure_of(call: Any, *arguments: Any, **constants: Any) -> Exception | None:
+    """Call Triton, and return the error of a kernel, or of the C module that launches it, that does not compile."""
     from triton.errors import TritonError
 
     failures = () if interpreted() else (TritonError, CalledProcessError)
-    with _on(tensor.device):
-        try:
-            # Triton 3.10 turned fused multiply-add off by default.
-            kernel[grid](tensor, *arguments, enable_fp_fusion=True, **constants)
-        except failures as error:  # of the kernel, or of the C module that launches it
-            reason = f'{type(error).__name__}: {error}'.strip()[:500]
-            raise UnsupportedCall(f'a Triton kernel does not compile on {tensor.device}: {reason}') from error
+    try:
+        # Triton 3.10 turned fused multiply-add off by default.
+        call(*arguments, enable_fp_fusion=True, **constants)
+    except failures as error:
+        return error
+    return None
+
+
+def _reason(error: Exception) -> str:
+    return f'{type(error).__name__}: {error}'.strip()[:500]
 
 
 @functools.cache
@@ -133,6 +183,16 @@ def is_compiled(heads: Tensor) -> bool:
 def is_measured(heads: Tensor) -> bool:
     """Return True on GPUs like the one on which we found the kernels faster than other packages' operators."""
     return is_compiled(heads) and _architecture(heads.device.index) in MEASURED
+
+
+def advice(heads: Tensor, why_not: str | None) -> str | None:
+    """Return what to try on a GPU on which nobody has timed the kernels, if they can run there, or None."""
+    if heads.device.type != 'cuda' or why_not is not None or is_measured(heads):
+        return None
+    return (
+        "'triton' was never timed on this kind of GPU: python -m mmgate.doctor --time does it, and backend='triton' "
+        'takes it'
+    )
 
 
 def padded(width: int) -> int:

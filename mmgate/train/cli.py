@@ -75,7 +75,7 @@ def train(argv: list[str]) -> None:
         '--speedups',
         action='store_true',
         help="the same training by the faster step of mmgate's own configs: parameter groups merged, optimizer fused, "
-        'one matching, channels last',
+        "one matching, mmgate's operator in deformable attention without a gate, channels last",
     )
     parser.add_argument(
         '--auto-scale-lr', action='store_true', help='scale the learning rate to processes x batch, as mmdet does'

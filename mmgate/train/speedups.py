@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -15,6 +15,8 @@ from .gate_options import group_parameters, import_mmgate, type_path
 from .parameter_groups import GroupedOptimWrapperConstructor
 
 HEADS = ('DETRHead', 'Mask2FormerHead')
+# Classes with deformable attention inside, or attention itself.
+SAMPLERS = ('DeformableDETR', 'MSDeformAttnPixelDecoder', 'MultiScaleDeformableAttention')
 HUNGARIAN = 'HungarianAssigner'
 
 
@@ -41,7 +43,7 @@ def _match(cfg: Config) -> None:
     """Match once a step in DETR-like heads and Mask2Former's, and with one wait a call in others that use Hungarian."""
     model: Any = cfg.get('model') or {}
     entries = [entry for _, entry in mappings(model)]
-    if any(_is_matched_once(cfg, entry) for entry in entries):
+    if any(_derives_from(cfg, entry, HEADS) for entry in entries):
         _hook('MatchOnceHook')(cfg)
         return
     for entry in filter(_assigns, entries):
@@ -54,13 +56,19 @@ def _assigns(entry: Mapping[str, Any]) -> bool:
     return isinstance(assigner, Mapping) and type_name(assigner) == HUNGARIAN
 
 
-def _is_matched_once(cfg: Config, entry: Mapping[str, Any]) -> bool:
-    """Return True if an entry of a config is a head that MatchOnceHook changes."""
-    if 'type' not in entry or not type_name(entry).endswith('Head'):
-        return False
+def _derives_from(cfg: Config, entry: Mapping[str, Any], names: Sequence[str]) -> bool:
+    """Return True if the class of a config's entry, or of the host that it gates, derives from one of these names."""
+    kinds = [entry[key] for key in ('type', 'host') if isinstance(entry.get(key), (str, type))]
     with MODELS.switch_scope_and_registry(cfg.get('default_scope')) as registry:
-        found = registry.get(type_path(entry['type']))
-    return any(base.__name__ in HEADS for base in getattr(found, '__mro__', ()))
+        found = [registry.get(type_path(kind)) for kind in kinds]
+    return any(base.__name__ in names for kind in found for base in getattr(kind, '__mro__', ()))
+
+
+def _sample(cfg: Config) -> None:
+    """Let deformable attention without a gate sample by mmgate's operator."""
+    model: Any = cfg.get('model') or {}
+    if any(_derives_from(cfg, entry, SAMPLERS) for _, entry in mappings(model)):
+        _hook('SamplingHook')(cfg)
 
 
 def _channels_last(cfg: Config) -> None:
@@ -89,9 +97,10 @@ def _replay(cfg: Config) -> None:
 SPEEDUPS: dict[str, Callable[[Config], None]] = {
     'groups': _group,
     'matcher': _match,
+    'sampling': _sample,
     'channels-last': _channels_last,
     'compile': _hook('CompileHook'),
     'graphs': _replay,
 }
 # The changes that mmgate's configs have where they fit.
-DEFAULTS = ('groups', 'matcher', 'channels-last')
+DEFAULTS = ('groups', 'matcher', 'sampling', 'channels-last')

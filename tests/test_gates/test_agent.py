@@ -66,56 +66,31 @@ class Operators(TorchDispatchMode):
 def test_biases_take_few_operators(agent_num: int) -> None:
     gate = AgentAttention(12, 3, map_size=(8, 8), agent_num=agent_num, pretrain_agent_num=9).gate
     gate.biases((8, 11))
-    with Operators() as training:
+    with Operators() as operators:
         gate.biases((8, 11))
-    gate.eval()
-    with torch.no_grad():
-        gate.biases((8, 11))
-        with Operators() as evaluation:
-            gate.biases((8, 11))
-    assert training.count <= 12 and evaluation.count <= 3
+    assert operators.count <= 12
 
 
 def test_biases_in_evaluation_follow_their_parameters() -> None:
-    """Whoever changed them, in whatever order of maps, and under inference mode and autocast, too."""
+    """Whoever changed them, in whatever order of maps, and under inference mode, too: nothing of them is kept."""
     layer = AgentAttention(12, 3, map_size=(8, 8), agent_num=9).eval()
     gate = layer.gate
 
     def check(hw_shape: tuple[int, int] = (5, 11)) -> None:
-        expected = gate.biases(hw_shape)  # with gradients nothing is kept
-        for context in (torch.inference_mode(), torch.no_grad(), torch.no_grad()):
+        expected = gate.biases(hw_shape)
+        for context in (torch.inference_mode(), torch.no_grad()):
             with context:
                 torch.testing.assert_close(gate.biases(hw_shape), expected, rtol=0, atol=0)
 
     check(), check((8, 8)), check()
+    before = gate.biases((5, 11))[0]
+    gate.ah_bias.data.add_(1)  # which torch does not count as a change
     with torch.no_grad():
-        gate.an_bias.add_(1)
-    check()
-    gate.wa_bias.data = torch.randn_like(gate.wa_bias)
-    check()
-    layer.load_state_dict({name: torch.randn_like(value) for name, value in layer.state_dict().items()})
-    check()
-    gate.ah_bias.data.add_(1)  # as mmengine's EMAHook, which then calls eval()
-    layer.eval()
-    check()
-    layer.double()
-    check()
-    x = torch.randn(1, 55, 12, dtype=torch.float64)
-    with torch.no_grad():  # other parameters of the same memory, one after the other
-        outputs = []
-        for number in range(3):
-            others = {name: value + number for name, value in layer.state_dict().items()}
-            outputs.append(torch.func.functional_call(layer, others, (x, (5, 11))))
-            del others
-    with_gradients = torch.func.functional_call(
-        layer, {name: value + 2 for name, value in layer.state_dict().items()}, (x, (5, 11))
-    )
-    torch.testing.assert_close(outputs[2], with_gradients)
+        torch.testing.assert_close(gate.biases((5, 11))[0], before + 1)
     check()
     with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
         assert gate.biases((5, 11))[0].dtype == torch.bfloat16
-    check()
-    bias1, bias2 = gate.biases((5, 11))
+    bias1, bias2 = gate.biases((5, 11))  # after inference mode
     (bias1.sum() + bias2.sum()).backward()
     assert all(getattr(gate, name).grad is not None for name in ('an_bias', 'na_bias', 'ah_bias', 'wa_bias'))
 

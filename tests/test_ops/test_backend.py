@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conftest import TORCH
+from helpers.plug_inputs import make as plug_inputs
 from torch import Tensor
 
 from mmgate.errors import UnsupportedCall
+from mmgate.gates import GatingModulation
 from mmgate.ops import backend as choice
-from mmgate.ops import ms_deform_attn, triton_backend
+from mmgate.ops import ms_deform_attn, plug_attention, triton_backend
 from mmgate.ops.backend import Backend, candidates, in_order, run_operator
 
 
@@ -91,7 +94,7 @@ def test_kernels_come_first_on_the_gpus_that_they_were_timed_on(
     order = [backend.name for backend in in_order(choice.OPERATORS['ms_deform_attn'], on_gpu)]
     assert order[:2] == first and order.index('triton') < order.index(before)
     plug = [x.name for x in in_order(choice.OPERATORS['plug_attention'], on_gpu)]
-    assert plug == ['triton'] * (architecture == 90) + ['chunked', 'torch']
+    assert plug == ['triton'] * (architecture == 90) + ['native', 'chunked', 'torch']
     monkeypatch.setattr(triton_backend, 'interpreted', lambda: True)
     assert 'triton' not in [x.name for x in in_order(choice.OPERATORS['ms_deform_attn'], on_gpu)]
     monkeypatch.setattr(triton_backend, 'interpreted', lambda: False)
@@ -101,20 +104,106 @@ def test_kernels_come_first_on_the_gpus_that_they_were_timed_on(
             assert 'triton' not in [x.name for x in in_order(choice.OPERATORS[op], tensor)]
 
 
+@pytest.mark.parametrize('op', ['ms_deform_attn', 'plug_attention'])
+def test_a_gpu_on_which_nobody_timed_the_kernels_is_told_what_to_try(
+    op: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels = choice.backend_named(op, 'triton')
+    first = choice.backend_named(op, 'torch')
+    on_gpu: Any = SimpleNamespace(device=torch.device('cuda:0'))
+    reasons: list[str | None] = [None, 'it is for another machine', None]
+    architectures = [89, 89, 90]
+    for reason, architecture in zip(reasons, architectures, strict=True):
+        monkeypatch.setattr(triton_backend, 'why_not_triton', lambda heads, reason=reason: reason)
+        monkeypatch.setattr(triton_backend, '_architecture', lambda index, architecture=architecture: architecture)
+        monkeypatch.setattr(triton_backend, 'interpreted', lambda: False)
+        told = kernels.advice(on_gpu)
+        assert (told is not None) is (reason is None and architecture == 89)
+    assert kernels.advice(torch.empty(1)) is None
+    monkeypatch.setattr(triton_backend, '_architecture', lambda index: 89)
+    choice._log_choice(op, first, choice.FIRST, on_gpu)
+    assert "'triton' was never timed on this kind of GPU: python -m mmgate.doctor --time" in caplog.text
+
+
 def test_a_kernel_that_does_not_compile_is_a_call_for_another_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a GPU that this Triton does not know."""
     errors = pytest.importorskip('triton.errors')
 
+    tried: list[str] = []
+
     class Broken:
         def __getitem__(self, grid: Any) -> Any:
-            def run(*arguments: Any, **constants: Any) -> None:
-                raise errors.TritonError('ptxas fatal')
+            return self.warmup
 
-            return run
+        def warmup(self, *arguments: Any, **constants: Any) -> None:
+            tried.append('')
+            raise errors.TritonError('ptxas fatal')
 
     monkeypatch.setattr(triton_backend, 'interpreted', lambda: False)
-    with pytest.raises(UnsupportedCall, match='does not compile on cpu: TritonError: ptxas fatal'):
-        triton_backend.launch(Broken(), (1,), torch.empty(1))
+    message = 'does not compile on cpu, take another backend: TritonError: ptxas fatal'
+    with pytest.raises(UnsupportedCall, match=message):
+        triton_backend.launch(Broken(), (1,), torch.device('cpu'), torch.empty(1))
+    broken = Broken()
+    for _ in range(2):
+        with pytest.raises(UnsupportedCall, match=message):
+            triton_backend.compile_only(broken, (1,), torch.device('cpu'), torch.empty(1), torch.float32, 5, D=32)
+    assert len(tried) == 2, 'compile_only tries once'
+
+
+def call_of(op: str) -> Callable[..., Tensor]:
+    """Return a call of an operator with a backend's name, on inputs that require gradients."""
+    torch.manual_seed(0)
+    if op == 'ms_deform_attn':
+        inputs = [x.requires_grad_() if x.is_floating_point() else x for x in sampler()]
+        return lambda backend: ms_deform_attn(*inputs, backend=backend)
+    tensors = [x.requires_grad_() for x in plug_inputs().values()]
+    gate = GatingModulation('product', activation='tanh', init='paper')
+    return lambda backend: plug_attention(*tensors, gate, backend=backend)
+
+
+@pytest.mark.parametrize(('op', 'folder'), [('ms_deform_attn', 'deformable'), ('plug_attention', 'dense')])
+def test_a_backward_kernel_that_does_not_compile_is_a_call_for_another_backend(
+    op: str, folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It shows in the forward pass, where another backend can still run, and only if there will be a gradient."""
+    pytest.importorskip('triton', minversion='3.2')
+    kernels: Any = import_module(f'mmgate.ops.{folder}.triton_{folder}')
+    launched: list[Any] = []
+
+    def compile_only(kernel: Any, *arguments: Any, **constants: Any) -> None:
+        raise UnsupportedCall(f'{kernel.__name__} does not compile')
+
+    def launch(kernel: Any, *arguments: Any, **constants: Any) -> None:
+        launched.append(kernel.__name__)
+
+    monkeypatch.setattr(triton_backend, 'is_measured', lambda heads: True)  # so that 'auto' takes them first
+    monkeypatch.setattr(kernels, 'needs_backward', lambda tensors: torch.is_grad_enabled())
+    monkeypatch.setattr(kernels, 'compile_only', compile_only)
+    monkeypatch.setattr(kernels, 'launch', launch)
+    call = call_of(op)
+    found = call('auto')
+    torch.testing.assert_close(found, call('torch'), rtol=1e-4, atol=1e-5)
+    found.sum().backward()
+    assert "'triton' hands a call on to the next: " in caplog.text and 'backward_kernel does not compile' in caplog.text
+    with pytest.raises(UnsupportedCall, match='backward_kernel does not compile'):
+        call('triton')
+    assert not launched
+    with torch.no_grad():
+        call('auto')
+    assert launched[-1] == 'forward_kernel'
+
+
+@pytest.mark.parametrize('wanted', [False, True])
+def test_backward_kernels_are_compiled_where_a_gradient_is_wanted(
+    wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_backend, 'interpreted', lambda: False)
+    given = (torch.ones(1), None, True, torch.ones(1, requires_grad=wanted))
+    assert triton_backend.needs_backward(given) is wanted
+    with torch.no_grad():
+        assert not triton_backend.needs_backward(given)
+    monkeypatch.setattr(triton_backend, 'is_traced', lambda: True)
+    assert not triton_backend.needs_backward(given)
 
 
 def test_kernels_are_left_out_where_triton_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +293,9 @@ def test_the_line_says_how_to_have_a_better_one(
     assert 'the first of the order that can run here. Type: build it.' in caplog.text
     choice._logged.clear()
     square('first')
+    choice._logged.clear()
+    monkeypatch.setenv('MMGATE_SQUARE', 'first')
+    square()
     assert caplog.text.count('build it') == 1, 'nothing beside what was asked for'
 
 

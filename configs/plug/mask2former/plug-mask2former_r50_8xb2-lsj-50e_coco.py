@@ -7,5 +7,6 @@ model = dict(
     attention=dict(
         type='PLuGMultiheadAttention',
         path='panoptic_head.transformer_decoder.layers.*.self_attn'))
-custom_hooks = [dict(type='mmgate.MatchOnceHook'), dict(type='mmgate.ChannelsLastHook')]
+custom_hooks = [
+    dict(type='mmgate.MatchOnceHook'), dict(type='mmgate.SamplingHook'), dict(type='mmgate.ChannelsLastHook')]
 optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')

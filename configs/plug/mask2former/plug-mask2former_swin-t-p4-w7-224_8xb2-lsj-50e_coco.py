@@ -8,4 +8,4 @@ model = dict(
         type='PLuGMultiheadAttention',
         path='panoptic_head.transformer_decoder.layers.*.self_attn'))
 optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')
-custom_hooks = [dict(type='mmgate.MatchOnceHook')]
+custom_hooks = [dict(type='mmgate.MatchOnceHook'), dict(type='mmgate.SamplingHook')]

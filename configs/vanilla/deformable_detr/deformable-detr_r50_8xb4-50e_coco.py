@@ -3,7 +3,8 @@ _base_ = 'mmdet::deformable_detr/deformable-detr_r50_16xb2-50e_coco.py'
 # 32, with half of mmdet's weight decay.
 custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 # mmdet's computation in fewer kernels and waits; docs/faster_training.md explains each part.
-custom_hooks = [dict(type='mmgate.MatchOnceHook'), dict(type='mmgate.ChannelsLastHook')]
+custom_hooks = [
+    dict(type='mmgate.MatchOnceHook'), dict(type='mmgate.SamplingHook'), dict(type='mmgate.ChannelsLastHook')]
 train_dataloader = dict(batch_size=4)
 optim_wrapper = dict(
     constructor='mmgate.GroupedOptimWrapperConstructor',

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..backend import OPERATORS, Backend, run_operator
 from ..custom_op import outside_graphs
+from ..native import advice_for_native, why_not_native
 from . import grid_sample, mmcv, native_deformable, reference, triton_deformable
-from .samples import POSITIONS, Samples, attention_weights, checked, offset_locations
+from .samples import POSITIONS, Samples, attention_weights, check, offset_locations
 from .uneven import check_points
 
 __all__ = ['POSITIONS', 'attention_weights', 'ms_deform_attn', 'offset_locations']
@@ -76,20 +77,19 @@ def ms_deform_attn(
     of points.
     """
     counts = None if num_points is None else check_points(num_points, len(spatial_shapes))
-    samples = checked(
-        Samples(
-            value=value,
-            spatial_shapes=spatial_shapes,
-            level_start_index=level_start_index,
-            points=sampling_locations,
-            logits=logits,
-            gate=gate,
-            residual=residual,
-            position=position,
-            reference_points=reference_points,
-            num_points=counts,
-        )
+    samples = Samples(
+        value=value,
+        spatial_shapes=spatial_shapes,
+        level_start_index=level_start_index,
+        points=sampling_locations,
+        logits=logits,
+        gate=gate,
+        residual=residual,
+        position=position,
+        reference_points=reference_points,
+        num_points=counts,
     )
+    check(samples)
     if not all(value.shape[1:]) or not logits.shape[-1]:  # no level has a pixel, or there are no channels or points
         return value[:, :0].sum(1).flatten(1)[:, None].expand(-1, logits.shape[1], -1)
     return run_operator('ms_deform_attn', value, backend, samples)
@@ -100,9 +100,9 @@ OPERATORS['ms_deform_attn'] = (
     Backend(
         'native',
         native_deformable.attend,
-        native_deformable.why_not_native,
+        why_not_native,
         description="mmgate's own C++ loop",
-        advice=native_deformable.advice_for_native,
+        advice=advice_for_native,
     ),
     Backend(
         'triton',
@@ -110,6 +110,7 @@ OPERATORS['ms_deform_attn'] = (
         triton_deformable.why_not_triton_deformable,
         place=triton_deformable.place_of_triton,
         description='one Triton kernel',
+        advice=triton_deformable.advice_for_triton,
     ),
     Backend(
         'grid_sample',

@@ -16,42 +16,26 @@ from torch import Tensor
 from mmgate.errors import UnsupportedCall
 
 from .. import native as library
-from ..custom_op import operator
-from ..native import TYPES, fields
-from .samples import REFERENCE_POINTS, SCHEMA, Samples, gradients_of_fields, save_samples, saved_samples
+from ..custom_op import arguments_of, operator, save_fields, saved_fields, tensors_of
+from ..native import FLOATING, TYPES, Numbers, fields, fields_of, numbers
+from .samples import POSITIONS, Samples, gradients_of_fields, in_memory
 
-FIVE_TENSORS = '(Tensor, Tensor, Tensor, Tensor, Tensor)'
 MOST_NUMBERS = 2**31  # rows of an image's values and their borders, which the kernel counts in 32 bits
 
 
 class Call(ctypes.Structure):
-    """The C++ kernel's arguments (sizes, strides, addresses) as a ctypes structure.
+    """The C++ kernel's arguments: the fields of :class:`.samples.Samples`, their sizes, and the results.
 
-    Its fields are those of the C struct ``Call`` in ``cpp/native.h``, in the same order.
+    Its fields are those of the C struct ``Call`` in ``native/cpp/deformable.cpp``, in the same order.
     """
 
     _fields_ = [
-        *fields(ctypes.c_int64, 'batch tokens heads dim queries levels samples columns residual post compute'),
-        *fields(ctypes.c_int64, 'value_type points_type logits_type gate_type reference_type'),
+        *fields_of(Samples),
+        *fields(ctypes.c_int64, 'batch tokens heads dim queries levels samples columns'),
         ('gate_stride', ctypes.c_int64 * 5),
-        *fields(ctypes.c_int64, 'gate_summed threads widest'),
-        ('points', ctypes.POINTER(ctypes.c_int64)),
-        *fields(ctypes.c_void_p, 'value shapes starts at logits gate reference output grad'),
-        *fields(ctypes.c_void_p, 'grad_value grad_at grad_logits grad_gate grad_reference'),
+        *fields(ctypes.c_int64, 'gate_summed compute threads'),
+        *fields(Numbers, 'output grad grad_value grad_points grad_logits grad_gate grad_reference_points'),
     ]
-
-
-def why_not_native(value: Tensor) -> str | None:
-    """Return the reason why this backend cannot run on ``value``, or None if it can."""
-    if value.device.type != 'cpu':
-        return f'it is for CPU tensors, value is on {value.device}'
-    return library.missing()
-
-
-def advice_for_native(value: Tensor) -> str | None:
-    """Return a hint how the user gets this backend, such as to build the library, or None."""
-    reason = why_not_native(value) if value.device.type == 'cpu' else None
-    return reason and f"'native', several times faster, does not run: {reason}"
 
 
 def attend(samples: Samples) -> Tensor:
@@ -62,75 +46,47 @@ def attend(samples: Samples) -> Tensor:
             two of 16 bits.
     """
     value = samples.value
-    points = samples.points
-    logits = samples.logits
-    reference_points = samples.reference_points
-    given = [x for x in (value, points, logits, samples.gate, reference_points) if x is not None]
-    other = [x.dtype for x in given if x.dtype not in TYPES]  # torch.compile of torch 2.7 does not take a next()
+    given = [
+        x for x in (value, samples.points, samples.logits, samples.gate, samples.reference_points) if x is not None
+    ]
+    other = [x.dtype for x in given if x.dtype not in FLOATING]  # torch.compile of torch 2.7 does not take a next()
     if other:
         raise UnsupportedCall(f"ms_deform_attn: 'native' takes float32, float64, bfloat16 and float16, got {other[0]}.")
     if 2 * value.shape[1] >= MOST_NUMBERS:
         raise UnsupportedCall(f"ms_deform_attn: 'native' takes up to 2^30 tokens an image, got {value.shape[1]}.")
     double = any(x.dtype == torch.float64 for x in given)
-    output = _operator(
-        (value.double() if double else value).contiguous(),
-        samples.spatial_shapes.long().contiguous(),
-        samples.level_start_index.long().contiguous(),
-        points.contiguous(),
-        logits.contiguous(),
-        samples.gate,
-        samples.residual,
-        samples.position,
-        None if reference_points is None else reference_points.contiguous(),
-        None if samples.num_points is None else list(samples.num_points),
-    )
+    output = _operator(*in_memory(samples, double=double))
     return output.to(value.dtype)
 
 
 def _described(samples: Samples) -> Call:
-    """Fill in the C++ kernel's arguments, except for the addresses of results.
+    """Fill in the C++ kernel's arguments, except for the results.
 
     It holds addresses, and keeps no tensor alive.
     """
-    value = samples.value
     logits = samples.logits
     gate = samples.gate
-    num_points = samples.num_points
-    counts = [logits.shape[4]] * logits.shape[3] if num_points is None else num_points
-    call = Call()
-    call.batch, call.tokens, call.heads, call.dim = value.shape
+    counts = [logits.shape[4]] * logits.shape[3] if samples.num_points is None else samples.num_points
+    call = Call(**{name: numbers(getattr(samples, name)) for name in tensors_of(Samples)})
+    call.residual = samples.residual
+    call.position = POSITIONS.index(samples.position)
+    call.num_points = (ctypes.c_int64 * len(counts))(*counts)
+    call.batch, call.tokens, call.heads, call.dim = samples.value.shape
     call.queries = logits.shape[1]
     call.levels = len(counts)
     call.samples = sum(counts)
-    call.points = (ctypes.c_int64 * len(counts))(*counts)
-    call.residual = samples.residual
-    call.post = samples.position == 'post_softmax'
-    call.compute = TYPES[_compute(value)]
-    call.threads = torch.get_num_threads()
-    call.widest = library.WIDEST
-    call.value = value.data_ptr()
-    call.value_type = TYPES[value.dtype]
-    call.shapes = samples.spatial_shapes.data_ptr()
-    call.starts = samples.level_start_index.data_ptr()
-    call.at = samples.points.data_ptr()
-    call.points_type = TYPES[samples.points.dtype]
-    call.logits = logits.data_ptr()
-    call.logits_type = TYPES[logits.dtype]
-    if gate is not None:
-        call.gate = gate.data_ptr()
-        call.gate_type = TYPES[gate.dtype]
-        if num_points is None:
-            sizes, (*others, of_level, of_point) = _axes(gate, 5)
-            # The kernel counts samples through all levels, and so takes the step of a sample for each point.
-            call.gate_stride[:] = (*others, of_level - counts[0] * of_point, of_point)
-            call.gate_summed = sizes[4] == 1
-        else:
-            _, (*others, of_sample) = _axes(gate, 4)
-            call.gate_stride[:] = (*others, 0, of_sample)
     if samples.reference_points is not None:
         call.columns = samples.reference_points.shape[-1]
-        call.reference = samples.reference_points.data_ptr()
-        call.reference_type = TYPES[samples.reference_points.dtype]
+    if gate is not None and samples.num_points is None:
+        sizes, (*others, of_level, of_point) = _axes(gate, 5)
+        # The kernel counts samples through all levels, and so takes the step of a sample for each point.
+        call.gate_stride[:] = (*others, of_level - counts[0] * of_point, of_point)
+        call.gate_summed = sizes[4] == 1
+    elif gate is not None:
+        _, (*others, of_sample) = _axes(gate, 4)
+        call.gate_stride[:] = (*others, 0, of_sample)
+    call.compute = TYPES[_compute(samples.value)]
+    call.threads = torch.get_num_threads()
     return call
 
 
@@ -163,12 +119,12 @@ def _empty_output(*fields: Any) -> Tensor:
     return samples.value.new_empty(batch, queries, heads * samples.value.shape[3])
 
 
-@operator('ms_deform_attn_native', _empty_output, f'({SCHEMA}) -> Tensor')
+@operator('ms_deform_attn_native', _empty_output, f'({arguments_of(Samples)}) -> Tensor')
 def _operator(*fields: Any) -> Tensor:
     """Run the forward pass of the C++ kernel on the fields of Samples; return the output ``(B, Q, H * D)``."""
     output = _empty_output(*fields)
     call = _described(Samples(*fields))
-    call.output = output.data_ptr()
+    call.output = numbers(output)
     _run(call, backward=False)
     return output
 
@@ -206,7 +162,8 @@ def _empty_gradients(
 @operator(
     'ms_deform_attn_native_backward',
     _empty_gradients,
-    f'(Tensor grad, bool value_needs_grad, bool reference_needs_grad, {SCHEMA}) -> {FIVE_TENSORS}',
+    f'(Tensor grad, bool value_needs_grad, bool reference_needs_grad, {arguments_of(Samples)}) '
+    '-> (Tensor, Tensor, Tensor, Tensor, Tensor)',
 )
 def _gradients(
     grad: Tensor, value_needs_grad: bool, reference_needs_grad: bool, *fields: Any
@@ -220,27 +177,28 @@ def _gradients(
     samples = Samples(*fields)
     grad = grad.contiguous()
     call = _described(samples)
-    call.grad = grad.data_ptr()
-    call.grad_at = of_points.data_ptr()
-    call.grad_logits = of_logits.data_ptr()
+    call.grad = numbers(grad)
+    call.grad_points = numbers(of_points)
+    call.grad_logits = numbers(of_logits)
     if value_needs_grad:
-        call.grad_value = of_value.data_ptr()
+        call.grad_value = numbers(of_value)
     if samples.gate is not None:
-        call.grad_gate = of_gate.data_ptr()
+        call.grad_gate = numbers(of_gate)
     if reference_needs_grad:
-        call.grad_reference = of_reference.data_ptr()
+        call.grad_reference_points = numbers(of_reference)
     _run(call, backward=True)
     return gradients
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    save_samples(ctx, Samples(*inputs))
+    save_fields(ctx, Samples(*inputs))
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    samples, _ = saved_samples(ctx)
-    value_needs_grad = ctx.needs_input_grad[0]
-    reference_needs_grad = samples.reference_points is not None and ctx.needs_input_grad[REFERENCE_POINTS]
+    samples, _ = saved_fields(ctx, Samples)
+    needs_grad = Samples(*ctx.needs_input_grad)
+    value_needs_grad = bool(needs_grad.value)
+    reference_needs_grad = bool(needs_grad.reference_points)
     of_value, of_points, of_logits, of_gate, of_reference = _gradients(
         grad, value_needs_grad, reference_needs_grad, *samples
     )

@@ -7,7 +7,7 @@ that samples with finished locations and weights takes :class:`WeightedSamples`,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,15 +49,6 @@ class Samples(NamedTuple):
     num_points: Sequence[int] | None = None
 
 
-# Index of the reference points among the fields, which are the arguments of a custom operator.
-REFERENCE_POINTS = Samples._fields.index('reference_points')
-# Fields of Samples in the schemas of custom operators. torch 2.4 does not read lists from annotations.
-SCHEMA = (
-    'Tensor value, Tensor spatial_shapes, Tensor level_start_index, Tensor points, Tensor logits, Tensor? gate, '
-    'bool residual, str position, Tensor? reference_points, int[]? num_points'
-)
-
-
 class WeightedSamples(NamedTuple):
     """Samples with finished locations and attention weights: what remains is to sample and to sum.
 
@@ -78,10 +69,8 @@ class WeightedSamples(NamedTuple):
     num_points: Sequence[int] | None = None
 
 
-def checked(samples: Samples) -> Samples:
-    """Return samples with their reference points expanded to ``(B, Q, L, 2|4)``, if a backend can take them.
-
-    Each backend checks what it alone does not support.
+def check(samples: Samples) -> None:
+    """Check that samples are such as a backend can take; each backend checks what it alone does not support.
 
     Raises:
         TypeError: An argument is no tensor.
@@ -110,24 +99,6 @@ def checked(samples: Samples) -> Samples:
     # Reading the sizes would stall a GPU and break a compiled graph; there the host layer has to be right.
     if not is_compiling() and not is_exporting() and samples.spatial_shapes.device.type == 'cpu':
         _check_levels(samples.spatial_shapes.tolist(), samples.level_start_index.tolist(), samples.value.shape[1])
-    if samples.reference_points is None:
-        return samples
-    batch, queries = samples.logits.shape[:2]
-    levels = samples.logits.shape[3] if samples.num_points is None else len(samples.num_points)
-    reference_points = samples.reference_points.expand(batch, queries, levels, samples.reference_points.shape[-1])
-    # Not by a slice of the tuple, which torch 2.7's compiler cannot trace.
-    return Samples(
-        samples.value,
-        samples.spatial_shapes,
-        samples.level_start_index,
-        samples.points,
-        samples.logits,
-        samples.gate,
-        samples.residual,
-        samples.position,
-        reference_points,
-        samples.num_points,
-    )
 
 
 def _check_levels(sizes: list[list[int]], starts: list[int], tokens: int) -> None:
@@ -149,13 +120,42 @@ def _check_levels(sizes: list[list[int]], starts: list[int], tokens: int) -> Non
         )
 
 
+def reference_of(samples: Samples) -> Tensor | None:
+    """Return the reference points for each image, query and level, ``(B, Q, L, 2|4)``, or None."""
+    reference_points = samples.reference_points
+    if reference_points is None:
+        return None
+    batch, queries = samples.logits.shape[:2]
+    levels = samples.logits.shape[3] if samples.num_points is None else len(samples.num_points)
+    return reference_points.expand(batch, queries, levels, reference_points.shape[-1])
+
+
+def in_memory(samples: Samples, *, double: bool = False) -> Samples:
+    """Return samples as kernels read them: contiguous but for the gate, which they read by its strides.
+
+    The levels' sizes and starts have 64 bits, the reference points all axes, and the values, if wanted, float64.
+    """
+    reference_points = reference_of(samples)
+    return Samples(
+        value=(samples.value.double() if double else samples.value).contiguous(),
+        spatial_shapes=samples.spatial_shapes.long().contiguous(),
+        level_start_index=samples.level_start_index.long().contiguous(),
+        points=samples.points.contiguous(),
+        logits=samples.logits.contiguous(),
+        gate=samples.gate,
+        residual=samples.residual,
+        position=samples.position,
+        reference_points=None if reference_points is None else reference_points.contiguous(),
+        num_points=None if samples.num_points is None else list(samples.num_points),
+    )
+
+
 def weighted(samples: Samples) -> WeightedSamples:
     """Form the locations and the attention weights of samples, in memory."""
     locations = samples.points
-    if samples.reference_points is not None:
-        locations = offset_locations(
-            samples.points, samples.reference_points, samples.spatial_shapes, samples.num_points
-        )
+    reference_points = reference_of(samples)
+    if reference_points is not None:
+        locations = offset_locations(samples.points, reference_points, samples.spatial_shapes, samples.num_points)
     return WeightedSamples(
         value=samples.value,
         spatial_shapes=samples.spatial_shapes,
@@ -255,31 +255,6 @@ def padded_levels(samples: WeightedSamples) -> WeightedSamples:
     )
 
 
-def save_samples(ctx: Any, samples: Samples, *more: Tensor) -> None:
-    """Save a custom operator's samples, and further tensors, for its backward pass."""
-    ctx.save_for_backward(*samples[:6], samples.reference_points, *more)
-    ctx.options = (samples.residual, samples.position, samples.num_points)
-
-
-def saved_samples(ctx: Any) -> tuple[Samples, list[Tensor]]:
-    """Return what :func:`save_samples` saved: the samples, and the further tensors."""
-    value, spatial_shapes, level_start_index, points, logits, gate, reference_points, *more = ctx.saved_tensors
-    residual, position, num_points = ctx.options
-    samples = Samples(
-        value=value,
-        spatial_shapes=spatial_shapes,
-        level_start_index=level_start_index,
-        points=points,
-        logits=logits,
-        gate=gate,
-        residual=residual,
-        position=position,
-        reference_points=reference_points,
-        num_points=num_points,
-    )
-    return samples, more
-
-
 def gradients_of_fields(
     samples: Samples,
     *,
@@ -299,11 +274,11 @@ def gradients_of_fields(
         of_gate: The gate's gradient, by logit or already summed over an axis. It is not read without a gate.
         of_reference: That of the reference points, by head, or None if they need no gradient.
     """
-    grad_value = None if of_value is None else of_value.to(samples.value.dtype)
-    gate = samples.gate
-    grad_gate = None if gate is None else of_gate.sum_to_size(gate.shape).to(gate.dtype)
-    reference_points = samples.reference_points
-    grad_reference = None
-    if reference_points is not None and of_reference is not None:
-        grad_reference = of_reference.sum(2).to(reference_points.dtype)
-    return grad_value, None, None, of_points, of_logits, grad_gate, None, None, grad_reference, None
+    gradients: dict[str, Tensor] = dict(points=of_points, logits=of_logits)
+    if of_value is not None:
+        gradients['value'] = of_value.to(samples.value.dtype)
+    if samples.gate is not None:
+        gradients['gate'] = of_gate.sum_to_size(samples.gate.shape).to(samples.gate.dtype)
+    if samples.reference_points is not None and of_reference is not None:
+        gradients['reference_points'] = of_reference.sum(2).to(samples.reference_points.dtype)
+    return tuple(gradients.get(name) for name in Samples._fields)

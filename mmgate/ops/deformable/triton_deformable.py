@@ -15,19 +15,11 @@ from mmgate.errors import UnsupportedCall
 
 from .. import triton_backend
 from ..backend import Place
-from ..custom_op import operator
-from ..triton_backend import interpreted, launch
+from ..custom_op import arguments_of, operator, save_fields, saved_fields
+from ..triton_backend import compile_only, interpreted, launch, needs_backward
 from . import deformable_blocks
 from .deformable_blocks import cut_for
-from .samples import (
-    REFERENCE_POINTS,
-    SCHEMA,
-    Samples,
-    counts_like,
-    gradients_of_fields,
-    save_samples,
-    saved_samples,
-)
+from .samples import Samples, counts_like, gradients_of_fields, in_memory, reference_of
 from .uneven import spread
 
 MOST_NUMBERS = 2**31  # an image, for 32-bit offsets
@@ -52,36 +44,38 @@ def place_of_triton(value: Tensor) -> Place:
     return 'in order' if triton_backend.is_compiled(value) else 'by name'
 
 
+def advice_for_triton(value: Tensor) -> str | None:
+    """Return what to try on a GPU on which nobody has timed this backend, or None."""
+    return triton_backend.advice(value, why_not_triton_deformable(value))
+
+
 def attend(samples: Samples) -> Tensor:
     """Compute deformable attention by the Triton kernels: ``(B, Q, H * D)``.
 
     Raises:
-        UnsupportedCall: Too many values, points or outputs an image for 32-bit offsets, or too many heads for a grid.
+        UnsupportedCall: Too many values, points or outputs an image for 32-bit offsets, too many heads for a grid, or
+            a kernel does not compile.
     """
     samples = _one_point_levels(samples)
     _check_sizes(samples)
-    logits = samples.logits
-    gate = samples.gate
-    reference_points = samples.reference_points
-    if gate is not None:
-        # The kernels read a gate with its strides, unless 32-bit offsets do not reach its last number.
-        strides = gate.expand(logits.shape).stride()
-        last = sum((n - 1) * stride for n, stride in zip(logits.shape[1:], strides[1:], strict=True))
-        if last >= MOST_NUMBERS:
-            gate = gate.contiguous()
-    output, _ = _operator(
-        samples.value.contiguous(),
-        samples.spatial_shapes.contiguous(),
-        samples.level_start_index.contiguous(),
-        samples.points.contiguous(),
-        logits.contiguous(),
-        gate,
-        samples.residual,
-        samples.position,
-        None if reference_points is None else reference_points.contiguous(),
-        None,
-    )
+    samples = in_memory(samples)
+    if needs_backward(samples):
+        _compile_backward(samples)
+    output, _ = _operator(*samples)
     return output
+
+
+def _compile_backward(samples: Samples) -> None:
+    """Compile the backward kernel for a call, by the dtypes of the tensors that are not there yet.
+
+    Raises:
+        UnsupportedCall: It does not compile.
+    """
+    reference_points = samples.reference_points
+    inputs = (samples.value.dtype, torch.float32)
+    outputs = (torch.float32, samples.points.dtype, torch.float32, samples.logits.dtype, torch.float32)
+    needs_grad = reference_points is not None and reference_points.requires_grad
+    _launch(True, inputs, outputs, samples, only_compile=True, GRAD_REFERENCE=needs_grad)
 
 
 def _one_point_levels(samples: Samples) -> Samples:
@@ -92,7 +86,7 @@ def _one_point_levels(samples: Samples) -> Samples:
     num_points = samples.num_points
     if num_points is None:
         return samples
-    reference_points = samples.reference_points
+    reference_points = reference_of(samples)
     if reference_points is not None:
         reference_points = spread(reference_points.float(), num_points, 2)  # (B, Q, N, R)
         if reference_points.shape[-1] == 4:  # the kernels divide the sizes of boxes by one point
@@ -133,7 +127,13 @@ def _check_sizes(samples: Samples) -> None:
 
 
 def _launch(
-    backward: bool, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], samples: Samples, **switches: bool
+    backward: bool,
+    inputs: tuple[Tensor | torch.dtype, ...],
+    outputs: tuple[Tensor | torch.dtype, ...],
+    samples: Samples,
+    *,
+    only_compile: bool = False,
+    **switches: bool,
 ) -> None:
     """Launch the forward or the backward kernel with its block sizes.
 
@@ -142,6 +142,7 @@ def _launch(
         inputs: The tensors that this pass alone reads, which come before the samples' in the kernel's signature.
         outputs: The tensors that it writes, which come last.
         samples: Contiguous, but for the gate, with the same number of points for each level.
+        only_compile: Compile the kernel, with dtypes of the tensors of this pass, and do not run it.
         **switches: Constants that this pass alone has.
     """
     import triton
@@ -172,10 +173,15 @@ def _launch(
     )
     if interpreted():
         constants['BLOCK_Q'] = deformable_blocks.INTERPRETED_QUERIES
-    order = points
-    if cut.tiled:
+    order: Tensor | torch.dtype = points
+    if cut.tiled and only_compile:
+        order = torch.int32
+    elif cut.tiled:
         order = _tile_order(samples.spatial_shapes, samples.level_start_index, tokens)
-    strides = (0,) * 5 if gate is None else gate.expand(logits.shape).stride()
+    strides: tuple[int, ...] = (0,) * 5
+    if gate is not None:
+        gate = _within_reach(gate, logits)
+        strides = gate.expand(logits.shape).stride()
     tensors = [
         *inputs,
         value,
@@ -191,7 +197,15 @@ def _launch(
     ]
     grid = (triton.cdiv(queries, constants['BLOCK_Q']), batch * heads)
     kernel = backward_kernel if backward else forward_kernel
-    launch(kernel, grid, *tensors, tokens, queries, heads, *strides, **constants)
+    start = compile_only if only_compile else launch
+    start(kernel, grid, value.device, *tensors, tokens, queries, heads, *strides, **constants)
+
+
+def _within_reach(gate: Tensor, logits: Tensor) -> Tensor:
+    """Return the gate, or a copy of it if 32-bit offsets do not reach its last number by its strides."""
+    strides = gate.expand(logits.shape).stride()
+    last = sum((n - 1) * stride for n, stride in zip(logits.shape[1:], strides[1:], strict=True))
+    return gate if last < MOST_NUMBERS else gate.contiguous()
 
 
 def _tile_order(spatial_shapes: Tensor, level_start_index: Tensor, tokens: int) -> Tensor:
@@ -203,7 +217,8 @@ def _tile_order(spatial_shapes: Tensor, level_start_index: Tensor, tokens: int) 
     order = torch.empty(tokens, dtype=torch.int32, device=spatial_shapes.device)
     grid = (triton.cdiv(tokens, ORDER_BLOCK),)
     levels = spatial_shapes.shape[0]
-    launch(order_kernel, grid, spatial_shapes, level_start_index, order, tokens, LEVELS=levels, BLOCK=ORDER_BLOCK)
+    tensors = (spatial_shapes, level_start_index, order)
+    launch(order_kernel, grid, order.device, *tensors, tokens, LEVELS=levels, BLOCK=ORDER_BLOCK)
     return order
 
 
@@ -215,7 +230,7 @@ def _empty_outputs(*fields: Any) -> tuple[Tensor, Tensor]:
     return output, samples.logits.new_empty(batch, queries, heads, dtype=torch.float32)
 
 
-@operator('ms_deform_attn_fused', _empty_outputs, f'({SCHEMA}) -> (Tensor, Tensor)')
+@operator('ms_deform_attn_fused', _empty_outputs, f'({arguments_of(Samples)}) -> (Tensor, Tensor)')
 def _operator(*fields: Any) -> tuple[Tensor, Tensor]:
     """Run the forward kernel on the fields of Samples.
 
@@ -249,7 +264,8 @@ def _empty_gradients(
 @operator(
     'ms_deform_attn_fused_backward',
     _empty_gradients,
-    f'(Tensor grad, Tensor lse, bool reference_needs_grad, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
+    f'(Tensor grad, Tensor lse, bool reference_needs_grad, {arguments_of(Samples)}) '
+    '-> (Tensor, Tensor, Tensor, Tensor, Tensor)',
 )
 def _gradients(
     grad: Tensor, lse: Tensor, reference_needs_grad: bool, *fields: Any
@@ -269,13 +285,13 @@ def _gradients(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     _, lse = output
-    save_samples(ctx, Samples(*inputs), lse)
+    save_fields(ctx, Samples(*inputs), lse)
     ctx.mark_non_differentiable(lse)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    samples, (lse,) = saved_samples(ctx)
-    reference_needs_grad = samples.reference_points is not None and ctx.needs_input_grad[REFERENCE_POINTS]
+    samples, (lse,) = saved_fields(ctx, Samples)
+    reference_needs_grad = bool(Samples(*ctx.needs_input_grad).reference_points)
     of_value, of_points, of_reference, of_logits, of_gate = _gradients(grad, lse, reference_needs_grad, *samples)
     return gradients_of_fields(
         samples,

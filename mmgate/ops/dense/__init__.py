@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..backend import OPERATORS, Backend, check_backend, run_operator
 from ..custom_op import outside_graphs
-from . import chunked, reference, triton_dense
-from .pairs import Modulation, Pairs, checked
+from ..native import advice_for_native, why_not_native
+from . import chunked, native_dense, reference, triton_dense
+from .pairs import Modulation, Pairs, check
 from .reference import attention_map, raw_gates
 
 __all__ = ['attention_map', 'check_gate_backend', 'plug_attention', 'raw_gates']
@@ -51,8 +52,8 @@ def plug_attention(
         position: ``'pre_softmax'`` gates the logits, ``'post_softmax'`` the attention weights.
         dropout: Probability of dropping an attention weight.
         backend: ``'torch'`` (the reference, with all N x M maps in memory), ``'chunked'`` (rows in chunks, recomputed
-            in the backward pass), ``'triton'`` (without a map in memory, CUDA) or ``'auto'``, see
-            :mod:`mmgate.ops.backend`.
+            in the backward pass), ``'native'`` (chunks whose softmax is a C++ loop, CPU), ``'triton'`` (without a map
+            in memory, CUDA) or ``'auto'``, see :mod:`mmgate.ops.backend`.
 
     Returns:
         ``(B, H, N, e)``.
@@ -64,20 +65,21 @@ def plug_attention(
 
     Source: PLuG attention, Eq. 2 to 7, Eq. 17 for ``'post_softmax'``.
     """
-    pairs = checked(
-        Pairs(
-            query=query,
-            key=key,
-            value=value,
-            gate_query=gate_query,
-            gate_key=gate_key,
-            modulation=modulation,
-            bias=bias,
-            residual=residual,
-            position=position,
-            dropout=dropout,
-        )
+    if isinstance(bias, Tensor):
+        bias = bias[(None,) * (4 - bias.dim())]
+    pairs = Pairs(
+        query=query,
+        key=key,
+        value=value,
+        gate_query=gate_query,
+        gate_key=gate_key,
+        modulation=modulation,
+        bias=bias,
+        residual=residual,
+        position=position,
+        dropout=dropout,
     )
+    check(pairs)
     return run_operator('plug_attention', query, backend, pairs)
 
 
@@ -100,6 +102,14 @@ def check_gate_backend(name: str, modulation: Modulation, gate_width: int, resid
 
 
 OPERATORS['plug_attention'] = (
+    Backend(
+        'native',
+        native_dense.attend,
+        why_not_native,
+        traceable=False,
+        description="rows in chunks, by mmgate's own C++ loop",
+        advice=advice_for_native,
+    ),
     Backend('chunked', chunked.attend, description='rows in chunks'),
     Backend('torch', reference.attend, exportable=True, description='the reference, with whole maps'),
     Backend(
@@ -108,5 +118,6 @@ OPERATORS['plug_attention'] = (
         triton_dense.why_not_triton_dense,
         place=triton_dense.place_of_triton,
         description='Triton kernels without a map',
+        advice=triton_dense.advice_for_triton,
     ),
 )

@@ -18,7 +18,8 @@ from ..autocast import autocast_dtype, without_autocast
 from ..tracing import is_compiling
 from . import reference
 from .pairs import Modulation, Pairs
-from .rows import AttentionInChunks, Factor, rows_of
+from .rows import AttentionInChunks, rows_of
+from .softmax import BY_TORCH, Softmax
 
 # Elements of (B, H, rows, M) that are in memory at a time. On a CPU they fit into its cache. On a GPU larger chunks
 # need fewer launches.
@@ -26,8 +27,8 @@ CHUNK = 1 << 21
 CHUNK_ON_GPU = 1 << 26
 
 
-def attend(pairs: Pairs) -> Tensor:
-    """Compute PLuG attention in chunks of queries."""
+def attend(pairs: Pairs, softmax: Softmax = BY_TORCH) -> Tensor:
+    """Compute PLuG attention in chunks of queries, with this softmax."""
     query = pairs.query
     modulation = pairs.modulation
     batch, heads, rows, _ = query.shape
@@ -43,14 +44,11 @@ def attend(pairs: Pairs) -> Tensor:
         return _checkpointed(step, pairs, partial(functional_call, modulation, bound))
     device_type = query.device.type
     narrow = autocast_dtype(device_type)
-    tensors: tuple[Tensor, ...] = (query, pairs.key, pairs.value, pairs.gate_query, pairs.gate_key)
     if narrow is not None:
-        tensors = tuple(x.to(narrow) for x in tensors)
-
-    factor = Factor(modulation, list(bound), pairs.residual)
+        names = ('query', 'key', 'value', 'gate_query', 'gate_key')
+        pairs = pairs._replace(**{name: getattr(pairs, name).to(narrow) for name in names})
     with without_autocast(device_type):
-        post_softmax = pairs.position == 'post_softmax'
-        return AttentionInChunks.apply(step, post_softmax, factor, pairs.bias, *tensors, *bound.values())
+        return AttentionInChunks.apply(step, softmax, list(bound), *pairs, *bound.values())
 
 
 def chunk_on(device: torch.device) -> int:

@@ -23,7 +23,7 @@ class Pairs(NamedTuple):
         gate_query: ``(B, H|1, N, g)``.
         gate_key: ``(B, H|1, M, g)``.
         modulation: Elementwise function from raw gates to gates.
-        bias: Four axes, broadcastable to ``(B, H, N, M)``, or None.
+        bias: Four axes that broadcast to ``(B, H, N, M)``, or None.
         residual: True for the factor ``1 + G``, False for ``G``.
         position: One of :data:`POSITIONS`.
         dropout: Probability of dropping an attention weight.
@@ -41,8 +41,8 @@ class Pairs(NamedTuple):
     dropout: float = 0.0
 
 
-def checked(pairs: Pairs) -> Pairs:
-    """Return pairs with their bias expanded to four axes, if a backend can take them.
+def check(pairs: Pairs) -> None:
+    """Check that pairs are such as a backend can take; each backend checks what it alone does not support.
 
     Raises:
         TypeError: An argument is no tensor.
@@ -68,19 +68,3 @@ def checked(pairs: Pairs) -> Pairs:
     heads = pairs.query.shape[1]
     if pairs.gate_query.shape[1] not in (1, heads):
         raise ValueError(f'gate_query must have 1 head or the {heads} of query, got {pairs.gate_query.shape[1]}.')
-    if pairs.bias is None:
-        return pairs
-    bias = pairs.bias[(None,) * (4 - pairs.bias.dim())]
-    # Not by a slice of the tuple, which torch 2.7's compiler cannot trace.
-    return Pairs(
-        pairs.query,
-        pairs.key,
-        pairs.value,
-        pairs.gate_query,
-        pairs.gate_key,
-        pairs.modulation,
-        bias,
-        pairs.residual,
-        pairs.position,
-        pairs.dropout,
-    )

@@ -15,12 +15,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 
-from ..custom_op import first_derivatives
+from ..custom_op import first_derivatives, save_fields, saved_fields
+from .pairs import Pairs
 from .reference import gate_factor, raw_gates
-from .softmax import forms_factor, gated_softmax, gated_softmax_backward, sum_heads
+from .softmax import Softmax, sum_heads
 
 
 class Factor:
@@ -32,7 +33,7 @@ class Factor:
         residual: True for the factor ``1 + G``, False for ``G``.
     """
 
-    def __init__(self, modulation: nn.Module, names: Sequence[str], residual: bool) -> None:
+    def __init__(self, modulation: Any, names: Sequence[str], residual: bool) -> None:
         self.modulation = modulation
         self.names = list(names)
         self.residual = residual
@@ -54,50 +55,48 @@ class Factor:
 class AttentionInChunks(torch.autograd.Function):
     """Autograd function that computes PLuG attention in chunks of queries.
 
-    ``apply(step, post_softmax, factor, bias, query, key, value, gate_query, gate_key, *parameters)`` computes ``step``
-    rows at a time. The tensors have the layout of :func:`mmgate.ops.plug_attention`; the bias gets no gradient.
+    ``apply(step, softmax, names, *pairs, *parameters)`` computes ``step`` rows at a time. The pairs are the fields of
+    :class:`.pairs.Pairs`, without dropout and with a bias that gets no gradient; the parameters are the modulation's,
+    by ``names``.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        step: int,
-        post_softmax: bool,
-        factor: Factor,
-        bias: Tensor | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        gate_query: Tensor,
-        gate_key: Tensor,
-        *parameters: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, step: int, softmax: Softmax, names: Sequence[str], *arguments: Any) -> Tensor:
         """Compute the output ``(B, H, N, e)``, chunk by chunk of queries."""
+        pairs = Pairs(*arguments[: len(Pairs._fields)])
+        parameters = arguments[len(Pairs._fields) :]
+        query, key, value, gate_query, gate_key = pairs[:5]
+        factor = Factor(pairs.modulation, names, pairs.residual)
+        is_before = pairs.position == 'pre_softmax'
         output = torch.empty((*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device)
         chunks = _Chunks(step, query, key)
-        scalars = factor.scalars(*parameters) if not post_softmax and forms_factor(query) else None
+        forms_factor = softmax.forms_factor and is_before and query.dtype == chunks.dtype
+        scalars = factor.scalars(*parameters) if forms_factor else None
         for rows in chunks:
             gate_rows = gate_query[:, :, rows]
             if scalars is None:
-                f = factor(gate_rows, gate_key, *parameters).contiguous()
+                f = factor(gate_rows, gate_key, *parameters).to(chunks.dtype).contiguous()
             else:
                 f = raw_gates(gate_rows, gate_key)
             logits = chunks.product(0, query[:, :, rows], key, query.shape[-1] ** -0.5)
-            weights = gated_softmax(logits, None if post_softmax else f, rows_of(bias, rows), logits, scalars)
-            if post_softmax:
+            weights = softmax.forward(logits, f if is_before else None, rows_of(pairs.bias, rows), logits, scalars)
+            if not is_before:
                 weights = weights.mul_(f)
             output[:, :, rows] = weights.to(value.dtype) @ value
-        ctx.save_for_backward(bias, query, key, value, gate_query, gate_key, output, *parameters)
+        save_fields(ctx, pairs, output, *parameters)
         ctx.step = step
-        ctx.post_softmax = post_softmax
-        ctx.factor = factor
+        ctx.softmax = softmax
+        ctx.names = names
         return output
 
     @staticmethod
     @first_derivatives
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients of queries, keys, values, the gate's queries and keys, and the gate's parameters."""
-        bias, query, key, value, gate_query, gate_key, output, *parameters = ctx.saved_tensors
+        pairs, (output, *parameters) = saved_fields(ctx, Pairs)
+        query, key, value, gate_query, gate_key = pairs[:5]
+        factor = Factor(pairs.modulation, ctx.names, pairs.residual)
+        is_before = pairs.position == 'pre_softmax'
         scale = query.shape[-1] ** -0.5
         chunks = _Chunks(ctx.step, query, key)
         inputs = (query, key, value, gate_query, gate_key, *parameters)
@@ -107,22 +106,22 @@ class AttentionInChunks(torch.autograd.Function):
         for rows in chunks:
             leaves = [x.detach().requires_grad_() for x in (gate_query[:, :, rows], gate_key, *parameters)]
             with torch.enable_grad():
-                gate = ctx.factor(*leaves)
-            f = gate.detach().contiguous()
+                gate = factor(*leaves)
+            f = gate.detach().to(chunks.dtype).contiguous()
             q = query[:, :, rows]
             grad = grad_output[:, :, rows]
             logits = chunks.product(0, q, key, scale)
-            gated = None if ctx.post_softmax else f
-            weights = gated_softmax(logits, gated, rows_of(bias, rows), chunks.like(1, logits))
+            bias = rows_of(pairs.bias, rows)
+            weights = ctx.softmax.forward(logits, f if is_before else None, bias, chunks.like(1, logits))
             delta = (grad * output[:, :, rows]).sum(-1, keepdim=True, dtype=chunks.dtype)
             grad_weights = chunks.product(2, grad, value, 1.0)
-            if ctx.post_softmax:
+            if is_before:
+                grad_value += weights.to(grad.dtype).transpose(-1, -2) @ grad
+                grad_logits, grad_factor = ctx.softmax.backward(logits, f, weights, grad_weights, delta)
+            else:
                 grad_factor = sum_heads(torch.mul(grad_weights, weights, out=logits), gate)
                 grad_value += (weights * f).to(grad.dtype).transpose(-1, -2) @ grad
                 grad_logits = grad_weights.mul_(f).sub_(delta).mul_(weights)
-            else:
-                grad_value += weights.to(grad.dtype).transpose(-1, -2) @ grad
-                grad_logits, grad_factor = gated_softmax_backward(logits, f, weights, grad_weights, delta)
             narrow = grad_logits.to(q.dtype)
             grad_query[:, :, rows] = narrow @ key * scale
             grad_key += narrow.transpose(-1, -2) @ q * scale
@@ -131,7 +130,9 @@ class AttentionInChunks(torch.autograd.Function):
             for total, part in zip((grad_gate_key, *grad_parameters), of_gate[1:], strict=True):
                 if part is not None:
                     total += part
-        return None, None, None, None, *(total.to(x.dtype) for total, x in zip(grads, inputs, strict=True))
+        found = [total.to(x.dtype) for total, x in zip(grads, inputs, strict=True)]
+        others = (None,) * (len(Pairs._fields) - 5)
+        return None, None, None, *found[:5], *others, *found[5:]
 
 
 class _Chunks:

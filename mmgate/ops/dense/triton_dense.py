@@ -14,13 +14,10 @@ from mmgate.errors import UnsupportedCall
 
 from .. import triton_backend
 from ..backend import Place
-from ..custom_op import operator
-from ..triton_backend import MAX_DIM, interpreted, launch, padded
+from ..custom_op import arguments_of, operator
+from ..triton_backend import MAX_DIM, compile_only, interpreted, launch, needs_backward, padded
 from .dense_blocks import biased, blocks_for, gate_block
 from .pairs import Modulation, Pairs
-
-# Schema of the fields of KernelTensors.
-ARGUMENTS = 'Tensor query, Tensor key, Tensor value, Tensor gate_query, Tensor gate_key, Tensor scalars, Tensor? bias'
 
 
 class KernelTensors(NamedTuple):
@@ -48,6 +45,11 @@ def why_not_triton_dense(query: Tensor) -> str | None:
 def place_of_triton(query: Tensor) -> Place:
     """Return where ``auto`` looks at this backend: first on GPUs like the one that it was timed on, else not at all."""
     return 'first' if triton_backend.is_measured(query) else 'by name'
+
+
+def advice_for_triton(query: Tensor) -> str | None:
+    """Return what to try on a GPU on which nobody has timed this backend, or None."""
+    return triton_backend.advice(query, why_not_triton_dense(query))
 
 
 def check_gate(
@@ -82,7 +84,7 @@ def attend(pairs: Pairs) -> Tensor:
     """Compute PLuG attention by the Triton kernels.
 
     Raises:
-        UnsupportedCall: See :func:`check_gate`.
+        UnsupportedCall: See :func:`check_gate`; or a kernel does not compile.
     """
     query = pairs.query
     bias = pairs.bias
@@ -95,12 +97,39 @@ def attend(pairs: Pairs) -> Tensor:
     check_gate(pairs.modulation, pairs.gate_query.shape[-1], pairs.residual, pairs.position, more)
     product: Any = pairs.modulation
     scalars = torch.stack([product.weight.float(), product.bias.float()], 1).flatten()  # a, b, c, e
-    tensors = (x.to(query.dtype).contiguous() for x in pairs[:5])
-    return _fused(*tensors, scalars, bias)[0]
+    tensors = KernelTensors(
+        query=query.contiguous(),
+        key=pairs.key.to(query.dtype).contiguous(),
+        value=pairs.value.to(query.dtype).contiguous(),
+        gate_query=pairs.gate_query.to(query.dtype).contiguous(),
+        gate_key=pairs.gate_key.to(query.dtype).contiguous(),
+        scalars=scalars,
+        bias=bias,
+    )
+    if needs_backward(tensors):
+        _compile_backward(tensors)
+    return _fused(*tensors)[0]
 
 
-def _launch(name: str, tensors: KernelTensors, others: tuple[Tensor, ...]) -> None:
-    """Launch one of the three kernels on a call's tensors and on further tensors of its pass."""
+def _compile_backward(tensors: KernelTensors) -> None:
+    """Compile both backward kernels for a call, by the dtypes of the tensors that are not there yet.
+
+    Raises:
+        UnsupportedCall: One does not compile.
+    """
+    own = tensors.query.dtype
+    wide = torch.float32
+    _launch('rows_backward_kernel', tensors, (wide, wide, own, own, wide, wide), only_compile=True)
+    _launch('columns_backward_kernel', tensors, (wide, wide, own, own, own, wide), only_compile=True)
+
+
+def _launch(
+    name: str, tensors: KernelTensors, others: tuple[Tensor | torch.dtype, ...], *, only_compile: bool = False
+) -> None:
+    """Launch one of the three kernels on a call's tensors and on further tensors of its pass, or compile it.
+
+    If it is only compiled, dtypes stand for the latter.
+    """
     import triton
 
     from . import dense_kernels
@@ -118,9 +147,11 @@ def _launch(name: str, tensors: KernelTensors, others: tuple[Tensor, ...]) -> No
     # Without a bias its argument is not read, so any tensor will do.
     given = [*tensors[:6], query if bias is None else bias, *others]
     numbers = [heads, tensors.gate_query.shape[1], rows, columns, *strides, dim**-0.5, width**-0.5]
-    launch(
+    start = compile_only if only_compile else launch
+    start(
         getattr(dense_kernels, name),
         grid,
+        query.device,
         *given,
         *numbers,
         D=dim,
@@ -145,7 +176,7 @@ def _outputs(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty(batch, heads, 2, rows, dtype=torch.float32)
 
 
-@operator('plug_attention_fused', _outputs, f'({ARGUMENTS}) -> (Tensor, Tensor)')
+@operator('plug_attention_fused', _outputs, f'({arguments_of(KernelTensors)}) -> (Tensor, Tensor)')
 def _fused(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Run the forward kernel; return the output, and each softmax's log-sum-exp in two parts, ``(B, H, 2, N)``.
 
@@ -167,7 +198,8 @@ def _gradients(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 @operator(
     'plug_attention_fused_backward',
     _gradients,
-    f'(Tensor grad, {ARGUMENTS}, Tensor output, Tensor lse) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)',
+    f'(Tensor grad, {arguments_of(KernelTensors)}, Tensor output, Tensor lse) '
+    '-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)',
 )
 def _fused_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Run both backward kernels; return the gradients of the five tensors and the gate's four scalars."""

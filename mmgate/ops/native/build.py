@@ -1,43 +1,54 @@
-"""Compile mmgate's C++ CPU kernels into this folder, once: ``python -m mmgate.doctor --build``.
+"""Compile mmgate's C++ CPU kernels into this folder, once a machine: ``python -m mmgate.doctor --build``.
 
 It takes the C++ compiler that ``CXX`` names, else ``c++``, ``g++`` or ``clang++``, and no header or library of torch:
-one library serves every torch. An import never compiles. ``MMGATE_NATIVE`` names another file for the library.
+one library serves every torch. It is compiled for the instructions of this processor, which its name tells, as machines
+of a cluster share their folders. An import never compiles. ``MMGATE_NATIVE`` names another file for the library.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import logging
 import os
 import platform
 import shlex
 import shutil
 import subprocess
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / 'cpp'
 COMPILERS = ('c++', 'g++', 'clang++')
 FLAGS = '-std=c++17 -O3 -fPIC -fvisibility=hidden -pthread -fno-math-errno -fno-trapping-math -fno-signed-zeros'
 FLAGS += ' -ffp-contract=fast'
-V3 = '-mavx -mavx2 -mfma -mbmi -mbmi2 -mf16c -mlzcnt -mmovbe'
-V4 = f'{V3} -mavx512f -mavx512bw -mavx512cd -mavx512dq -mavx512vl'
-KERNELS = ('deformable', 'softmax')
-SETS = {'baseline': '', 'v3': V3, 'v4': V4}  # sets of instructions; a processor takes the last one that it has
+PROCESSOR = Path('/proc/cpuinfo')
+INSTRUCTIONS = ('flags', 'features', 'isa', 'cpu')  # names of the lines of PROCESSOR that tell them
+logger = logging.getLogger('mmgate')
 
 
 def library() -> Path:
     """Return the path of the compiled library, whether it is there or not."""
-    machine = f'{platform.system()}-{platform.machine()}'.lower()
+    machine = f'{platform.system()}-{platform.machine()}-{processor()}'.lower()
     return Path(os.environ.get('MMGATE_NATIVE') or SOURCES / f'native-{machine}.so')
 
 
-def sources() -> str:
-    """Return a digest of the C++ sources; the library contains the digest of those that it was compiled from."""
+def built_from() -> str:
+    """Return digests of the sources and of the processor; the library contains those that it was compiled for."""
     digest = hashlib.sha256()
     for path in sorted((*SOURCES.glob('*.cpp'), *SOURCES.glob('*.h'))):
         digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    return f'{digest.hexdigest()[:16]} {processor()}'
+
+
+@functools.cache
+def processor() -> str:
+    """Return a digest of the processor's instructions or, where Linux does not list them, of its name."""
+    found = platform.processor()
+    if PROCESSOR.is_file():
+        with PROCESSOR.open() as lines:
+            named = (line.partition(':') for line in lines)
+            found = next((text for name, _, text in named if name.strip().lower() in INSTRUCTIONS), found)
+    return hashlib.sha256(' '.join(sorted(found.split())).encode()).hexdigest()[:8]
 
 
 def compiler() -> list[str] | None:
@@ -56,38 +67,22 @@ def build(flags: str = '') -> Path:
     if command is None:
         raise RuntimeError(f'there is no C++ compiler: none of {", ".join(COMPILERS)} is on the path, and CXX is empty')
     target = library()
-    options = [*shlex.split(FLAGS), *shlex.split(flags)]
-    with tempfile.TemporaryDirectory() as folder:
-
-        def objects_of(name: str) -> list[str]:
-            """Compile the kernels for one instruction set, such as x86-64-v3; return [] if the compiler lacks it."""
-            kept = [*options, *SETS[name].split(), f'-DMMGATE_SET={name}']
-            files = []
-            for kernel in KERNELS:
-                to = str(Path(folder, f'{kernel}-{name}.o'))
-                try:
-                    _run([*command, *kept, '-c', str(SOURCES / f'{kernel}.cpp'), '-o', to])
-                except RuntimeError:
-                    if name == 'baseline':
-                        raise
-                    return []
-                files.append(to)
-            return files
-
-        names = list(SETS) if platform.machine().lower() in ('x86_64', 'amd64') else ['baseline']
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = dict(zip(names, pool.map(objects_of, names), strict=True))
-        there = [f'-DMMGATE_HAS_{name.upper()}' for name, files in objects.items() if files]
-        there.append(f'-DMMGATE_SOURCES="{sources()}"')
-        parts = [file for files in objects.values() for file in files]
-        part = target.with_name(f'{target.name}.{os.getpid()}')
-        linked = ['-shared', str(SOURCES / 'native.cpp'), *parts, '-o', str(part)]
+    part = target.with_name(f'{target.name}.{os.getpid()}')
+    files = ['-shared', *map(str, sorted(SOURCES.glob('*.cpp'))), '-o', str(part)]
+    if platform.system() == 'Linux':
+        files.append('-ldl')
+    options = [*shlex.split(FLAGS), f'-DMMGATE_BUILT_FROM="{built_from()}"']
+    more = [*shlex.split(flags), *files]
+    try:
         try:
-            _run([*command, *options, *there, *linked, *(['-ldl'] if platform.system() == 'Linux' else [])])
-            # Another process, which may have loaded the old file, sees the whole new one or the old one.
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
+            _run([*command, *options, '-march=native', *more])
+        except RuntimeError:
+            _run([*command, *options, *more])
+            logger.warning(f'{command[0]} does not compile with -march=native: the kernels use common instructions.')
+        # Another process, which may have loaded the old file, sees the whole new one or the old one.
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
     return target
 
 

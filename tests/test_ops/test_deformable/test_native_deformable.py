@@ -15,8 +15,7 @@ from helpers.samplings import CASES, Problem, agree, by_backend, compare, drawn,
 
 from mmgate.ops import ms_deform_attn
 from mmgate.ops import native as library
-from mmgate.ops.deformable.native_deformable import advice_for_native, why_not_native
-from mmgate.ops.native import build
+from mmgate.ops.native import advice_for_native, build, why_not_native
 
 pytestmark = needs_native
 MANY = dict(queries=70)  # for a copy of each head's values, and several parts of a head's queries
@@ -41,13 +40,10 @@ def test_equals_the_reference(name: str, queries: int) -> None:
     agree('native', inputs, 5e-3 if name == 'huge_logits' else 2e-5, **options)
 
 
-@pytest.mark.parametrize('widest', [0, 1, 2], ids=['baseline', 'v3', 'v4'])
+@pytest.mark.usefixtures('instructions')
 @pytest.mark.parametrize('dim', [1, 8, 12, 16, 24, 32, 40, 48, 56, 64, 72])
 @pytest.mark.parametrize('queries', [5, 70], ids=['few', 'many'])
-def test_any_channels_by_any_instructions_equal_the_reference(
-    widest: int, dim: int, queries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(library, 'WIDEST', widest)  # a processor that has less takes less
+def test_any_channels_by_any_instructions_equal_the_reference(dim: int, queries: int) -> None:
     agree('native', make(dim=dim, queries=queries, points=7), 2e-5)
 
 
@@ -224,14 +220,16 @@ def test_auto_takes_it_first_and_says_why_it_cannot(monkeypatch: pytest.MonkeyPa
     value = torch.rand(1, 1, 1, 1)
     assert why_not_native(value) is None and advice_for_native(value) is None
     elsewhere = value.to('meta')
-    assert 'value is on meta' in (why_not_native(elsewhere) or '') and advice_for_native(elsewhere) is None
+    assert 'not for meta' in (why_not_native(elsewhere) or '') and advice_for_native(elsewhere) is None
     try:
-        monkeypatch.setattr(build, 'sources', lambda: 'others')
+        monkeypatch.setattr(build, 'built_from', lambda: 'others')
         library.load.cache_clear()
-        assert 'was compiled from other sources; type: python -m mmgate.doctor --build' in why_not_native(value)
+        assert 'was compiled from other sources or for another processor; type' in why_not_native(value)
         monkeypatch.setenv('MMGATE_NATIVE', str(tmp_path / 'missing.so'))
         library.load.cache_clear()
-        assert 'not compiled yet; type once: python -m mmgate.doctor --build' in advice_for_native(value)
+        assert 'not compiled for this processor yet; type once: python -m mmgate.doctor --build' in advice_for_native(
+            value
+        )
         inputs = make()
         assert torch.equal(run('auto')(*inputs), run('grid_sample')(*inputs))
     finally:

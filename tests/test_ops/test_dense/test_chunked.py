@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_same, values_and_gradients
+from conftest import assert_same, needs_native, values_and_gradients
 from helpers.plug_inputs import PER_HEAD, SHAPES, make
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from mmgate.errors import UnsupportedCall
@@ -27,17 +28,26 @@ CHUNKED = {
     'bias_of_all': dict(bias=(2, 4, 5, 6)) | PER_HEAD,
 }
 
+every_softmax = pytest.mark.parametrize('backend', ['chunked', pytest.param('native', marks=needs_native)])
 every_position = pytest.mark.parametrize('position', ['pre_softmax', 'post_softmax'])
 
 
+@every_softmax
 @every_position
 @pytest.mark.parametrize('residual', [True, False], ids=['residual', 'no_residual'])
 @pytest.mark.parametrize('learnt', [False, True], ids=['fixed', 'learnt'])
 @pytest.mark.parametrize('changed', CHUNKED.values(), ids=CHUNKED)
 def test_chunks_are_the_whole(
-    changed: dict[str, Any], learnt: bool, residual: bool, position: str, monkeypatch: pytest.MonkeyPatch
+    changed: dict[str, Any],
+    learnt: bool,
+    residual: bool,
+    position: str,
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Outputs and all gradients, those of a learnt bias and of the gate's scalars as well."""
+    if backend == 'native' and learnt and 'bias' in changed:
+        pytest.skip('it has no gradient of the bias')
     monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
     gate = GatingModulation(activation='tanh', init='paper').double()
     tensors = make(torch.float64, **changed)
@@ -52,28 +62,32 @@ def test_chunks_are_the_whole(
         found = values_and_gradients(attend, list(tensors.values()), differentiable)
         return found | {name: x.grad for name, x in gate.named_parameters()}
 
-    assert_same(run('chunked'), run('torch'), rtol=1e-9, atol=1e-10)
+    assert_same(run(backend), run('torch'), rtol=1e-9, atol=1e-10)
 
 
+@every_softmax
 @pytest.mark.parametrize('narrow', [None, torch.bfloat16], ids=str)
-def test_chunks_compute_in_the_dtype_of_autocast(narrow: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_compute_in_the_dtype_of_autocast(
+    narrow: torch.dtype | None, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
     gate, tensors = GatingModulation(init='paper'), make(torch.float32)
     wide = {name: x.double() for name, x in tensors.items()}
     expected = plug_attention(*wide.values(), copy.deepcopy(gate).double(), backend='torch')
     with torch.autocast('cpu', narrow or torch.bfloat16, enabled=narrow is not None):
-        found = plug_attention(*tensors.values(), gate, backend='chunked')
+        found = plug_attention(*tensors.values(), gate, backend=backend)
     assert found.dtype == (narrow or torch.float32)
     largest = float(expected.detach().abs().max())
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=8 * largest * torch.finfo(found.dtype).eps)
 
 
-def test_a_second_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@every_softmax
+def test_a_second_derivative_is_refused(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would lack the part through the queries and keys that are saved."""
     monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
     gate = GatingModulation(init='paper').double()
     query, *others = (x.requires_grad_() for x in make(torch.float64).values())
-    output = plug_attention(query.sin(), *others[:4], gate, backend='chunked')
+    output = plug_attention(query.sin(), *others[:4], gate, backend=backend)
     (gradient,) = torch.autograd.grad(output.square().sum(), query, create_graph=True)
     with pytest.raises(UnsupportedCall, match='first derivatives alone'):
         gradient.square().sum().backward()
@@ -128,6 +142,36 @@ def test_chunks_formed_anew_drop_the_same_weights(monkeypatch: pytest.MonkeyPatc
     (gradient,) = torch.autograd.grad(output.sum(), value)
     torch.testing.assert_close((gradient * value).sum(), output.sum())
     assert not torch.allclose(plug_attention(**tensors, modulation=torch.tanh), output)
+
+
+@needs_native
+def test_the_loop_refuses_what_it_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name; 'auto' goes on with chunks by torch's operators."""
+    monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
+    tensors = make(bias=(5, 6))
+    tensors['bias'].requires_grad_()
+    wanted = 'a bias that needs a gradient; gates that are functions. Use .chunked.'
+    with pytest.raises(UnsupportedCall, match=f'does not have dropout=0.5; {wanted}'):
+        plug_attention(**tensors, modulation=torch.tanh, dropout=0.5, backend='native')
+    with pytest.raises(UnsupportedCall, match='tensors without numbers'), FakeTensorMode() as fake:
+        given = {name: fake.from_tensor(x) for name, x in make().items()}
+        plug_attention(**given, modulation=GatingModulation(), backend='native')
+    (gradient,) = torch.autograd.grad(plug_attention(**tensors, modulation=torch.tanh).sum(), tensors['bias'])
+    assert gradient.any()
+
+
+@needs_native
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+def test_a_gate_of_another_dtype(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop and torch read the same factor, in the dtype of the chunk."""
+    monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
+    gate = GatingModulation(init='paper').double()
+    tensors = [x.requires_grad_() for x in make(dtype).values()]
+
+    def run(backend: str) -> dict[str, Tensor]:
+        return values_and_gradients(lambda *x: plug_attention(*x, gate, backend=backend), tensors, range(5))
+
+    assert_same(run('native'), run('chunked'), rtol=2e-2, atol=8 * torch.finfo(dtype).eps)
 
 
 def test_a_gpu_gets_larger_chunks() -> None:

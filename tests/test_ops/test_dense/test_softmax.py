@@ -8,18 +8,12 @@ from conftest import needs_native
 from torch import Tensor
 
 from mmgate.ops import native
-from mmgate.ops.dense.softmax import gated_softmax, gated_softmax_backward
+from mmgate.ops.dense.native_dense import BY_LOOP
+from mmgate.ops.dense.softmax import BY_TORCH, Softmax
 
-LOOPS = ['torch', pytest.param('native', marks=needs_native)]
+LOOPS = [pytest.param(BY_TORCH, id='torch'), pytest.param(BY_LOOP, id='native', marks=needs_native)]
+every_softmax = pytest.mark.parametrize('softmax', LOOPS)
 BIASES = {'none': None, 'full': (2, 3, 5, 37), 'keys': (2, 1, 1, 37), 'rows': (1, 3, 5, 1)}
-
-
-@pytest.fixture(params=LOOPS)
-def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the name of the loop that runs."""
-    if request.param == 'torch':
-        monkeypatch.setattr(native, 'missing', lambda: 'left out')
-    return request.param
 
 
 def chunk(dtype: torch.dtype, gate_heads: int, columns: int = 37, rows: int = 5) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,11 +34,12 @@ def expected(logits: Tensor, factor: Tensor | None, bias: Tensor | None, grad: T
     return weights.detach(), *torch.autograd.grad(weights, leaves, grad.double())
 
 
+@every_softmax
 @pytest.mark.parametrize('bias', BIASES)
 @pytest.mark.parametrize('gate_heads', [1, 3, None])
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 2e-6), (torch.float64, 1e-13)], ids=['f32', 'f64'])
 def test_weights_and_gradients_equal_autograds(
-    loop: str, dtype: torch.dtype, tolerance: float, gate_heads: int | None, bias: str
+    softmax: Softmax, dtype: torch.dtype, tolerance: float, gate_heads: int | None, bias: str
 ) -> None:
     logits, factor, grad = chunk(dtype, gate_heads or 1)
     size = BIASES[bias]
@@ -53,29 +48,28 @@ def test_weights_and_gradients_equal_autograds(
         added[..., ::3] = -torch.inf
     of_gate = factor if gate_heads else None
     weights, *gradients = expected(logits, of_gate, added, grad)
-    found = gated_softmax(logits, of_gate, added, torch.empty_like(logits))
+    found = softmax.forward(logits, of_gate, added, torch.empty_like(logits))
     assert (found - weights).abs().max() < tolerance
     if of_gate is not None:
         delta = (grad * found).sum(-1, keepdim=True)
-        of_logits, of_factor = gated_softmax_backward(logits.clone(), of_gate, found, grad.clone(), delta)
+        of_logits, of_factor = softmax.backward(logits.clone(), of_gate, found, grad.clone(), delta)
         assert (of_logits - gradients[0]).abs().max() < 20 * tolerance
         assert of_factor.shape == of_gate.shape
         assert (of_factor - gradients[1]).abs().max() < 20 * tolerance
-    in_place = gated_softmax(logits, of_gate, added, logits)
+    in_place = softmax.forward(logits, of_gate, added, logits)
     assert in_place is logits and torch.equal(in_place, found)
 
 
 @needs_native
-@pytest.mark.parametrize('widest', [0, 1, 2])
+@pytest.mark.usefixtures('instructions')
 @pytest.mark.parametrize('columns', [1, 31, 32, 33, 200])
-def test_every_set_of_instructions_gives_it(widest: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, 'WIDEST', widest)
+def test_any_instructions_give_it(columns: int) -> None:
     logits, factor, grad = chunk(torch.float32, 1, columns)
     weights, of_logits, of_factor = expected(logits, factor, None, grad)
-    found = gated_softmax(logits, factor, None, torch.empty_like(logits))
+    found = BY_LOOP.forward(logits, factor, None, torch.empty_like(logits))
     assert (found - weights).abs().max() < 2e-6
     delta = (grad * found).sum(-1, keepdim=True)
-    gradients = gated_softmax_backward(logits, factor, found, grad.clone(), delta)
+    gradients = BY_LOOP.backward(logits, factor, found, grad.clone(), delta)
     assert (gradients[0] - of_logits).abs().max() < 4e-5
     assert (gradients[1] - of_factor).abs().max() < 4e-5
 
@@ -95,8 +89,8 @@ def test_any_number_of_threads_gives_the_same_bits(
     try:
         for number in (1, 7):
             torch.set_num_threads(number)
-            found = gated_softmax(logits, factor, None, torch.empty_like(logits))
-            results.append((found, *gated_softmax_backward(logits, factor, found, grad.clone(), delta)))
+            found = BY_LOOP.forward(logits, factor, None, torch.empty_like(logits))
+            results.append((found, *BY_LOOP.backward(logits, factor, found, grad.clone(), delta)))
     finally:
         torch.set_num_threads(before)
     for one, seven in zip(*results, strict=True):
@@ -104,14 +98,11 @@ def test_any_number_of_threads_gives_the_same_bits(
 
 
 @needs_native
-@pytest.mark.parametrize('widest', [0, 1, 2])
+@pytest.mark.usefixtures('instructions')
 @pytest.mark.parametrize('gate_heads', [1, 3])
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 2e-6), (torch.float64, 1e-13)], ids=['f32', 'f64'])
-def test_the_factor_is_formed_from_raw_gates(
-    dtype: torch.dtype, tolerance: float, gate_heads: int, widest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_factor_is_formed_from_raw_gates(dtype: torch.dtype, tolerance: float, gate_heads: int) -> None:
     """Small, saturated and infinite ones as well as a gate that is no number, which spoils its row alone."""
-    monkeypatch.setattr(native, 'WIDEST', widest)
     logits, raw, _ = chunk(dtype, gate_heads, columns=100)
     raw[..., :8] = torch.tensor([0.0, 1e-30, -1e-30, 1e-4, 30.0, -30.0, torch.inf, 1e15])
     raw[0, 0, 1, 9] = torch.nan
@@ -119,28 +110,18 @@ def test_the_factor_is_formed_from_raw_gates(
     a, b, c, e = scalars
     gates = ((a * raw + b) * (c * raw + e)).tanh()
     whole = (logits.double() * (1 + gates.double())).softmax(-1)
-    found = gated_softmax(logits, raw, None, torch.empty_like(logits), scalars)
+    found = BY_LOOP.forward(logits, raw, None, torch.empty_like(logits), scalars)
     assert torch.equal(found.isnan(), whole.isnan()) and found.isnan().any() and not found.isnan().all()
     assert (found - whole).nan_to_num().abs().max() < tolerance
     assert (raw - (1 + gates)).nan_to_num().abs().max() < tolerance
 
 
+@every_softmax
 @pytest.mark.parametrize('value', [torch.nan, torch.inf, -torch.inf])
-def test_a_logit_that_is_no_number_or_infinite_spoils_its_row_alone(loop: str, value: float) -> None:
+def test_a_logit_that_is_no_number_or_infinite_spoils_its_row_alone(softmax: Softmax, value: float) -> None:
     logits, _, _ = chunk(torch.float32, 1)
     logits[0, 1, 2, 5] = value
-    found = gated_softmax(logits, None, None, torch.empty_like(logits))
+    found = softmax.forward(logits, None, None, torch.empty_like(logits))
     whole = logits.softmax(-1)
     assert torch.equal(found.isnan(), whole.isnan())
     torch.testing.assert_close(found, whole, equal_nan=True)
-
-
-def test_fake_tensors_and_mixed_dtypes_run_by_torch() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        logits = torch.empty(1, 2, 3, 4)
-        assert gated_softmax(logits, None, None, torch.empty_like(logits)).shape == logits.shape
-    logits, factor, _ = chunk(torch.float32, 1)
-    weights = gated_softmax(logits, factor.double(), None, torch.empty_like(logits))
-    assert (weights - (logits * factor).softmax(-1)).abs().max() < 2e-6

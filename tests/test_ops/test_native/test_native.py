@@ -25,7 +25,7 @@ def loaded_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_missing_library_is_told_with_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv('MMGATE_NATIVE', str(tmp_path / 'native.so'))
     assert native.load()[0] is None
-    assert native.missing() == 'it is not compiled yet; type once: python -m mmgate.doctor --build'
+    assert native.missing() == 'it is not compiled for this processor yet; type once: python -m mmgate.doctor --build'
 
 
 def test_a_damaged_library_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -37,11 +37,17 @@ def test_a_damaged_library_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch, 
 
 
 @needs_native
-def test_a_library_of_other_sources_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize('other', ['sources', 'processor'])
+def test_a_library_of_other_sources_or_another_processor_is_left_out(
+    other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library, reason = native.load()
     assert isinstance(library, ctypes.CDLL) and reason is native.missing() is None
     assert native.load()[0] is library
     native.load.cache_clear()
-    monkeypatch.setattr(build, 'sources', lambda: 'others')
+    sources, processor = build.built_from().split()
+    monkeypatch.setattr(build, 'built_from', lambda: dict(sources=f'x {processor}', processor=f'{sources} x')[other])
     assert native.load()[0] is None
-    assert native.missing() == 'it was compiled from other sources; type: python -m mmgate.doctor --build'
+    assert native.missing() == (
+        'it was compiled from other sources or for another processor; type: python -m mmgate.doctor --build'
+    )

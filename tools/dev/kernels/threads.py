@@ -6,8 +6,8 @@ import torch
 
 from mmgate.ops import native as library
 from mmgate.ops.deformable import ms_deform_attn
-from mmgate.ops.deformable.native_deformable import why_not_native
-from mmgate.ops.dense.softmax import gated_softmax, gated_softmax_backward
+from mmgate.ops.dense.native_dense import gated_softmax, gated_softmax_backward
+from mmgate.ops.native import why_not_native
 
 
 def sample() -> None:

@@ -8,10 +8,28 @@
 // S, f and P are a chunk of the map that fits into a cache; matrix products before and after are torch's. By torch's own
 // operators the softmax alone goes over the chunk six times. Here a row stays in the first cache from the first step to
 // the last. A task is a row of all heads, so that the sum over the heads has one owner and one order.
-//
-// This file is compiled once for every set of instructions.
 #include "native.h"
 #include "numbers.h"
+
+// Python builds GatedRows by ctypes, field by field in this order: a chunk of PLuG attention's maps, with f the gate's
+// factor. If is_raw, the factor's place holds raw gates, over which f is written first.
+struct GatedRows {
+    // logits and weights (B, H, N, M), factor and its gradient (B, G, N, M), delta (B, H, N): contiguous, of one type
+    int64_t batch, heads, gate_heads, rows, columns;  // G is 1, if heads share the gate, or H
+    int64_t compute;         // FLOAT or DOUBLE: the type of all
+    int64_t bias_stride[4];  // of B, H, N and M, in numbers; 0 where the bias broadcasts
+    int64_t threads;
+    int64_t is_raw;          // in the forward pass
+    double scalars[4];       // a, b, c and e
+    const void *logits;
+    void *factor;            // or null, for a softmax without a gate
+    const void *bias;        // or null
+    void *weights;           // the forward pass's result, which may lie where the logits do
+    // the backward pass
+    void *grad;              // of the weights; becomes that of the logits
+    const void *delta;       // sum of weights times their gradients, by row
+    void *grad_factor;       // summed over the heads that share the gate
+};
 
 namespace {
 
@@ -115,17 +133,32 @@ template <class C> void backward_of(const GatedRows &c, int64_t b, int64_t r) {
     }
 }
 
-void forward(const GatedRows *call, int64_t image, int64_t row) {
-    if (call->compute == DOUBLE) forward_of<double>(*call, image, row);
-    else forward_of<float>(*call, image, row);
+void forward(const GatedRows &c, int64_t image, int64_t row) {
+    if (c.compute == DOUBLE) forward_of<double>(c, image, row);
+    else forward_of<float>(c, image, row);
 }
 
-void backward(const GatedRows *call, int64_t image, int64_t row) {
-    if (call->compute == DOUBLE) backward_of<double>(*call, image, row);
-    else backward_of<float>(*call, image, row);
+void backward(const GatedRows &c, int64_t image, int64_t row) {
+    if (c.compute == DOUBLE) backward_of<double>(c, image, row);
+    else backward_of<float>(c, image, row);
+}
+
+struct Job {
+    const GatedRows &call;
+    void (*run)(const GatedRows &, int64_t image, int64_t row);
+    int64_t tasks;
+    std::atomic<int64_t> next{0};
+};
+
+void work(void *data) {
+    Job &job = *(Job *)data;
+    for (int64_t task; (task = job.next++) < job.tasks;) job.run(job.call, task / job.call.rows, task % job.call.rows);
 }
 
 }  // namespace
 
-extern "C" __attribute__((visibility("hidden"))) const RowKernels JOIN(mmgate_row_kernels_, MMGATE_SET);
-const RowKernels JOIN(mmgate_row_kernels_, MMGATE_SET) = {forward, backward};
+EXPORT void mmgate_gated_softmax(const GatedRows *call, int32_t is_backward, int32_t own_threads) {
+    Job job{*call, is_backward ? backward : forward, call->batch * call->rows};
+    const int64_t threads = job.tasks * call->heads * call->columns > SMALL ? call->threads : 1;
+    on_threads(work, &job, job.tasks, threads, own_threads);
+}
