@@ -85,7 +85,10 @@ def averaged_copies(model: nn.Module) -> dict[str, str]:
 
 
 def refuse_unlike(model: nn.Module, rules: Mapping[int, object]) -> None:
-    """Raise ConfigError if rules gate a part of a model and a frozen copy of it differently, or what an average lists.
+    """Raise ConfigError if an average of weights would miss gates that come now.
+
+    That is so if rules differ for a part of the model and its frozen copy, which may be the average of that part, or
+    if a module to be gated lies in an averaged model that has listed its tensors already.
 
     Args:
         model: The model before its gates are put in.

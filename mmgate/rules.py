@@ -140,12 +140,12 @@ def path_regex(pattern: str) -> re.Pattern[str]:
     Raises:
         ConfigError: ``**`` is only a part of a name, as in ``encoder**``.
     """
-    # Nothing comes before the path's first name, which a ** may leave to any name of the pattern.
-    first = dot = r'(?:^|\.)'
+    # Dots join the names. After leading ** a name may be the path's first, so that it starts the text or follows a dot.
+    start_or_dot = separator = r'(?:^|\.)'
     regex = ''
     for name in pattern.split('.'):
         if name == '**':
-            regex += rf'(?:{first}[^.]+)*'
+            regex += rf'(?:{start_or_dot}[^.]+)*'
             continue
         if '**' in name:
             whole = re.sub(r'\*{2,}', '.**.', name).strip('.')
@@ -153,8 +153,8 @@ def path_regex(pattern: str) -> re.Pattern[str]:
                 f'path {pattern!r}: ** means any number of whole names, so write {whole!r} instead of {name!r}, or a '
                 'single * for any letters within a name.'
             )
-        regex += dot + re.escape(name).replace(r'\*', '[^.]*')
-        dot = r'\.'
+        regex += separator + re.escape(name).replace(r'\*', '[^.]*')
+        separator = r'\.'
     return re.compile(regex)
 
 

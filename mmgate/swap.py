@@ -139,13 +139,13 @@ def _plan(model: nn.Module, rule: Rule, pattern: str, planned: Mapping[str, Plan
     new: dict[str, Planned] = {}
     refusals: list[str] = []
     for name, module in matched.items():
-        has = _gate_in(model, module)
-        found = None if has else adapter_for(rule.gate, module)
+        present = _gate_in(model, module)
+        found = None if present else adapter_for(rule.gate, module)
         if found is None:
             if not whatever_fits:
-                raise ConfigError(f'{rule.where}: {_not_replaced(model, rule, name, module, has)}')
+                raise ConfigError(f'{rule.where}: {_not_replaced(model, rule, name, module, present)}')
             if record_of(module) is not None:
-                refusals.append(f'{name} is gated already, by a {has}.')
+                refusals.append(f'{name} is gated already, by a {present}.')
             continue
         if whatever_fits and any(name.startswith(f'{outer}.') for outer in new):
             continue
@@ -155,10 +155,10 @@ def _plan(model: nn.Module, rule: Rule, pattern: str, planned: Mapping[str, Plan
         bypass = bypass_of(attention, adapter)
         if bypass is not None:
             raise ConfigError(f'{rule.where}: {rule.name} cannot act in {name}: {bypass}.')
-        before = next((one for one in (*planned.values(), *new.values()) if one.attention is attention), None)
-        _refuse_other_rule(rule, name, planned.get(name), before)
+        twin = next((one for one in (*planned.values(), *new.values()) if one.attention is attention), None)
+        _refuse_other_rule(rule, name, planned.get(name), twin)
         try:
-            gate = _gate(model, rule, path, attention, adapter) if before is None else before.gate
+            gate = _gate(model, rule, path, attention, adapter) if twin is None else twin.gate
         except OptionError as error:
             raise OptionError(f'{rule.where}: {rule.name} in {name}: {error}') from error
         except ValueError as error:
@@ -240,7 +240,7 @@ def _gate_in(model: nn.Module, module: nn.Module) -> str | None:
     return None
 
 
-def _not_replaced(model: nn.Module, rule: Rule, name: str, module: nn.Module, has: str | None) -> str:
+def _not_replaced(model: nn.Module, rule: Rule, name: str, module: nn.Module, present: str | None) -> str:
     """Return the message for a module that a rule names and no gate of its type can be put into.
 
     Args:
@@ -248,11 +248,11 @@ def _not_replaced(model: nn.Module, rule: Rule, name: str, module: nn.Module, ha
         rule: The rule.
         name: The name of the module.
         module: The module.
-        has: The class name of the gate that is there already, or None.
+        present: The class name of the gate that is there already, or None.
     """
-    if has is not None:
+    if present is not None:
         return (
-            f'{name} is gated already, by a {has}. Leave it out of the path, or take its gate off first: '
+            f'{name} is gated already, by a {present}. Leave it out of the path, or take its gate off first: '
             'mmgate.restore_attention(model).'
         )
     return (

@@ -58,12 +58,12 @@ def gates_content(model: nn.Module) -> GatesFile:
     refuse_sharded(model, 'has no whole gates to be saved; extract them from its checkpoints.')
     model = unwrap_model(model)
     state = vanilla_state(model)
-    inside = tuple(
+    gate_prefixes = tuple(
         f'{vanilla_name(model, name)}.'
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, Gate)
     )
-    gates = {name: tensor for name, tensor in state.items() if name.startswith(inside)}
+    gates = {name: tensor for name, tensor in state.items() if name.startswith(gate_prefixes)}
     if not gates:
         raise ConfigError(f'this {type(model).__name__} has no gates to be saved.')
     if any(tensor.is_meta for tensor in gates.values()):
@@ -74,11 +74,11 @@ def gates_content(model: nn.Module) -> GatesFile:
         )
     modes = [vars(module).get('trained_with_gates') for module in model.modules()]
     trained = next((mode for mode in modes if mode), 'all')
-    own = {name: tensor for name, tensor in state.items() if name not in gates}
-    with_them = {name: tensor for name, tensor in own.items() if trained != 'all' and tensor.requires_grad}
-    kept = [
+    of_host = {name: tensor for name, tensor in state.items() if name not in gates}
+    with_them = {name: tensor for name, tensor in of_host.items() if trained != 'all' and tensor.requires_grad}
+    untrained = [
         name
-        for name, tensor in own.items()
+        for name, tensor in of_host.items()
         if isinstance(tensor, nn.Parameter) and not tensor.is_meta and name not in with_them
     ]
     return GatesFile(
@@ -87,7 +87,7 @@ def gates_content(model: nn.Module) -> GatesFile:
         trained=trained,
         places=_places(model),
         # Some tensors suffice, from the head down: backbones often are the same.
-        values={name: checksum(own[name]) for name in kept[:: -max(1, len(kept) // 8)]},
+        values={name: checksum(of_host[name]) for name in untrained[:: -max(1, len(untrained) // 8)]},
     )
 
 

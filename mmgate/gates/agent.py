@@ -265,7 +265,6 @@ class AgentGate(MapGate):
                 resized.append(name)
         return resized
 
-
     def biases(self, hw_shape: Size) -> tuple[Tensor, Tensor]:
         """Return both position biases for a map of size ``hw_shape``: B1 ``(1, H, n, N)`` and B2 ``(1, H, N, n)``.
 

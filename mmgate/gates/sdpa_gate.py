@@ -16,7 +16,7 @@ from mmgate.notes import note
 
 from .parts.options import check_option, integer, number
 
-POSITIONS = ('G1', 'G2', 'G3', 'G4', 'G5')
+SDPA_POSITIONS = ('G1', 'G2', 'G3', 'G4', 'G5')
 INITS = ('identity', 'paper')
 SHARED = (False, 'average', 'projection')
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -87,7 +87,7 @@ class SDPAGate(DenseGate):
         init: str = 'paper',
         gate_channels: int | None = None,
     ) -> None:
-        check_option('position', position, POSITIONS)
+        check_option('position', position, SDPA_POSITIONS)
         check_option('granularity', granularity, ('elementwise', 'headwise'))
         check_option('form', form, ('multiplicative', 'additive'))
         # The paper spells it in this way.

@@ -47,7 +47,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         from . import extension
 
         vars(module).update({name: getattr(extension, name) for name in extension.__all__})
-        module.__getattr__ = extension.missing  # type: ignore[method-assign]
+        module.__getattr__ = extension.not_compiled  # type: ignore[method-assign]
         log(f'mmcv has no compiled operators. It goes on with {IN_TORCH}; its other operators raise an error.')
         # The forks catch the failed import and replace mmcv's functions by some that raise.
         early = sorted({name.partition('.')[0] for name in sys.modules if name.startswith(TAKE_OPERATORS)})

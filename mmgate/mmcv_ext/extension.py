@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 
-def missing(name: str) -> Callable[..., NoReturn]:
+def not_compiled(name: str) -> Callable[..., NoReturn]:
     """Return a function that raises: mmcv looks all its operators up at import, and calls few of them.
 
     Raises:
@@ -122,7 +122,7 @@ def roi_align_backward(
 
 def _only_averages(pool_mode: int) -> None:
     if pool_mode == 0:
-        missing("roi_align with pool_mode='max'")()
+        not_compiled("roi_align with pool_mode='max'")()
 
 
 def sigmoid_focal_loss_forward(

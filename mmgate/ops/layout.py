@@ -10,6 +10,9 @@ from torch import Tensor
 from .autocast import autocast_dtype
 from .tracing import is_exporting
 
+# Where PLuG's gate acts: on the logits, or on the weights.
+POSITIONS = ('pre_softmax', 'post_softmax')
+
 
 def check_layout(
     *arguments: tuple[str, Tensor | None, str], filled: str = '', integer: str = '', one_dtype: bool = True

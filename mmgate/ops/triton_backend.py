@@ -24,13 +24,13 @@ MEASURED = (90,)  # architectures on which we have run the kernels beside other 
 
 
 @torch.compiler.assume_constant_result
-def _missing() -> str | None:
-    """Return :func:`missing`; torch.compile calls this once, as it traces no import that fails."""
-    return missing()
+def _why_unavailable() -> str | None:
+    """Return :func:`why_unavailable`; torch.compile calls this once, as it traces no import that fails."""
+    return why_unavailable()
 
 
 @functools.cache
-def missing() -> str | None:
+def why_unavailable() -> str | None:
     """Return the reason why there is no Triton for our kernels, or None."""
     try:
         import triton
@@ -154,7 +154,7 @@ def why_not_triton(heads: Tensor) -> str | None:
         return f'it is for float32, float16 and bfloat16, not for {heads.dtype}'
     if heads.shape[-1] > MAX_DIM:
         return f'it is for heads of {MAX_DIM} channels or fewer, not of {heads.shape[-1]}'
-    return _missing() or (None if interpreted() else _cannot_start(heads.device.index))
+    return _why_unavailable() or (None if interpreted() else _cannot_start(heads.device.index))
 
 
 @torch.compiler.assume_constant_result
@@ -195,6 +195,6 @@ def advice(heads: Tensor, why_not: str | None) -> str | None:
     )
 
 
-def padded(width: int) -> int:
+def power_of_two(width: int) -> int:
     """Return the power of two, at least 16, to which kernels pad so many channels."""
     return max(16, 1 << (width - 1).bit_length())

@@ -168,7 +168,7 @@ class LoadReportHook(Hook):
         """
         own = unwrap_model(runner.model)
         keys = _versions(runner.model)
-        missing = self.missing(runner)
+        missing = self.not_loaded(runner)
         if not self._before or not keys:
             return '', 1.0
         found = (
@@ -184,7 +184,7 @@ class LoadReportHook(Hook):
         unused = unused_names(own)
         return found + (f'; {len(unused)} more rest, which gates replace' if unused else ''), share
 
-    def missing(self, runner: Any) -> list[str]:
+    def not_loaded(self, runner: Any) -> list[str]:
         """Return the names of the model's tensors that the checkpoint did not fill."""
         return [key for key, version in _versions(runner.model).items() if self._before.get(key) == version]
 
@@ -196,7 +196,7 @@ class LoadReportHook(Hook):
         own = dict(unwrap_model(runner.model).named_parameters(remove_duplicate=False))
         return [
             f'{key} is {self._shapes[key]} instead of {tuple(own[key].shape)}'
-            for key in self.missing(runner)
+            for key in self.not_loaded(runner)
             if key in own and self._shapes.get(key, own[key].shape) != own[key].shape
             if key.partition('.')[0] not in OF_TRAINING
         ]
@@ -251,7 +251,7 @@ def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> N
     if hook._other:
         log(f'{hook._trained_otherwise()}.', logging.WARNING)
     parameters = {name for name, _ in model.named_parameters() if name.partition('.')[0] not in OF_TRAINING}
-    if whole and parameters.intersection(hook.missing(runner)):
+    if whole and parameters.intersection(hook.not_loaded(runner)):
         raise ConfigError(
             f'{found}. These stay as they are drawn at random. Give the checkpoint or the num_classes that belong '
             'together, or --allow-mismatch.'

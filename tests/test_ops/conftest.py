@@ -26,7 +26,7 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if request.param != 'native':
         monkeypatch.setenv('MMGATE_NATIVE', str(_compiled_for(request.param)))
     native.load.cache_clear()
-    assert native.missing() is None
+    assert native.why_unavailable() is None
     yield request.param
     monkeypatch.undo()
     native.load.cache_clear()

@@ -14,7 +14,7 @@ from mmgate.analysis.probes.recording import PREDICTIONS, Recording, Sample, bes
 from mmgate.analysis.probes.relevance import padded_size
 from mmgate.errors import ConfigError
 from mmgate.notes import POINTS
-from mmgate.ops.deformable.uneven import padded
+from mmgate.ops.deformable.uneven import pad_points
 
 
 @dataclass(frozen=True)
@@ -219,8 +219,8 @@ def chosen_points(
     num_points = None
     if weights.dim() == 3:  # of levels with different numbers of points
         counts = notes['num_points'].tolist()
-        locations = padded(locations, counts, np.nan, axis=2)
-        weights = padded(weights, counts, 0.0, axis=2)
+        locations = pad_points(locations, counts, np.nan, axis=2)
+        weights = pad_points(weights, counts, 0.0, axis=2)
         num_points = tuple(counts[number] for number in levels)
     xy = to_image(locations.numpy()[:, :, levels], sample)
     of_levels = weights.numpy()[:, :, levels]

@@ -95,10 +95,12 @@ class Sizes:
 class Gate(nn.Module):
     """Base class of all gates: modules that hold the parameters that an attention gains, and no others.
 
-    A subclass takes :class:`Sizes` and keyword-only options; a rule may set these options and nothing else. The kind of
-    a gate is the method that it has: ``modulate`` (:class:`~mmgate.gates.base.deformable.DeformableGate`), ``attend``
-    (:class:`~mmgate.gates.base.dense.DenseGate`) or ``mix`` (:class:`~mmgate.gates.base.map.MapGate`). The base class
-    of a kind is that attention without a gate. Figures show what the method hands to :func:`mmgate.note`.
+    A subclass takes :class:`Sizes` and keyword-only options; a rule may set these options and nothing else. There
+    are three kinds, each a base class with the one method that acts: ``modulate`` of
+    :class:`~mmgate.gates.base.deformable.DeformableGate`, ``attend`` of :class:`~mmgate.gates.base.dense.DenseGate` and
+    ``mix`` of :class:`~mmgate.gates.base.map.MapGate`. Without another method each computes attention without a gate.
+    A package may add a kind: a subclass of this class, whose method its own adapters call. Figures show
+    what the method hands to :func:`mmgate.note`.
 
     Args:
         sizes: Sizes of the host's attention.
@@ -107,10 +109,10 @@ class Gate(nn.Module):
         ConfigError: The channels are no multiple of the heads.
 
     Attributes:
-        undecayed: Names of the parameters, or of the children with parameters, without weight decay, which would only
-            pull them to zero: scalars, norms, positions, and biases of logits or that hold the gate's start. Linear
-            layers and convolutions decay, weight and bias, as the host's do.
-        identity_start: True if, by default, the gated attention starts as the vanilla one.
+        undecayed: Names of the parameters, or of the children with parameters, without weight decay: scalars, norms,
+            position terms, biases of logits, and biases that hold the gate's start. Linear layers and convolutions
+            decay, weight and bias, as the host's do.
+        identity_start: True if, by default, the gated attention computes at first what the vanilla one does.
         operator: Name of the operator that computes with the gate, one of :data:`mmgate.ops.backend.OPERATORS`, or
             None.
         backend: Backend of the operator that is asked for.

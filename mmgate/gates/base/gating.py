@@ -87,7 +87,7 @@ class Adapter(nn.Module):
         return {}
 
     def gates(self) -> list[Gate]:
-        """Return the module's gates: its child ``gate``, or the two in it if the attention goes both ways."""
+        """Return the module's gates: its child ``gate``, or each of those in it, by name, of attention with several."""
         # Not by self.gate, which timm's adapters have as None while it is off.
         child: Any = self._modules[CHILD]
         return [module for module in child.modules() if isinstance(module, Gate)]
@@ -220,16 +220,20 @@ def gated_class(adapter: type[Adapter], host: type[nn.Module]) -> type[Any]:
     """
     if (adapter, host) in _CLASSES:
         return _CLASSES[adapter, host]
-    own = {name for base in _bases(adapter, Adapter) for name, value in vars(base).items() if _is_method(value)}
-    theirs = {name for base in _bases(host, nn.Module) for name in vars(base)}
-    members: dict[str, Any] = {name: _either(adapter, host, name) for name in sorted(own & theirs - {'forward'})}
+    adapter_methods = {
+        name for base in _bases(adapter, Adapter) for name, value in vars(base).items() if _is_method(value)
+    }
+    host_names = {name for base in _bases(host, nn.Module) for name in vars(base)}
+    members: dict[str, Any] = {
+        name: _either(adapter, host, name) for name in sorted(adapter_methods & host_names - {'forward'})
+    }
     # An adapter may override another method than the host's forward, as timm's Swin block has one for its attention.
-    called: Any = adapter if 'forward' in own else host
+    called: Any = adapter if 'forward' in adapter_methods else host
     # Without mmcv, what replaces its deformable attention has no forward of its own.
     shown = adapter.forward if host.forward is nn.Module.forward else host.forward
 
     @wraps(shown, assigned=('__name__', '__qualname__', '__doc__'))
-    def traced_as_one(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def gated_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # torch.fx cannot look into a gate, whose code depends on sizes. As torch's attention, it is one node.
         for given in (*args, *kwargs.values()):
             if isinstance(given, Proxy):
@@ -240,7 +244,7 @@ def gated_class(adapter: type[Adapter], host: type[nn.Module]) -> type[Any]:
         refuse_recomputation()
         return host.forward(self, *args, **kwargs)
 
-    members.update(__module__=__name__, made_of=(adapter, host), forward=traced_as_one)
+    members.update(__module__=__name__, made_of=(adapter, host), forward=gated_forward)
     members['__doc__'] = f'{host.__module__}.{host.__qualname__} with a gate, called by {adapter.__qualname__}.forward.'
     made = type(f'Gated{host.__name__}', (adapter, host), members)
     return _CLASSES.setdefault((adapter, host), made)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..triton_backend import interpreted, padded, target_of
+from ..triton_backend import interpreted, power_of_two, target_of
 
 LANE_BYTES = 16  # loaded or added by a lane at once; the values' gradient is always float32
 PIECES = 2  # pieces of a row of channels
@@ -37,7 +37,7 @@ class Cut(NamedTuple):
 
     def constants(self, dim: int) -> dict[str, int]:
         """Return the compile-time constants for a launch on heads with ``dim`` channels."""
-        piece = padded(dim) // self.pieces
+        piece = power_of_two(dim) // self.pieces
         rows = max(1, 32 * self.lane // piece) * self.times * self.warps
         constants = dict(PIECE=piece, PIECES=self.pieces, BLOCK_Q=rows, num_warps=self.warps)
         if self.backward:
@@ -54,7 +54,7 @@ def cut_for(value: Tensor, logits: Tensor, backward: bool) -> Cut:
     # In an encoder the queries are the tokens, whose neighbours in the map are known.
     tiled = logits.shape[1] == value.shape[1]
     if backward and scalar_reductions(value):
-        return Cut(backward, tiled, min(SCALAR_PIECES, padded(value.shape[-1]) // 8), 1)
+        return Cut(backward, tiled, min(SCALAR_PIECES, power_of_two(value.shape[-1]) // 8), 1)
     return Cut(backward, tiled, PIECES, LANE_BYTES // (4 if backward else value.element_size()))
 
 

@@ -18,7 +18,7 @@ TENSORS = 'Tensor value, Tensor spatial_shapes, Tensor level_start_index, Tensor
 
 
 @functools.cache
-def missing() -> str | None:
+def why_unavailable() -> str | None:
     """Return the reason why mmcv's CUDA operator cannot be used, or None if it can."""
     try:
         from mmcv.ops import get_compiling_cuda_version
@@ -37,7 +37,7 @@ def why_not_mmcv(value: Tensor) -> str | None:
         return 'it adds up the gradients of the values in no fixed order, and torch.use_deterministic_algorithms is on'
     if value.dtype == torch.float64:
         return 'it is checked for float16, bfloat16 and float32 only, value is float64'
-    return missing()
+    return why_unavailable()
 
 
 def attend(samples: Samples) -> Tensor:

@@ -12,11 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layout import check_layout
+from ..layout import POSITIONS, check_layout
 from ..tracing import is_compiling, is_exporting
-from .uneven import OFF, padded, spread
-
-POSITIONS = ('pre_softmax', 'post_softmax')
+from .uneven import OFF, pad_points, spread
 
 
 class Samples(NamedTuple):
@@ -250,8 +248,8 @@ def padded_levels(samples: WeightedSamples) -> WeightedSamples:
         value=samples.value,
         spatial_shapes=samples.spatial_shapes,
         level_start_index=samples.level_start_index,
-        locations=padded(samples.locations, samples.num_points, OFF),  # (B, Q, H, L, P, 2)
-        weights=padded(samples.weights, samples.num_points, 0.0),  # (B, Q, H, L, P)
+        locations=pad_points(samples.locations, samples.num_points, OFF),  # (B, Q, H, L, P, 2)
+        weights=pad_points(samples.weights, samples.num_points, 0.0),  # (B, Q, H, L, P)
     )
 
 

@@ -1,7 +1,8 @@
 """GPU backend of deformable attention by mmgate's Triton kernels, as one custom operator with its gradient.
 
-Unlike the other backends it takes logits, gate and, if wanted, offsets as they are: neither locations nor weights are
-written to memory. On the CPU it runs only in Triton's interpreter (``TRITON_INTERPRET=1``), for tests.
+Like the C++ kernel, and unlike the other backends, it takes logits, gate and, if wanted, offsets as they are: neither
+locations nor weights are written to memory. On the CPU it runs only in Triton's interpreter (``TRITON_INTERPRET=1``),
+for tests.
 """
 
 from __future__ import annotations

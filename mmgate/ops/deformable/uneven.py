@@ -73,7 +73,7 @@ def spread(x: Tensor, num_points: Sequence[int], axis: int) -> Tensor:
     return torch.cat(repeated, axis)
 
 
-def padded(x: Tensor, num_points: Sequence[int], fill: float, axis: int = 3) -> Tensor:
+def pad_points(x: Tensor, num_points: Sequence[int], fill: float, axis: int = 3) -> Tensor:
     """Split an axis of N samples into levels and points (L, P), padded with ``fill`` to the largest number P."""
     most = max(num_points)
     levels = []

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..triton_backend import MAX_DIM, interpreted, padded, target_of
+from ..triton_backend import MAX_DIM, interpreted, power_of_two, target_of
 
 # Rows and columns of a block, and pipeline stages.
 Shape = tuple[int, int, int]
@@ -81,7 +81,7 @@ def blocks_for(name: str, query: Tensor, gate_query: Tensor, bias: Tensor | None
     pairs = gate_query.shape[1] == 1 and query.shape[1] % 2 == 0 and is_shared(bias, 1)
     if interpreted():
         return Blocks(pairs, *SMALL_BLOCKS)
-    widest = padded(max(query.shape[-1], gate_query.shape[-1]))
+    widest = power_of_two(max(query.shape[-1], gate_query.shape[-1]))
     full_bias = biased(bias) == 2
     of_pairs = PAIRED.get(target_of(query.device).arch // 10, {})
     entry = of_pairs.get((query.element_size(), name, full_bias), {}).get(widest)
@@ -97,8 +97,8 @@ def gate_block(name: str, query: Tensor, gate_query: Tensor) -> int:
     Beside heads of 128 channels in 16 bits ``columns_backward_kernel`` has at least 64 of the gate. With 32 or fewer
     products are repeated, and it spills up to 4.3 kB a thread (KERNELS.md).
     """
-    width = padded(gate_query.shape[-1])
-    beside_wide_heads = query.element_size() == 2 and padded(query.shape[-1]) == MAX_DIM
+    width = power_of_two(gate_query.shape[-1])
+    beside_wide_heads = query.element_size() == 2 and power_of_two(query.shape[-1]) == MAX_DIM
     return max(width, 64) if beside_wide_heads and name == 'columns_backward_kernel' else width
 
 

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..layout import check_layout
+from ..layout import POSITIONS, check_layout
 
-POSITIONS = ('pre_softmax', 'post_softmax')
 Modulation = Callable[[Tensor], Tensor]
 
 

@@ -15,7 +15,7 @@ from mmgate.errors import UnsupportedCall
 from .. import triton_backend
 from ..backend import Place
 from ..custom_op import arguments_of, operator
-from ..triton_backend import MAX_DIM, compile_only, interpreted, launch, needs_backward, padded
+from ..triton_backend import MAX_DIM, compile_only, interpreted, launch, needs_backward, power_of_two
 from .dense_blocks import biased, blocks_for, gate_block
 from .pairs import Modulation, Pairs
 
@@ -156,7 +156,7 @@ def _launch(
         *numbers,
         D=dim,
         E=width,
-        BLOCK_D=padded(dim),
+        BLOCK_D=power_of_two(dim),
         BLOCK_E=gate_block(name, query, tensors.gate_query),
         PAIR=blocks.pair,
         BLOCK_N=blocks.rows,

@@ -41,7 +41,7 @@ def load() -> tuple[Any, str | None]:
 
 
 @torch.compiler.assume_constant_result
-def missing() -> str | None:
+def why_unavailable() -> str | None:
     """Return the reason why the library cannot be loaded, or None if it can.
 
     torch.compile calls this once, while it traces.
@@ -53,7 +53,7 @@ def why_not_native(tensor: Tensor) -> str | None:
     """Return the reason why the kernels cannot run on a tensor, or None if they can."""
     if tensor.device.type != 'cpu':
         return f'it is for CPU tensors, not for {tensor.device}'
-    return missing()
+    return why_unavailable()
 
 
 def advice_for_native(tensor: Tensor) -> str | None:
@@ -88,9 +88,9 @@ C_TYPES: dict[Any, Any] = {
 
 def fields_of(arguments: type[tuple[Any, ...]]) -> list[tuple[str, Any]]:
     """Return the fields of a named tuple as fields of a ctypes structure."""
-    return [(name, C_TYPES[kind]) for name, kind in typing.get_type_hints(arguments).items()]
+    return [(name, C_TYPES[ctype]) for name, ctype in typing.get_type_hints(arguments).items()]
 
 
-def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+def fields(ctype: Any, names: str) -> list[tuple[str, Any]]:
     """Return fields of one type for a ctypes structure; ``names`` has their names, separated by spaces."""
-    return [(name, kind) for name in names.split()]
+    return [(name, ctype) for name in names.split()]

@@ -156,7 +156,7 @@ def test_compiles_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
             return 'not installed'
         return None
 
-    monkeypatch.setattr(triton_backend, 'missing', missing)
+    monkeypatch.setattr(triton_backend, 'why_unavailable', missing)
     inputs = make_inputs('two_levels', torch.float32)
     compiled = torch.compile(ms_deform_attn, fullgraph=True, backend='eager')
     torch.testing.assert_close(compiled(*inputs), ms_deform_attn(*inputs))
@@ -222,8 +222,8 @@ def test_bad_input_is_named(changed: dict[int, Tensor], options: dict[str, str],
     ],
 )
 def test_order_where_all_packages_are_installed(device: str, order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mmcv, 'missing', lambda: None)
-    monkeypatch.setattr(library, 'missing', lambda: None)
+    monkeypatch.setattr(mmcv, 'why_unavailable', lambda: None)
+    monkeypatch.setattr(library, 'why_unavailable', lambda: None)
     value: Any = SimpleNamespace(device=torch.device(device), dtype=torch.float32, is_cuda=device == 'cuda', shape=[32])
     chosen, _ = candidates('ms_deform_attn', value)
     assert [backend.name for backend in chosen] == order

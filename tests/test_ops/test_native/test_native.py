@@ -25,7 +25,8 @@ def loaded_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_missing_library_is_told_with_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv('MMGATE_NATIVE', str(tmp_path / 'native.so'))
     assert native.load()[0] is None
-    assert native.missing() == 'it is not compiled for this processor yet; type once: python -m mmgate.doctor --build'
+    reason = 'it is not compiled for this processor yet; type once: python -m mmgate.doctor --build'
+    assert native.why_unavailable() == reason
 
 
 def test_a_damaged_library_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -42,12 +43,12 @@ def test_a_library_of_other_sources_or_another_processor_is_left_out(
     other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library, reason = native.load()
-    assert isinstance(library, ctypes.CDLL) and reason is native.missing() is None
+    assert isinstance(library, ctypes.CDLL) and reason is native.why_unavailable() is None
     assert native.load()[0] is library
     native.load.cache_clear()
     sources, processor = build.built_from().split()
     monkeypatch.setattr(build, 'built_from', lambda: dict(sources=f'x {processor}', processor=f'{sources} x')[other])
     assert native.load()[0] is None
-    assert native.missing() == (
+    assert native.why_unavailable() == (
         'it was compiled from other sources or for another processor; type: python -m mmgate.doctor --build'
     )

@@ -101,7 +101,7 @@ def test_each_part_ends_in_eight_minutes(tmp_path: Path) -> None:
     'step, providers',
     [
         ('step', 4),
-        ('plug', 5 if native.missing() is None else 4),
+        ('plug', 5 if native.why_unavailable() is None else 4),
         ('plug-chunks', 3),
         ('plug_attention', 3),
         pytest.param('sampler', 4, marks=pytest.mark.slow),

@@ -200,7 +200,7 @@ template <class C> struct Samples {
     static void place(Block<C> &b) {
         for (int k = 0; k < BLOCK; k++) {
             C x = b.points[2 * k] * b.scale_x[k] + b.shift_x[k], y = b.points[2 * k + 1] * b.scale_y[k] + b.shift_y[k];
-            // false for what is no number
+            // false for NaN
             const bool on = (x >= -1) & (y >= -1) & (x < b.width[k]) & (y < b.height[k]);
             x = on ? x : 0, y = on ? y : 0;
             int32_t left = (int32_t)x, upper = (int32_t)y;

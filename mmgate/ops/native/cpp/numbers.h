@@ -18,7 +18,7 @@ namespace {
 inline float as_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 inline uint32_t as_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 
-// e^x of x <= 0 to 2 units in the last place; no number stays none, and what is below 1e-37 becomes 0.
+// e^x of x <= 0 to 2 units in the last place; NaN stays NaN, and what is below 1e-37 becomes 0.
 inline float exp_of(float x) {
     const float magic = 12582912.f;  // 1.5 * 2^23: what is added to it loses its fraction
     float c = x < -86.f ? -86.f : x;

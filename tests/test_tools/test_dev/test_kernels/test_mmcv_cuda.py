@@ -48,7 +48,7 @@ library.impl('forward', lambda *x: sample(*x[:5]), 'CPU')
 library.impl('backward', lambda *x: backward(*x[:9]), 'CPU')
 loaded = []
 torch.ops.load_library = loaded.append
-assert mmcv.missing() is None, mmcv.missing()
+assert mmcv.why_unavailable() is None, mmcv.why_unavailable()
 inputs, points = ops.sampler_inputs([(8, 8), (4, 4)], 2, None, 2, 'cpu')
 for x in (inputs[0], inputs[3], inputs[4], inputs[5]):
     x.requires_grad_()
