@@ -30,6 +30,7 @@ from .gates.base.gate import Gate, Sizes, refuse_to_split
 from .gates.base.gating import Adapter
 from .gates.base.map import MapAdapter, MapGate
 from .hosts import adapts
+from .hosts.around import nearest_with
 from .listing import list_attention
 from .notes import note
 from .recording import record
@@ -55,6 +56,7 @@ __all__ = [
     'gates_disabled',
     'list_attention',
     'load_gates',
+    'nearest_with',
     'note',
     'record',
     'refuse_to_split',

@@ -181,7 +181,7 @@ def _gate(model: nn.Module, rule: Rule, path: str, attention: nn.Module, adapter
     device = device_of(attention, model)
     # Not on the device of a ``with torch.device`` around: its generator would be moved.
     with torch.device('cpu'), random_stream(path):
-        gate = make_gate(adapter, attention, rule.gate, adapter.around(model, path), **rule.options)
+        gate = make_gate(adapter, attention, rule.gate, model, path, **rule.options)
     draw_gates(path, gate)
     return gate.to(device=device, dtype=computed_dtype(attention, model))
 

@@ -124,6 +124,24 @@ def test_its_adapter_lets_gates_into_a_host(kind: str, monkeypatch: pytest.Monke
         mmgate.swap_attention(model, dict(path='attention', type=kind))
 
 
+def test_its_adapter_lets_gates_over_a_map_into_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain gate over all tokens is the host's own attention."""
+    monkeypatch.setattr(table, '_ADAPTERS', dict(table._ADAPTERS))
+    page = [block for name, block in PYTHON.items() if name.startswith('docs/extend.md')]
+    space: dict = dict(__name__='guide')
+    exec('import mmgate, torch\nfrom torch import nn\n' + '\n'.join(b for b in page if ', Attention)' in b), space)
+    vit = nn.ModuleDict(dict(attention=space['Attention'](16, 4)))
+    vit.grid = (2, 3)
+    x = torch.randn(2, 7, 16)
+    expected = vit['attention'](x)
+    with pytest.raises(ConfigError, match='no model around it keeps its map'):
+        mmgate.swap_attention(nn.ModuleDict(dict(attention=vit['attention'])), dict(path='*', type='SoftmaxAttention'))
+    mmgate.swap_attention(nn.ModuleDict(dict(backbone=vit)), dict(path='**.attention', type='SoftmaxAttention'))
+    torch.testing.assert_close(vit['attention'](x), expected)
+    with pytest.raises(ValueError, match='takes no mask'):
+        vit['attention'](x, torch.ones(7, 7, dtype=torch.bool))
+
+
 @pytest.mark.parametrize('name', PYTHON)
 def test_python_can_be_read_and_imports_what_is_there(name: str) -> None:
     compile(PYTHON[name], name, 'exec')

@@ -20,7 +20,7 @@ from torch import nn
 from mmgate import adapts, list_attention, restore_attention, swap_attention
 from mmgate.errors import ConfigError
 from mmgate.gates import PLuGMultiScaleDeformableAttention
-from mmgate.gates.base.dense import DenseGate
+from mmgate.gates.base.dense import DenseAdapter, DenseGate
 from mmgate.gates.base.gate import Gate, Sizes
 from mmgate.gates.base.gating import Adapter
 from mmgate.gates.plug import PLuGDeformableGate
@@ -424,6 +424,19 @@ def test_an_option_without_a_default(host: type[nn.Module], path: str) -> None:
     assert model.get_submodule(path).gate.factor == 2.0
     with pytest.raises(TypeError, match='cannot be made without factor; write it'):
         swap_attention(nn.ModuleDict(dict(host=host(16, 4))), dict(path='host', type=ScaledGate))
+
+
+def test_an_adapter_that_could_not_call_its_gate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr('mmgate.hosts.table._ADAPTERS', dict(_ADAPTERS))
+
+    class Silent(DenseAdapter):
+        @classmethod
+        def sizes(cls, host: nn.Bilinear) -> Sizes:  # type: ignore[override]
+            return Sizes(host.out_features, 1)
+
+    adapts(DenseGate, nn.Bilinear)(Silent)
+    with pytest.raises(TypeError, match='Silent has no forward, which calls the gate; write it'):
+        swap_attention(nn.ModuleDict(dict(host=nn.Bilinear(2, 2, 4))), dict(path='host', type='PLuGMultiheadAttention'))
 
 
 def test_adapts_says_what_is_wrong() -> None:

@@ -101,6 +101,9 @@ def test_a_host_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         def sizes(cls, host: Any) -> Sizes:
             return Sizes(8, 2)
 
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
     assert host_names(Strange) == ['layers.Pooling']
     assert adapter_for(Strange, Pooling(1)) == (GatedPooling, '')
     assert adapter_for(Strange, nn.AdaptiveAvgPool1d(1)) is None

@@ -133,7 +133,8 @@ def make_gate(
     adapter: type[Adapter],
     host: Any,
     gate_type: type[Gate],
-    around: Mapping[str, Any] | None = None,
+    model: nn.Module | None = None,
+    path: str = '',
     /,
     **options: object,
 ) -> nn.Module:
@@ -143,19 +144,24 @@ def make_gate(
         adapter: Adapter of the host's family.
         host: Module to be gated.
         gate_type: Class of the gate.
-        around: The :class:`~mmgate.gates.base.gate.Sizes` that the model around the host tells, by name.
+        model: The model around the host, which may tell sizes; None if there is none.
+        path: Name of the host in it.
         **options: Options of the gate.
 
     Raises:
         ConfigError: The adapter refuses the host, or the gate does not fit it; the message says why.
+        TypeError: The adapter has no ``forward``, nor another method of the host's, that could call the gate.
         ValueError: The gate's constructor refuses an option.
     """
     adapter.check(host)
+    methods = _methods_of(adapter)
+    if 'forward' not in methods and not methods & _names_of(type(host)):
+        raise TypeError(f'{adapter.__qualname__} has no forward, which calls the gate; write it.')
     if getattr(host, CHILD, None) is not None:
         cls = type(host)
         raise ConfigError(f"this {cls.__module__}.{cls.__qualname__} has an attribute 'gate' already.")
     sizes = adapter.sizes(host)
-    told = around or {}
+    told = {} if model is None else adapter.around(model, path)
     if isinstance(sizes, Sizes):
         return gate_type(replace(sizes, **told), **options)
     return nn.ModuleDict({name: gate_type(replace(one, **told), **options) for name, one in sizes.items()})
@@ -220,10 +226,8 @@ def gated_class(adapter: type[Adapter], host: type[nn.Module]) -> type[Any]:
     """
     if (adapter, host) in _CLASSES:
         return _CLASSES[adapter, host]
-    adapter_methods = {
-        name for base in _bases(adapter, Adapter) for name, value in vars(base).items() if _is_method(value)
-    }
-    host_names = {name for base in _bases(host, nn.Module) for name in vars(base)}
+    adapter_methods = _methods_of(adapter)
+    host_names = _names_of(host)
     members: dict[str, Any] = {
         name: _either(adapter, host, name) for name in sorted(adapter_methods & host_names - {'forward'})
     }
@@ -253,6 +257,16 @@ def gated_class(adapter: type[Adapter], host: type[nn.Module]) -> type[Any]:
 def _bases(cls: type, below: type) -> tuple[type, ...]:
     """Return a class and those of its bases that come before ``below``."""
     return cls.__mro__[: cls.__mro__.index(below)]
+
+
+def _methods_of(adapter: type[Adapter]) -> set[str]:
+    """Return the names of an adapter's methods, without those of every adapter."""
+    return {name for base in _bases(adapter, Adapter) for name, value in vars(base).items() if _is_method(value)}
+
+
+def _names_of(host: type[nn.Module]) -> set[str]:
+    """Return the names that a host's class has beyond those of every module."""
+    return {name for base in _bases(host, nn.Module) for name in vars(base)}
 
 
 def _is_method(value: object) -> bool:
