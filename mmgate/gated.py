@@ -74,14 +74,19 @@ def Gated(
     return model
 
 
+def image_size_of(cfg: Mapping[str, Any]) -> Any:
+    """Return the size of the images in pre-training that a model's config names, or None."""
+    backbone = cfg.get('backbone') or cfg.get('image_encoder') or cfg
+    return next((backbone[name] for name in IMAGE_SIZES if backbone.get(name)), None)
+
+
 @contextmanager
 def _image_size_suggested(cfg: Mapping[str, Any]) -> Iterator[None]:
     """Let an error that asks for the size of the images in pre-training suggest the one in a model's config."""
     try:
         yield
     except OptionError as error:
-        backbone = cfg.get('backbone') or cfg.get('image_encoder') or cfg
-        size = next((backbone[name] for name in IMAGE_SIZES if backbone.get(name)), None)
+        size = image_size_of(cfg)
         if size is None:
             raise
         raise OptionError(str(error).replace(EXAMPLE, f'image_size={size}')) from error

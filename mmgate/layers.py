@@ -11,6 +11,14 @@ warnings.warn('mmgate.layers is mmgate.gates now, and goes in 0.4.', FutureWarni
 _BASE = {'gate': gate, 'dense': dense, 'deformable': deformable, 'map': map, 'gated': gating}
 sys.modules.update({f'{__name__}.base.{name}': module for name, module in _BASE.items()})
 sys.modules[f'{__name__}.base'] = gates.base
+_ADAPTERS = {
+    'gated': ('GatedModule', gating.Adapter),
+    'dense': ('DenseHost', dense.DenseAdapter),
+    'deformable': ('DeformableHost', deformable.DeformableAdapter),
+    'map': ('MapHost', map.MapAdapter),
+}
+for module, (name, adapter) in _ADAPTERS.items():
+    setattr(_BASE[module], name, adapter)
 # Imports of modules inside look for them here.
 __path__: list[str] = []
 

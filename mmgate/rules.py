@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmgate.errors import ConfigError, OptionError
+from mmgate.gates.base.former import refuse_former_options
 from mmgate.gates.base.gate import Gate, gate_options
+from mmgate.gates.base.map import MapGate
 from mmgate.hosts.table import full_name, gate_of_type, has_hosts, registered_gates
 from mmgate.registry import MODELS
 
@@ -207,6 +209,8 @@ def _gate_and_options(rule: Mapping[str, Any], where: str) -> tuple[type[Gate], 
     gate = gate_named(rule['type'], where)
     options = {key: value for key, value in rule.items() if key not in ('type', 'path')}
     known = gate_options(gate)
+    if issubclass(gate, MapGate):
+        refuse_former_options(where, options)
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise OptionError(

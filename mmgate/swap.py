@@ -31,7 +31,7 @@ from mmgate.gates.base.gating import (
 from mmgate.gates.base.starts import initialise_gates_last
 from mmgate.gates.gml import GatingModulation
 from mmgate.hosts import adapter_for
-from mmgate.hosts.table import adapted_base, full_name, host_names
+from mmgate.hosts.table import adapted_base, full_name, gates_for, host_names
 from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.listing import inventory, is_called_attention
 from mmgate.rules import Rule, Rules, as_lines, parse_rules, path_regex
@@ -157,6 +157,8 @@ def _plan(model: nn.Module, rule: Rule, pattern: str, planned: Mapping[str, Plan
             raise ConfigError(f'{rule.where}: {rule.name} cannot act in {name}: {bypass}.')
         twin = next((one for one in (*planned.values(), *new.values()) if one.attention is attention), None)
         _refuse_other_rule(rule, name, planned.get(name), twin)
+        if twin is not None and adapter.around(model, path) != adapter.around(model, twin.path):
+            raise ConfigError(f'{rule.where}: {name} is shared with {twin.name}, which sees another map.')
         try:
             gate = _gate(model, rule, path, attention, adapter) if twin is None else twin.gate
         except OptionError as error:
@@ -278,6 +280,9 @@ def _hint(rule: Rule, module: nn.Module) -> str:
     base = adapted_base(rule.gate, cls)
     if base is not None:
         return f' If that computes the same as its base, declare it: {declared}{base.__name__}).'
+    others = ', '.join(one.__name__ for one in gates_for(module))
+    if others:
+        return f' It takes {others}; another gate may fit a module inside or around it.'
     if not is_called_attention(module):
         return ''
     return f' No adapter knows that class. If it computes the same as another, declare it: {declared}...).'

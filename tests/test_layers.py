@@ -18,6 +18,7 @@ def test_former_names_are_the_same_classes(monkeypatch: pytest.MonkeyPatch) -> N
         former = importlib.import_module('mmgate.layers')
     assert former.MultiScaleDeformableAttention is gates.MultiScaleDeformableAttention
     assert importlib.import_module('mmgate.layers.base.dense').DenseGate is mmgate.DenseGate
-    assert importlib.import_module('mmgate.layers.base.gated').Adapter is mmgate.Adapter
+    assert importlib.import_module('mmgate.layers.base.gated').GatedModule is mmgate.Adapter
+    assert importlib.import_module('mmgate.layers.base.dense').DenseHost is mmgate.DenseAdapter
     with pytest.raises(ModuleNotFoundError, match='mmgate.layers.plug'):
         importlib.import_module('mmgate.layers.plug')

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from torch import nn
 
-from mmgate.errors import ConfigError
+from mmgate.errors import ConfigError, OptionError
 from mmgate.gates import PLuGMultiheadAttention
-from mmgate.rules import check_rules, path_regex, read_rules, shown_as_read, write_rule
+from mmgate.rules import check_rules, parse_rules, path_regex, read_rules, shown_as_read, write_rule
 from mmgate.swap import swap_attention
 
 
@@ -150,3 +150,15 @@ def test_an_error_shows_the_rules_as_they_were_read() -> None:
         'as they were read:\n  attention[0]: attn=PLuGMultiheadAttention\n'
         "  attention[1]: other.*=PLuGMultiheadAttention(gml='sum')"
     )
+
+
+@pytest.mark.parametrize(
+    'option, said',
+    [
+        (dict(class_token=True), 'the model tells its class tokens; leave class_token out'),
+        (dict(map_size=None), 'write position_encoding=False'),
+    ],
+)
+def test_an_option_that_meant_something_else_is_refused(option: dict[str, object], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        parse_rules(dict(path='attn', type='FocusedLinearAttention', **option))

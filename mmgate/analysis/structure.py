@@ -14,9 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from mmgate.errors import ConfigError
 from mmgate.gates.base.deformable import DeformableGate
-from mmgate.gates.base.gate import gate_options
 from mmgate.gates.base.map import IMAGE_SIDE
-from mmgate.hosts.table import adapter_for
+from mmgate.hosts.around import needs_image_size
 from mmgate.listing import Attention, list_attention
 from mmgate.registry import MODELS as MMGATE_MODELS
 from mmgate.rules import gate_named, path_regex, write_rule
@@ -46,16 +45,18 @@ def build_structure(cfg: Config) -> nn.Module:
         raise ConfigError(f'the model of {cfg.filename} cannot be built: {type(error).__name__}: {error}') from error
 
 
-def rules_to_paste(model: nn.Module, listed: Sequence[Attention]) -> dict[str, str]:
+def rules_to_paste(
+    model: nn.Module, listed: Sequence[Attention], image_size: int | Sequence[int] = IMAGE_SIDE
+) -> dict[str, str]:
     """Suggest a rule for each attention that has no gate and that a gate fits, as text to paste after ``--gate``.
 
     The rule's type is the first that fits, has a gate and starts as the vanilla attention, or else the first that fits.
-    Numbers in the path are replaced by ``*``, unless this type does not fit all modules that the pattern matches. Where
-    the gate needs the size of the images in pre-training, and the model does not keep it, it is taken as 224.
+    Numbers in the path are replaced by ``*``, unless this type does not fit all modules that the pattern matches.
 
     Args:
         model: The model.
         listed: Its attention, see :func:`list_attention`.
+        image_size: Size of the images in pre-training, for a gate that needs it where the model does not keep it.
 
     Returns:
         The texts by the attention's path.
@@ -74,21 +75,11 @@ def rules_to_paste(model: nn.Module, listed: Sequence[Attention]) -> dict[str, s
         pattern = '.'.join('*' if name.isdigit() else name for name in path.split('.'))
         matched = [name for name in names if path_regex(pattern).fullmatch(name)]
         alike = all(name in free and rule_type in free[name].gates for name in matched)
+        needed = needs_image_size(model, path, gate_named(rule_type, ''), {})
         texts[path] = write_rule(
-            dict(path=pattern if alike else path, type=rule_type, **_image_size(model, path, rule_type))
+            dict(path=pattern if alike else path, type=rule_type, **(dict(image_size=image_size) if needed else {}))
         )
     return texts
-
-
-def _image_size(model: nn.Module, path: str, rule_type: str) -> dict[str, int]:
-    """Return the option ``image_size`` for a gate that takes it, where the model does not keep the map of ``path``."""
-    gate = gate_named(rule_type, '')
-    found = adapter_for(gate, model.get_submodule(path)) if 'image_size' in gate_options(gate) else None
-    if found is None:
-        return {}
-    adapter, child = found
-    told = adapter.around(model, f'{path}.{child}'.rstrip('.'))
-    return {} if 'map_size' in told else dict(image_size=IMAGE_SIDE)
 
 
 def _starts_as_vanilla(rule_type: str) -> bool:

@@ -16,7 +16,9 @@ from mmgate.checkpoints.gates_file import GatesFile, checksum, read_gates, write
 from mmgate.errors import ConfigError, listed
 from mmgate.gates.base.gate import Gate
 from mmgate.gates.base.gating import gated_modules
+from mmgate.gates.base.map import IMAGE_SIDE
 from mmgate.gates.base.starts import initialise_gates_last
+from mmgate.hosts.around import needs_image_size
 from mmgate.hosts.table import adapter_for
 from mmgate.registry import MODELS
 from mmgate.rules import gate_named
@@ -168,7 +170,13 @@ def _places(model: nn.Module) -> dict[str, Rule]:
     for name, module in gated_modules(model):
         record = module.gating
         path = f'.{without_wrappers(name)}'.removesuffix(f'.{without_wrappers(record.child)}')[1:]
-        places[path] = _described(record.rule)
+        described = _described(record.rule)
+        maps = {gate.map_size for gate in module.gates() if getattr(gate, 'map_size', None)}
+        # The map in pre-training, which another model may not tell.
+        if maps:
+            described = {name: value for name, value in described.items() if name != 'image_size'}
+            described['map_size'] = list(*maps)
+        places[path] = described
     return places
 
 
@@ -176,6 +184,10 @@ def _described(rule: Mapping[str, Any]) -> Rule:
     """Return type and options of a rule in the form that a gates file has, so that equivalent ones compare as equal."""
     # The backend belongs to the machine, not to the gate. class_token, which mmgate 0.2.0 had, is told by the model.
     options = {name: value for name, value in rule.items() if name not in ('path', 'type', 'backend', 'class_token')}
+    # So mmgate 0.2.0 had it.
+    if 'map_size' in options and options['map_size'] is None:
+        options.update(position_encoding=False)
+        del options['map_size']
     try:
         return json.loads(json.dumps(dict(type=_named(rule['type']), **options)))
     except (TypeError, ValueError) as error:
@@ -205,7 +217,8 @@ def _named(gate_type: str | type[nn.Module]) -> str:
 def _places_by_patterns(path: Any, model: nn.Module, content: GatesFile, there: Mapping[str, Rule]) -> dict[str, Rule]:
     """Return the places of a file of version 1, with type and options of each gate.
 
-    The gates' tensors tell the gated modules. A pattern matches such a module or the wrapper around it.
+    The gates' tensors tell the gated modules. A pattern matches such a module or the wrapper around it. Maps that the
+    model does not tell were taken as those of images of 224 pixels.
     """
     parts = {without_wrappers(name): module for name, module in named_parts(model) if name}
     rules = [
@@ -238,6 +251,11 @@ def _places_by_patterns(path: Any, model: nn.Module, content: GatesFile, there: 
             f'{path} is of mmgate 0.2.0, and a rule in it finds no attention in this model: {lost[0]}. Give the config '
             'that its gates were trained with.'
         )
+    for place, rule in places.items():
+        options = {name: value for name, value in rule.items() if name != 'type'}
+        gate = gate_named(rule['type'], str(path))
+        if place not in there and needs_image_size(model, place, gate, options):
+            places[place] = {**rule, 'image_size': IMAGE_SIDE}
     return places
 
 

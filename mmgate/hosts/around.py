@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
+import torch
 from torch import nn
 
-from mmgate.gates.base.map import map_of_image
+from mmgate.errors import ConfigError, OptionError
+from mmgate.gates.base.gate import Gate, gate_options
+from mmgate.gates.base.gating import make_gate
+from mmgate.gates.base.map import Size, map_of_image
+from mmgate.hosts.table import adapter_for
+from mmgate.wrappers import named_part
 
 # Names of the layer that shrinks the map, in an embedding or a merging of patches.
 STRIDED = ('projection', 'sampler', 'conv')
+
+
+def needs_image_size(model: nn.Module, path: str, gate: type[Gate], options: Mapping[str, Any]) -> bool:
+    """Return True if a gate needs the map in pre-training, and neither its options nor the model tell it.
+
+    Args:
+        model: The model.
+        path: Name of the module that a rule would name.
+        gate: Class of the gate.
+        options: Options of the gate.
+    """
+    found = adapter_for(gate, named_part(model, path))
+    if found is None or 'image_size' not in gate_options(gate):
+        return False
+    adapter, child = found
+    inner = f'{path}.{child}'.rstrip('.')
+    try:
+        # Nothing is drawn there.
+        with torch.device('meta'):
+            make_gate(adapter, named_part(model, inner), gate, model, inner, **options)
+    except OptionError:
+        return True
+    except ConfigError:
+        pass
+    return False
 
 
 def nearest_with(model: nn.Module, path: str, attribute: str) -> Any:
@@ -19,6 +50,13 @@ def nearest_with(model: nn.Module, path: str, attribute: str) -> Any:
     names = path.split('.')
     around = (model.get_submodule('.'.join(names[:count])) for count in range(len(names) - 1, -1, -1))
     return next((part for part in around if hasattr(part, attribute)), None)
+
+
+def stride_of(image: Sequence[int] | None, map_size: Size) -> dict[str, int]:
+    """Return the stride of a map of an image, as sizes, where it is one number; otherwise nothing."""
+    sides = set() if image is None else {side / of_map for side, of_map in zip(image, map_size, strict=True)}
+    stride = sides.pop() if len(sides) == 1 else 0.5
+    return dict(stride=int(stride)) if stride == int(stride) else {}
 
 
 def backbone_and_stage(model: nn.Module, path: str, stages: str) -> tuple[Any, int]:

@@ -109,10 +109,19 @@ class _Config:
     _attn_implementation = NAME
 
     def __init__(self, config: Any) -> None:
-        self._config = config
+        vars(self)['_config'] = config
 
     def __getattr__(self, name: str) -> Any:
+        # A copy asks before it has it.
+        if name == '_config':
+            raise AttributeError(name)
         return getattr(self._config, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._config, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Config, (self._config,)
 
 
 class InterfaceAdapter(DenseAdapter):
@@ -184,6 +193,10 @@ class InterfaceAdapter(DenseAdapter):
         """The model's config, which names our attention function while the gate is on."""
         config = vars(self)['config']
         return config if is_off(self) else _Config(config)
+
+    @config.setter
+    def config(self, config: Any) -> None:
+        vars(self)['config'] = config._config if isinstance(config, _Config) else config
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend with the gate; the arguments are the host's, and no attention weights are returned."""

@@ -26,7 +26,7 @@ from mmgate.gates.base.dense import DenseAdapter, DenseGate
 from mmgate.gates.base.gate import Sizes
 from mmgate.gates.base.map import MapAdapter, MapGate
 from mmgate.gates.plug_dense import PLuGGate
-from mmgate.hosts.around import nearest_with
+from mmgate.hosts.around import nearest_with, stride_of
 from mmgate.hosts.relative_positions import GatedRelativeAttention
 from mmgate.hosts.table import adapts
 from mmgate.hosts.window import adapt_swin
@@ -188,9 +188,8 @@ class MixedTokenAttention(MapAdapter):
                 '(patch_resolution). Gate the whole ViT.'
             )
         height, width = vit.patch_resolution
-        image = getattr(vit, 'img_size', None)
-        stride = {} if image is None else dict(stride=image[0] // height)
-        return dict(map_size=(height, width), class_tokens=vit.num_extra_tokens, **stride)
+        told = stride_of(getattr(vit, 'img_size', None), (height, width))
+        return dict(map_size=(height, width), class_tokens=vit.num_extra_tokens, **told)
 
     def finish(self, x: Tensor) -> Tensor:
         """Project the mixed tokens, scale them by LayerScale, and apply the host's dropouts."""

@@ -22,7 +22,7 @@ from mmgate.gates.base.dense import DenseAdapter, DenseGate
 from mmgate.gates.base.gate import Sizes, StateDict
 from mmgate.gates.base.gating import CHILD, Adapter, freeze_unused, is_off
 from mmgate.gates.base.map import MapAdapter, MapGate
-from mmgate.hosts.around import nearest_with
+from mmgate.hosts.around import nearest_with, stride_of
 from mmgate.hosts.table import adapts
 from mmgate.hosts.window import GatedWindowMSA
 
@@ -345,9 +345,8 @@ class MixedAttention(SizedByProjections, MapAdapter):  # type: ignore[override]
                 f'{type(drops).__name__}). Build it with patch_drop_rate=0.'
             )
         height, width = embedding.grid_size
-        return dict(
-            map_size=(height, width), class_tokens=vit.num_prefix_tokens, stride=embedding.img_size[0] // height
-        )
+        told = stride_of(embedding.img_size, (height, width))
+        return dict(map_size=(height, width), class_tokens=vit.num_prefix_tokens, **told)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project tokens to queries, keys and values ``(B, N, C)``, queries and keys normalised where timm does so."""
@@ -394,8 +393,8 @@ class MixedSwinBlock(MapAdapter):
         block: Any = model.get_submodule(path)
         height, width = block.input_resolution
         swin = nearest_with(model, path, 'patch_embed')
-        stride = {} if swin is None else dict(stride=swin.patch_embed.img_size[0] // height)
-        return dict(map_size=(height, width), **stride)
+        told = {} if swin is None else stride_of(swin.patch_embed.img_size, (height, width))
+        return dict(map_size=(height, width), **told)
 
     @classmethod
     def check(cls, host: Any) -> None:

@@ -206,6 +206,29 @@ def test_a_file_may_name_the_map_that_the_model_tells(tmp_path: Path) -> None:
         torch.testing.assert_close(other(x), model(x), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize('version', [1, 2])
+def test_a_file_fits_a_model_that_tells_no_map(version: int, tmp_path: Path) -> None:
+    """A new file has the map; one of 0.2.0 has none where images were taken as of 224 pixels."""
+    file, x = tmp_path / 'g.safetensors', torch.randn(1, 3, 64, 64)
+    swin = dict(type='mmdet.SwinTransformer', depths=(2, 2, 2, 2), embed_dims=24)
+    rule = dict(path='stages.*.blocks.*.attn', type='mmgate.SAGAAttention')
+    model = MODELS.build(swin)
+    model.eval()
+    mmgate.swap_attention(model, dict(rule, image_size=224 if version == 1 else (128, 256)))
+    for parameter in mmgate.gate_parameters(model).values():
+        nn.init.normal_(parameter, std=0.1)
+    mmgate.save_gates(model, file)
+    assert {tuple(one['map_size']) for one in places(file).values()} >= {(56, 56) if version == 1 else (32, 64)}
+    if version == 1:
+        rules = [dict(rule, path=[rule['path']])]
+        describe_anew(file, version=1, host='SwinTransformer', shapes={}, places=None, rules={'': rules})
+    other = MODELS.build(swin)
+    other.eval()
+    other.load_state_dict(model.state_dict(), strict=False)
+    mmgate.load_gates(other, file)
+    torch.testing.assert_close(other(x), model(x), rtol=0, atol=0)
+
+
 def places(file: Path) -> dict[str, Any]:
     """Return what a file says of its gates, by their places."""
     with safe_open(file, framework='pt') as opened:

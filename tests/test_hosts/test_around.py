@@ -156,7 +156,7 @@ def test_a_model_that_keeps_no_image_size_asks_for_it(package: str) -> None:
         swap_attention(MODELS.build(host), rule)
     head = dict(type='mmseg.FCNHead', in_channels=16, channels=4, num_classes=2, in_index=0)
     model = dict(type='mmgate.Gated', host='mmseg.EncoderDecoder', decode_head=head, attention=rule)
-    with pytest.raises(OptionError, match='Write image_size=384 into the rule, .* is image_size / 4; or'):
+    with pytest.raises(OptionError, match='Write image_size=384 into the rule, .* is image_size / 4'):
         MODELS.build(dict(model, backbone=dict(host, pretrain_img_size=384)))
     with pytest.raises(OptionError, match='Write image_size=224 into the rule'):
         MODELS.build(dict(model, backbone=host))
@@ -279,3 +279,13 @@ def test_a_stage_of_unknown_form_tells_nothing() -> None:
         with pytest.raises(OptionError, match='neither the attention nor the model around it tells its stride'):
             swap_attention(model, dict(AGENTS, path=path))
         assert swap_attention(model, dict(AGENTS, path=path, map_size=(4, 4))) == [path]
+
+
+@needs_mmpretrain
+def test_attention_that_two_models_share_has_one_map() -> None:
+    """Its gate has one, too."""
+    small, large = (MODELS.build(dict(VIT, img_size=size, patch_size=16)) for size in (64, 96))
+    large.layers[0].attn = small.layers[0].attn
+    model = nn.ModuleDict(dict(small=small, large=large))
+    with pytest.raises(ConfigError, match=r'large.layers.0.attn is shared with small.layers.0.attn, which sees'):
+        swap_attention(model, dict(path='*.layers.*.attn', type='SoftmaxAttention'))

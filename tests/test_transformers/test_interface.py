@@ -413,3 +413,18 @@ def test_gates_beside_adapters_of_low_rank() -> None:
         torch.testing.assert_close(run(gated, fed), changed, rtol=1e-4, atol=1e-4)
         gated['attn'].o_proj = Around(gated['attn'].o_proj)
         torch.testing.assert_close(run(gated, fed), changed, rtol=1e-4, atol=1e-4)
+
+
+def test_the_config_of_a_gated_attention_is_the_models() -> None:
+    config = PretrainedConfig(hidden_size=8, num_attention_heads=2, attention_probs_dropout_prob=0.0, qkv_bias=True)
+    config._attn_implementation = 'sdpa'
+    model = nn.ModuleDict(dict(attn=ViTAttention(config)))
+    mmgate.swap_attention(model, dict(PLUG, path='attn'))
+    for copied in (copy.deepcopy(model['attn'].config), pickle.loads(pickle.dumps(model['attn'].config))):
+        assert copied.hidden_size == 8
+    model['attn'].config.hidden_size = 16
+    assert config.hidden_size == 16
+    other = copy.copy(config)
+    model['attn'].config = other
+    mmgate.restore_attention(model)
+    assert model['attn'].config is other

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from mmengine.logging import MMLogger
 
 from mmgate.analysis.structure import Attention, build_structure, list_attention, rules_to_paste
+from mmgate.gated import image_size_of
+from mmgate.gates.base.map import IMAGE_SIDE
 from mmgate.train import cli
 from mmgate.train.config_file import config_parser
 from mmgate.train.gate_options import add_gate_options, configured
@@ -24,9 +26,10 @@ def main(argv: list[str]) -> None:
     add_gate_options(parser)
     args = parser.parse_args(argv)
     MMLogger.get_current_instance().setLevel(logging.WARNING)
-    model = build_structure(configured(args))
+    cfg = configured(args)
+    model = build_structure(cfg)
     listed = list_attention(model)
-    texts = rules_to_paste(model, listed)
+    texts = rules_to_paste(model, listed, image_size_of(cfg.model) or IMAGE_SIDE)
     print_columns([('path', 'class', 'sizes', 'gates that fit', 'to paste'), *(_row(row, texts) for row in listed)])
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
+from mmgate.errors import OptionError
+
 NOTHING = 'nothing'
+NOTED = 'mmgate.note(self, name, value) where the value is computed'
 # By the name of a declaration that is no longer read, what is written instead.
 OF_GATES = {
     'reset_gate': 'reset',
@@ -17,6 +20,8 @@ OF_GATES = {
     'gates_by_vectors': 'nothing; register an adapter for the class of the gate',
     'trial_rate': 'nothing; give try_gates.py --gate-rate',
     'prepare_count': NOTHING,
+    'in_vit': "nothing; a rule has init='vit'",
+    **dict.fromkeys(('read_gate', 'unchanged_value', 'attention_map', 'weighed_values', 'read_map'), NOTED),
     'gate_readings': "mmgate.note(self, 'gate', value, axes) where the value is computed",
     'map_readings': 'mmgate.note(self, name, value) where the value is computed',
 }
@@ -34,6 +39,8 @@ OF_ADAPTERS = {
     'map_of_images': 'around',
     'embedded_map': 'around',
     'leaves_out': 'unused',
+    'over_channels': NOTHING,
+    'gate_type': 'nothing, and register the class of the gate',
     'after_switch_on': NOTHING,
     'before_switch_off': NOTHING,
 }
@@ -56,6 +63,17 @@ def refuse_former(cls: type, instead: dict[str, str]) -> None:
     for name in vars(cls).keys() & instead.keys():
         raise TypeError(
             f'{cls.__qualname__} declares {name!r}, which mmgate no longer reads. Write instead: {instead[name]}.'
+        )
+
+
+def refuse_former_options(where: str, options: Mapping[str, object]) -> None:
+    """Raise OptionError for an option of a rule that meant something else in mmgate 0.2."""
+    if 'class_token' in options:
+        raise OptionError(f'{where}: the model tells its class tokens; leave class_token out.')
+    if 'map_size' in options and options['map_size'] is None:
+        raise OptionError(
+            f'{where}: map_size=None would be what the model tells; leave it out for that, or write '
+            'position_encoding=False for no position encoding.'
         )
 
 

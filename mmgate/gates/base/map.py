@@ -118,15 +118,13 @@ def map_in_training(sizes: Sizes, map_size: Size | None, image_size: int | Size 
     if image_size is None and sizes.map_size is not None:
         return sizes.map_size
     if sizes.stride is not None:
-        height, width = map_of_image(IMAGE_SIDE, sizes.stride)
         raise OptionError(
             'it needs the size of the images in pre-training, which this model does not keep. Write '
-            f'{EXAMPLE} into the rule, their side or (height, width), of which this map is image_size / '
-            f'{sizes.stride}; or map_size=({height}, {width}), the map.'
+            f'{EXAMPLE} into the rule, their side or (height, width); this map is image_size / {sizes.stride}.'
         )
     raise OptionError(
-        'it needs the map in pre-training, and neither the attention nor the model around it tells its stride. Write '
-        "map_size=(14, 14) into the rule, the images' height and width over the stride."
+        'it needs the map in pre-training, and neither the attention nor the model around it tells its stride, for '
+        "image_size. Write map_size=(14, 14), the images' height and width over the stride."
     )
 
 

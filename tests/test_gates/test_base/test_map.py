@@ -70,8 +70,8 @@ def test_the_rule_says_the_map_in_training_before_the_model(sizes: Sizes, rule: 
 @pytest.mark.parametrize(
     'sizes, rule, said',
     [
-        (Sizes(8, 2, stride=16), {}, r'Write image_size=224 into .*image_size / 16; or map_size=\(14, 14\)'),
-        (Sizes(8, 2), {}, r'neither the attention nor the model around it tells its stride. Write map_size=\(14, 14\)'),
+        (Sizes(8, 2, stride=16), {}, r'Write image_size=224 into .*image_size / 16'),
+        (Sizes(8, 2), {}, r'around it tells its stride, for image_size. Write map_size=\(14, 14\)'),
         (Sizes(8, 2, map_size=(4, 4)), dict(image_size=384), 'tells its stride'),
         (TOLD, dict(image_size=(3, 4, 5)), r'image_size=\(3, 4, 5\) must be a height and a width'),
         (TOLD, dict(image_size=0), r'image_size\[0\]=0 must be an integer'),
