@@ -1,4 +1,4 @@
-"""Use gates like adapters (LoRA and the like): train them alone, save, load, switch off and remove them."""
+"""Train gates alone, save, load, switch off and remove them, as one does with LoRA and the like."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ SWIN_BLOCK = 'timm.models.swin_transformer.SwinTransformerBlock'
 OF_TIMM_GATES = {'gate.weight': 'gate.gate_weight', 'gate.bias': 'gate.gate_bias'}
 
 
-class TimmHost(DenseAdapter):
+class TimmAdapter(DenseAdapter):
     """Base of the adapters that let gates into timm's attention modules."""
 
     num_heads: int
@@ -53,7 +53,7 @@ class TimmHost(DenseAdapter):
 
 
 @adapts(DenseGate, VisformerAttention)
-class GatedVisformerAttention(TimmHost):
+class GatedVisformerAttention(TimmAdapter):
     """Adapter that lets dense gates into Visformer's attention, whose projections are convolutions."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ BY_IMAGE = shares_by_image(WindowAttentionGlobal.forward)
 
 
 @adapts(DenseGate, WindowAttentionGlobal)
-class GatedWindowAttentionGlobal(TimmHost):
+class GatedWindowAttentionGlobal(TimmAdapter):
     """Adapter that lets dense gates into GCViT's attention in windows.
 
     The position bias is added after the gate.
@@ -109,7 +109,7 @@ class GatedWindowAttentionGlobal(TimmHost):
 
 
 @adapts(DenseGate, PVTAttention)
-class GatedPVTAttention(TimmHost):
+class GatedPVTAttention(TimmAdapter):
     """Adapter that lets dense gates into PVTv2's attention; keys and values stay those of the reduced map."""
 
     def forward(self, x: Tensor, feat_size: list[int]) -> Tensor:

@@ -3,7 +3,7 @@
 mmdet and mmseg initialise by the shape of a parameter: detectors and Mask2Former draw everything of two dimensions or
 more from xavier's distribution, PVT and Swin every ``nn.Linear`` from a narrow normal one. A gate in the model would
 be drawn by them and would shift the random numbers of all that follows, so that a gated model could not be compared
-with its vanilla partner. :func:`~mmgate.swap.swap_attention` therefore hides the gates from the host's initialisation
+with its vanilla partner. :func:`~mmgate.swap.swap_attention` therefore hides the gates from the model's initialisation
 and then draws every :class:`Gate` from a random stream of the gate's name.
 """
 

@@ -20,7 +20,7 @@ def initialise_gates_last(model: nn.Module) -> None:
     Under one seed every parameter that the two models share gets the same numbers bit for bit, and the global random
     generators continue as they do in the vanilla model.
 
-    Hosts draw in passes over all of their parameters, from which the gates are hidden meanwhile. The method becomes an
+    Models draw in passes over all of their parameters, from which the gates are hidden meanwhile. The method becomes an
     attribute of this model, which copies and pickles take along. A model whose ``init_weights`` draws the parameters of
     its parts itself, as DETR's does, has to be swapped as a whole, not just its encoder.
     """
