@@ -52,7 +52,7 @@ class GatingModulation(nn.Module):
             paper leaves open) or ``'none'`` (A: ``r`` itself, without parameters).
         activation: Function applied to the result: ``'none'``, ``'tanh'``, ``'hardtanh'`` or ``'softsign'`` (Tables 5
             and 8).
-        residual: True if the host multiplies by ``1 + G``, so that G = 0 is the identity; False if it multiplies by
+        residual: True if attention multiplies by ``1 + G``, so that G = 0 is the identity; False if it multiplies by
             ``G``, so that G = 1 is.
         init: Start of the parameters. ``'identity'`` (default): G = 0 or 1, as the residual asks. ``'paper'``: as the
             authors' detectors start linear layers, weights uniform in xavier's bounds (``sqrt 2`` for 1 -> 2) and

@@ -6,7 +6,7 @@
 Layout: value (B, S, H, D); shapes (L, 2); starts (L,); points (B, Q, H, L, P, 2), locations or offsets; reference
 (B, Q, L, R) with R = 0 (points are locations), 2 or 4; logits (B, Q, H, L, P); gate with strides, 0 where it
 broadcasts; output (B, Q, H, D); lse (B, Q, H), log2 of the softmax's sum. All contiguous but the gate. Offsets within
-an image fit into int32, which the host checks.
+an image fit into int32, which the CPU checks.
 
 A program has one head of one image and BLOCK_Q neighbouring queries. If the queries are the tokens (TILED), it goes
 down the columns of bands of BAND rows of their map. Rows of D channels are read in pieces of PIECE channels, and every

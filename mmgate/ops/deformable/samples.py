@@ -94,7 +94,7 @@ def check(samples: Samples) -> None:
     )
     if samples.reference_points is not None and samples.reference_points.shape[-1] not in (2, 4):
         raise ValueError(f'reference_points must have 2 or 4 columns, got {samples.reference_points.shape[-1]}.')
-    # Reading the sizes would stall a GPU and break a compiled graph; there the host layer has to be right.
+    # Reading the sizes would stall a GPU and break a compiled graph; there the layer around has to be right.
     if not is_compiling() and not is_exporting() and samples.spatial_shapes.device.type == 'cpu':
         _check_levels(samples.spatial_shapes.tolist(), samples.level_start_index.tolist(), samples.value.shape[1])
 
