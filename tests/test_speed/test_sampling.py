@@ -99,7 +99,7 @@ def test_it_can_be_recorded_and_gated_afterwards() -> None:
 
 def test_it_stays_where_the_operator_is_not_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
-    monkeypatch.setattr(native, 'missing', lambda: 'it is not compiled')
+    monkeypatch.setattr(native, 'why_unavailable', lambda: 'it is not compiled')
     said = hooked(model)[0]
     assert said.endswith("stays mmcv's: 'native', which is faster, does not run: it is not compiled.")
     for name, place, changes in (('triton', 'first', True), ('triton', 'in order', False), ('mmcv', 'first', False)):
