@@ -171,11 +171,11 @@ def _places(model: nn.Module) -> dict[str, Rule]:
         record = module.gating
         path = f'.{without_wrappers(name)}'.removesuffix(f'.{without_wrappers(record.child)}')[1:]
         described = _described(record.rule)
-        maps = {gate.map_size for gate in module.gates() if getattr(gate, 'map_size', None)}
+        map_size = getattr(module.gates()[0], 'map_size', None)
         # The map in pre-training, which another model may not tell.
-        if maps:
-            described = {name: value for name, value in described.items() if name != 'image_size'}
-            described['map_size'] = list(*maps)
+        if map_size is not None:
+            described.pop('image_size', None)
+            described['map_size'] = list(map_size)
         places[path] = described
     return places
 

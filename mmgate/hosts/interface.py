@@ -96,7 +96,7 @@ def _added(tokens: Tensor, position: Tensor | None) -> Tensor:
 
 
 class _Call:
-    """What a gated attention is called with in this thread, and the projected queries for the gate's ``finish``."""
+    """Inputs of the gated attention that runs in this thread, and its projected queries, for the gate's ``finish``."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs

@@ -233,7 +233,7 @@ def gated_class(adapter: type[Adapter], host: type[nn.Module]) -> type[Any]:
     }
     # An adapter may override another method than the host's forward, as timm's Swin block has one for its attention.
     called: Any = adapter if 'forward' in adapter_methods else host
-    # Without mmcv, what replaces its deformable attention has no forward of its own.
+    # The replacement of mmcv's deformable attention, for use without mmcv, has no forward.
     shown = adapter.forward if host.forward is nn.Module.forward else host.forward
 
     @wraps(shown, assigned=('__name__', '__qualname__', '__doc__'))

@@ -128,7 +128,7 @@ def _launch(
 ) -> None:
     """Launch one of the three kernels on a call's tensors and on further tensors of its pass, or compile it.
 
-    If it is only compiled, dtypes stand for the latter.
+    To compile it, the further tensors' dtypes are enough.
     """
     import triton
 
