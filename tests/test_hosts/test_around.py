@@ -154,7 +154,8 @@ def test_a_model_that_keeps_no_image_size_asks_for_it(package: str) -> None:
     said = r'attention\[0\]: SAGAAttention in stages.0.blocks.0.attn: it needs the size of the images in pre-training'
     with pytest.raises(OptionError, match=said):
         swap_attention(MODELS.build(host), rule)
-    head = dict(type='mmseg.FCNHead', in_channels=16, channels=4, num_classes=2, in_index=0)
+    loss = dict(type='mmseg.CrossEntropyLoss')
+    head = dict(type='mmseg.FCNHead', in_channels=16, channels=4, num_classes=2, in_index=0, loss_decode=loss)
     model = dict(type='mmgate.Gated', host='mmseg.EncoderDecoder', decode_head=head, attention=rule)
     with pytest.raises(OptionError, match='Write image_size=384 into the rule, .* is image_size / 4'):
         MODELS.build(dict(model, backbone=dict(host, pretrain_img_size=384)))
