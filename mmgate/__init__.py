@@ -16,26 +16,21 @@ if not torch_alone():
 
 from . import gates  # noqa: F401
 from .errors import ConfigError
-from .finetune import (
-    gate_parameters,
-    gates_disabled,
-    load_gates,
-    restore_attention,
-    save_gates,
-    train_only_gates,
-)
+from .files import load_gates, save_gates
+from .gate import Gate, Sizes, refuse_to_split
 from .gates.base.deformable import DeformableAdapter, DeformableGate
 from .gates.base.dense import DenseAdapter, DenseGate
-from .gates.base.gate import Gate, Sizes, refuse_to_split
-from .gates.base.gating import Adapter
 from .gates.base.map import MapAdapter, MapGate
+from .gating import Adapter
 from .hosts import adapts
 from .hosts.around import nearest_with
 from .listing import list_attention
 from .notes import note
 from .recording import record
 from .registry import MODELS
+from .removal import gates_disabled, restore_attention
 from .swap import swap_attention
+from .training import gate_parameters, train_only_gates
 
 __version__ = '0.2.0'
 __all__ = [
@@ -80,8 +75,10 @@ else:
 
     from . import backbones  # noqa: F401
     from .gated import Gated
+    from .moved import register_moved
 
     __all__ += ['Gated']
+    register_moved()
 
     # mmengine looks packages of 'package::config' up in this closed list, by the name of a distribution, whose folder
     # it takes for the package's (in an editable install it is not), or else by that of a module: then its folder.

@@ -10,11 +10,12 @@ from torch import nn
 
 from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
-from mmgate.finetune import put_gates, train_only_gates
+from mmgate.files import put_gates
 from mmgate.gates.base.map import EXAMPLE
 from mmgate.registry import MODELS
 from mmgate.rules import Rules, shown_as_read
 from mmgate.swap import swap_attention
+from mmgate.training import train_only_gates
 
 # Names of the size of the images in pre-training in the configs of backbones.
 IMAGE_SIZES = ('pretrain_img_size', 'img_size')

@@ -4,8 +4,8 @@ import sys
 import warnings
 from typing import Any
 
-from mmgate import gates
-from mmgate.gates.base import deformable, dense, gate, gating, map
+from mmgate import gate, gates, gating
+from mmgate.gates.base import deformable, dense, map
 
 warnings.warn('mmgate.layers is mmgate.gates now, and goes in 0.4.', FutureWarning, stacklevel=2)
 _BASE = {'gate': gate, 'dense': dense, 'deformable': deformable, 'map': map, 'gated': gating}

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from mmgate.gates.base.gating import Adapter, host_class, record_of
+from mmgate.gating import Adapter, host_class, record_of
 from mmgate.hosts.table import adapter_for, full_name, gate_of_type, gates_for, held_attention
 from mmgate.wrappers import named_parts, own_model
 

@@ -17,10 +17,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from mmgate.errors import ConfigError
+from mmgate.gate import CHILD, Gate
 from mmgate.gates.base.deformable import DeformableGate
 from mmgate.gates.base.dense import DenseGate
-from mmgate.gates.base.gate import CHILD, Gate
-from mmgate.gates.base.gating import RECORD, Adapter, Record, gated_class, host_class, is_off, make_gate
+from mmgate.gating import RECORD, Adapter, Record, gated_class, host_class, is_off, make_gate
 from mmgate.hosts.table import adapter_for
 from mmgate.notes import POINTS, WEIGHTS, Kept, Note, Recorder, Recording, in_graph, recording_by
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmgate.errors import ConfigError, OptionError
-from mmgate.gates.base.former import refuse_former_options
-from mmgate.gates.base.gate import Gate, gate_options
+from mmgate.former import refuse_former_options
+from mmgate.gate import Gate, gate_options
 from mmgate.gates.base.map import MapGate
 from mmgate.hosts.table import full_name, gate_of_type, has_hosts, registered_gates
+from mmgate.moved import how_to_import
 from mmgate.registry import MODELS
 
 Rules = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -115,6 +116,9 @@ def gate_named(named: Any, where: str) -> type[Gate]:
         OptionError: It is no gate.
     """
     rule_type: Any = MODELS.get(named) if isinstance(named, str) else named
+    moved = how_to_import(named) if isinstance(named, str) and gate_of_type(rule_type) is None else None
+    if moved is not None:
+        raise ConfigError(f'{where}: {moved}')
     if rule_type is None:
         ours_first = sorted(registered_gates(), key=lambda known: not known.__module__.startswith('mmgate.'))
         names = [known.__name__ for known in ours_first]

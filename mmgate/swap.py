@@ -14,10 +14,11 @@ from torch import fx, nn
 
 from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
+from mmgate.former import was_in_vit
 from mmgate.frozen import frozen_attention
-from mmgate.gates.base.former import was_in_vit
-from mmgate.gates.base.gate import Gate, draw_gates, random_stream
-from mmgate.gates.base.gating import (
+from mmgate.gate import Gate, draw_gates, random_stream
+from mmgate.gates.gml import GatingModulation
+from mmgate.gating import (
     Adapter,
     Record,
     bypass_of,
@@ -28,13 +29,12 @@ from mmgate.gates.base.gating import (
     make_gate,
     record_of,
 )
-from mmgate.gates.base.starts import initialise_gates_last
-from mmgate.gates.gml import GatingModulation
 from mmgate.hosts import adapter_for
 from mmgate.hosts.table import adapted_base, full_name, gates_for, host_names
 from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.listing import inventory, is_called_attention
 from mmgate.rules import Rule, Rules, as_lines, parse_rules, path_regex
+from mmgate.start import initialise_gates_last
 from mmgate.wrappers import model_to_gate, named_part, named_parts
 
 # The number of hosts that a message lists.
@@ -87,7 +87,7 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
         The names of the modules that the rules chose.
 
     The global random numbers stay where they were. From here on the model's ``init_weights`` gives parameters of the
-    host the numbers that they have in the vanilla model, see :func:`.starts.initialise_gates_last`. Gates of an
+    host the numbers that they have in the vanilla model, see :func:`.start.initialise_gates_last`. Gates of an
     attention that is frozen in training (``requires_grad=False``, ``frozen_stages``), while other parts train, are
     frozen, too, and a warning names them.
 

@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 
 from mmgate.errors import OptionError
-from mmgate.gates.base.gate import Gate
-from mmgate.gates.base.gating import gated_modules
-from mmgate.gates.base.starts import draw_again
+from mmgate.gate import Gate
+from mmgate.gating import gated_modules
 from mmgate.rules import Rules
+from mmgate.start import draw_again
 from mmgate.swap import swap_attention
 
 

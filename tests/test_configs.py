@@ -25,8 +25,8 @@ from torch import nn
 from mmgate import restore_attention
 from mmgate._environment import available
 from mmgate.analysis.structure import build_structure
-from mmgate.gates.base.gate import Gate, named_gate_parameters, undecayed_parameters
-from mmgate.gates.base.gating import gated_modules
+from mmgate.gate import Gate, named_gate_parameters, undecayed_parameters
+from mmgate.gating import gated_modules
 
 NAMES = [str(path.relative_to(ROOT / 'configs')) for path in CONFIGS]
 METADATA = {model['Config'].removeprefix('configs/'): model['Metadata'] for model in MODELS}

@@ -65,7 +65,7 @@ def test_a_broken_mmpretrain_is_left_out_and_the_hosts_are_not(tmp_path: Path) -
 # Trains and tests in one process, of which most goes into imports, and asks for a backbone of mmdet's classes.
 TRAIN_AND_TEST = """
 from pathlib import Path
-from mmgate.train import cli
+from mmgate.mm import cli
 from mmgate.registry import MODELS
 assert cli.main(cli.train, ['config.py']) == 0
 checkpoint = Path('work_dirs/config/last_checkpoint').read_text()

@@ -20,7 +20,7 @@ import mmgate
 from mmgate import frozen
 from mmgate.backbones.swin import SAGASwin
 from mmgate.errors import ConfigError
-from mmgate.gates.base.gating import unused_names
+from mmgate.gating import unused_names
 from mmgate.registry import MODELS
 
 AGENT = dict(type='AgentAttention', agent_num=4, map_size=(8, 8))

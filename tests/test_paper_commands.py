@@ -14,7 +14,7 @@ from helpers.shrunk import shrunk
 from mmengine.config import Config
 
 from mmgate.analysis.loading import UNTRAINED
-from mmgate.train import cli
+from mmgate.mm import cli
 
 VANILLA, PLUG = 'vanilla/classification/{}_8xb128-300e_in1k', 'plug/classification/plug-{}_8xb128-300e_in1k'
 SAGA, FLATTEN = 'saga/classification/saga-{}_8xb128-300e_in1k', 'linear/classification/flatten-{}_8xb128-300e_in1k'

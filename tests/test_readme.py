@@ -14,7 +14,7 @@ from torch import nn
 import mmgate
 from mmgate.errors import ConfigError
 from mmgate.hosts import table
-from mmgate.train.config_file import read_config
+from mmgate.mm.config_file import read_config
 
 GUIDES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs').rglob('*.md'))]
 FOLDERS = [ROOT / name for name in ('configs', 'mmgate', 'tools', 'tests')]

@@ -15,7 +15,7 @@ from mmengine.config import Config
 
 from mmgate.analysis.loading import load_model
 from mmgate.errors import ConfigError
-from mmgate.train import cli
+from mmgate.mm import cli
 
 
 @pytest.fixture(scope='module')

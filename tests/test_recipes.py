@@ -18,9 +18,9 @@ from mmengine.registry import PARAM_SCHEDULERS
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
 from mmgate.analysis.structure import build_structure
-from mmgate.gates.base.gating import unused_names
-from mmgate.train.config_file import differences
-from mmgate.train.speedups import SPEEDUPS
+from mmgate.gating import unused_names
+from mmgate.mm.config_file import differences
+from mmgate.mm.speedups import SPEEDUPS
 
 ONE, THREE = dict(epochs=12, drops=[8, 11]), dict(epochs=36, drops=[27, 33])
 SWIN_DETECTOR = dict(lr=1e-4, weight_decay=0.05, warm_up=500)

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 import mmgate
 from mmgate import gates, note, record
 from mmgate.analysis.probes.layers import effective_rank
+from mmgate.gate import Gate, Sizes
 from mmgate.gates.base.dense import DenseGate
-from mmgate.gates.base.gate import Gate, Sizes
 from mmgate.gates.linear.base import LinearGate
 from mmgate.gates.parts.stripes import merge_stripes, split_stripes
 

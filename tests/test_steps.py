@@ -23,8 +23,8 @@ from mmengine.runner import Runner
 
 from mmgate._environment import available
 from mmgate.checkpoints.loading import guarded_loaders
-from mmgate.train import cli
-from mmgate.train.config_file import type_name
+from mmgate.mm import cli
+from mmgate.mm.config_file import type_name
 
 # Of the kinds in a folder the smallest takes the step. Studies are in no metafile, and are small.
 PARAMETERS = {model['Config']: model['Metadata']['Parameters'] for model in MODELS}

@@ -19,11 +19,11 @@ from torch import nn
 
 from mmgate import adapts, list_attention, restore_attention, swap_attention
 from mmgate.errors import ConfigError
+from mmgate.gate import Gate, Sizes
 from mmgate.gates import PLuGMultiScaleDeformableAttention
 from mmgate.gates.base.dense import DenseAdapter, DenseGate
-from mmgate.gates.base.gate import Gate, Sizes
-from mmgate.gates.base.gating import Adapter
 from mmgate.gates.plug import PLuGDeformableGate
+from mmgate.gating import Adapter
 from mmgate.hosts.table import _ADAPTERS
 
 VARIANTS = {  # name: parameters of the gates that PLuG adds to it

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmgate.analysis.structure import build_structure
 from mmgate.gates.agent import AgentGate
 from mmgate.gates.base.deformable import DeformableGate
-from mmgate.gates.base.gating import unused_names
+from mmgate.gating import unused_names
 from mmgate.ops.custom_op import CAN_REGISTER
 
 PROPOSALS = 1000  # of a two-stage detector's box heads, as in mmdet's count

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmgate.analysis.figures.gates import histogram_image
 from mmgate.analysis.probes.gates import LayerGate
 from mmgate.errors import ConfigError
-from mmgate.gates.base.gate import Gate
+from mmgate.gate import Gate
 from mmgate.notes import GATES, Recording
 from mmgate.recording import note_path, record
 from mmgate.registry import HOOKS

@@ -27,7 +27,7 @@ from torch import nn
 
 from mmgate.analysis.probes.recording import require
 from mmgate.errors import ConfigError
-from mmgate.train.config_file import (
+from mmgate.mm.config_file import (
     add_trust_option,
     check_checkpoint,
     config_parser,
@@ -37,8 +37,8 @@ from mmgate.train.config_file import (
     read_config,
     type_name,
 )
-from mmgate.train.gate_options import add_gate_options, configured
-from mmgate.train.load_report import load_weights
+from mmgate.mm.gate_options import add_gate_options, configured
+from mmgate.mm.load_report import load_weights
 
 UNTRAINED = 'untrained'
 IMAGES = ('.jpg', '.jpeg', '.png', '.ppm', '.bmp', '.pgm', '.tif', '.tiff', '.webp')

@@ -17,9 +17,9 @@ from mmgate.gates.base.deformable import DeformableGate
 from mmgate.gates.base.map import IMAGE_SIDE
 from mmgate.hosts.around import needs_image_size
 from mmgate.listing import Attention, list_attention
+from mmgate.mm.config_file import package_of
 from mmgate.registry import MODELS as MMGATE_MODELS
 from mmgate.rules import gate_named, path_regex, write_rule
-from mmgate.train.config_file import package_of
 
 __all__ = ['Attention', 'NoLanguageModel', 'build_structure', 'list_attention', 'rules_to_paste']
 

@@ -13,7 +13,7 @@ from mmgate.backbones.presets import check_stages, preset
 from mmgate.backbones.weights import PublishedWeights, cswin_layout
 from mmgate.checkpoints.tensors import State
 from mmgate.errors import ConfigError
-from mmgate.gates.base.gate import Sizes, start_linear
+from mmgate.gate import Sizes, start_linear
 from mmgate.gates.base.map import MapAdapter, MapGate, Size
 from mmgate.gates.cross_window import CrossWindowAttention
 from mmgate.hosts import adapts

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmgate.backbones.presets import preset
 from mmgate.errors import ConfigError
-from mmgate.gates.base.gate import start_linear
+from mmgate.gate import start_linear
 from mmgate.registry import MODELS
 
 LV_VIT = {

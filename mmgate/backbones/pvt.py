@@ -10,7 +10,7 @@ from torch import nn
 
 from mmgate.backbones.presets import PRETRAIN_AGENTS, PVT, PVT_V2, Options, preset, stage_rules
 from mmgate.backbones.weights import PublishedWeights
-from mmgate.gates.base.gate import start_linear
+from mmgate.gate import start_linear
 from mmgate.gates.parts.options import check_option
 from mmgate.registry import MODELS
 from mmgate.swap import swap_attention

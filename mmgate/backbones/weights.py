@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmgate.checkpoints.tensors import State, read_checkpoint, tensors
 from mmgate.errors import ConfigError
-from mmgate.gates.base.gate import gates_hidden, is_gate_key, named_gate_parameters
+from mmgate.gate import gates_hidden, is_gate_key, named_gate_parameters
 from mmgate.gates.parts.resizing import resize_grid
 
 DERIVED = ('.relative_position_index', '.attn_mask')  # buffers that a backbone computes itself

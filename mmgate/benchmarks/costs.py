@@ -20,7 +20,7 @@ from torch.utils.benchmark import Timer
 
 from mmgate.analysis.complexity import count_config
 from mmgate.errors import ConfigError, first_line
-from mmgate.train.load_report import load_weights
+from mmgate.mm.load_report import load_weights
 
 from .measure import interleaved
 

@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mmgate
 from mmgate.analysis.complexity import empty_sample
 from mmgate.errors import ConfigError
-from mmgate.train.config_file import mappings, package_of, read_config, type_name
-from mmgate.train.speedups import DEFAULTS, SPEEDUPS
+from mmgate.mm.config_file import mappings, package_of, read_config, type_name
+from mmgate.mm.speedups import DEFAULTS, SPEEDUPS
 
 from .measure import Row, environment, interleaved, row_of, throughput
 
@@ -69,7 +69,7 @@ def benchmark_training(
         ours: Config that is compared with it; one of the peer's name and another model is ``NAME, gated`` in the rows.
         op: Operator whose backends are measured.
         backends: Backends of ``op``; ``ours`` is measured with each.
-        speedups: Keys of :data:`~mmgate.train.speedups.SPEEDUPS`, or ``'all'`` for all but ``'graphs'`` together;
+        speedups: Keys of :data:`~mmgate.mm.speedups.SPEEDUPS`, or ``'all'`` for all but ``'graphs'`` together;
             ``ours`` is measured with each.
         size: Height and width of the images.
         batch: Images in a step.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from mmgate._environment import log, why_not
 from mmgate.errors import ConfigError, first_line
 from mmgate.gates.base.deformable import MultiScaleDeformableAttention
-from mmgate.gates.base.gating import gated_modules, is_off, remove_gate
+from mmgate.gating import gated_modules, is_off, remove_gate
 from mmgate.listing import list_attention
 from mmgate.swap import swap_attention
 from mmgate.wrappers import unwrap_model

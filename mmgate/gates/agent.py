@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
-from mmgate.gates.base.gate import Sizes, StateDict
+from mmgate.gate import Sizes, StateDict
 from mmgate.gates.base.map import MapGate, Size, map_attention, map_in_training
 from mmgate.notes import note
 from mmgate.ops.agent import agent_attention, grid_interpolation_matrix, interpolation_matrix, keeps_constants

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
-from mmgate.gates.base.gate import Sizes
+from mmgate.gate import Sizes
 from mmgate.gates.base.map import MapAttention, MapGate, Size
 from mmgate.registry import MODELS
 

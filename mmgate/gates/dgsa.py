@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.gate import Sizes, refuse_other_output
 from mmgate.gates.base.dense import DenseGate, Inputs, dense_attention
-from mmgate.gates.base.gate import Sizes, refuse_other_output
 from mmgate.notes import note
 from mmgate.ops.differential import differential_attention, differential_map
 

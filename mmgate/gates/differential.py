@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
+from mmgate.gate import Sizes, refuse_to_split
 from mmgate.gates.base.dense import DenseGate, Inputs, dense_attention
-from mmgate.gates.base.gate import Sizes, refuse_to_split
 from mmgate.notes import note
 from mmgate.ops.differential import (
     differential_streams,

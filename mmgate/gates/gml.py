@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
-from mmgate.gates.base.gate import start_linear
+from mmgate.gate import start_linear
 
 from .parts.options import check_option
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmgate.gate import Sizes
 from mmgate.gates.base.deformable import DeformableGate, deformable_attention
-from mmgate.gates.base.gate import Sizes
 from mmgate.notes import note
 from mmgate.ops.deformable import POSITIONS
 from mmgate.ops.deformable.uneven import spread

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
+from mmgate.gate import Sizes
 from mmgate.gates.base.dense import DenseGate, Inputs, dense_attention
-from mmgate.gates.base.gate import Sizes
 from mmgate.notes import note
 from mmgate.ops.deformable import POSITIONS
 from mmgate.ops.dense import attention_map, check_gate_backend, plug_attention, raw_gates

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from mmgate.errors import ConfigError
-from mmgate.gates.base.gate import Sizes
+from mmgate.gate import Sizes
 from mmgate.gates.base.map import Size, map_attention
 from mmgate.notes import note
 from mmgate.ops.gated_linear import gated_linear_attention

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
+from mmgate.gate import Sizes, StateDict, refuse_other_output
 from mmgate.gates.base.dense import DenseGate, Inputs, dense_attention
-from mmgate.gates.base.gate import Sizes, StateDict, refuse_other_output
 from mmgate.notes import note
 
 from .parts.options import check_option, integer, number

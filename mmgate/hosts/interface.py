@@ -25,9 +25,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from mmgate.errors import ConfigError
+from mmgate.gate import Sizes
 from mmgate.gates.base.dense import DenseAdapter, DenseGate, Inputs, is_plain
-from mmgate.gates.base.gate import Sizes
-from mmgate.gates.base.gating import host_class, is_off
+from mmgate.gating import host_class, is_off
 from mmgate.hosts.interface_classes import CLASSES, WRITTEN_WITH
 from mmgate.hosts.table import adapts, full_name
 from mmgate.notes import noted

@@ -12,8 +12,8 @@ from mmdet.models.layers.transformer.utils import ConditionalAttention
 from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
 from torch import Tensor, nn
 
+from mmgate.gate import Sizes
 from mmgate.gates.base.dense import DenseAdapter, DenseGate
-from mmgate.gates.base.gate import Sizes
 from mmgate.hosts.table import adapts
 from mmgate.hosts.torch import adapt_reduced
 from mmgate.hosts.window import adapt_swin

@@ -22,8 +22,8 @@ from mmpretrain.models.utils.attention import (
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
+from mmgate.gate import Sizes
 from mmgate.gates.base.dense import DenseAdapter, DenseGate
-from mmgate.gates.base.gate import Sizes
 from mmgate.gates.base.map import MapAdapter, MapGate
 from mmgate.gates.plug_dense import PLuGGate
 from mmgate.hosts.around import nearest_with, stride_of

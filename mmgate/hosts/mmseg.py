@@ -13,8 +13,8 @@ from mmseg.models.backbones.swin import ShiftWindowMSA, WindowMSA
 from mmseg.models.backbones.twins import GlobalSubsampledAttention, LocallyGroupedSelfAttention
 from torch import Tensor, nn
 
+from mmgate.gate import Sizes
 from mmgate.gates.base.dense import DenseAdapter, DenseGate
-from mmgate.gates.base.gate import Sizes
 from mmgate.gates.base.map import MapAdapter, MapGate, Size
 from mmgate.hosts.table import adapts
 from mmgate.hosts.torch import adapt_reduced, sizes_of_pyramid

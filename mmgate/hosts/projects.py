@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
+from mmgate.gate import Sizes
 from mmgate.gates.base.deformable import DeformableAdapter, DeformableGate
 from mmgate.gates.base.dense import DenseGate
-from mmgate.gates.base.gate import Sizes
 from mmgate.hosts.points import sampled
 from mmgate.hosts.relative_positions import GatedRelativeAttention
 from mmgate.hosts.table import adapts, full_name

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmgate.gate import Sizes
 from mmgate.gates.base.dense import DenseAdapter
-from mmgate.gates.base.gate import Sizes
 from mmgate.gates.parts.resizing import resize_axis
 
 

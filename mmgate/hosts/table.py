@@ -15,8 +15,8 @@ from torch import nn
 
 from mmgate import _environment
 from mmgate._environment import log
-from mmgate.gates.base.gate import Gate, gate_options
-from mmgate.gates.base.gating import Adapter, host_class
+from mmgate.gate import Gate, gate_options
+from mmgate.gating import Adapter, host_class
 from mmgate.registry import MODELS
 
 Host = type[nn.Module] | str
@@ -41,7 +41,7 @@ def adapts(
 ) -> Callable[[type[Adapter]], type[Adapter]]:
     """Register an adapter for one or more attention classes (hosts), as a decorator of the adapter.
 
-    It decorates the adapter, a subclass of :class:`~mmgate.gates.base.gating.Adapter` whose ``forward`` has the
+    It decorates the adapter, a subclass of :class:`~mmgate.gating.Adapter` whose ``forward`` has the
     host's signature and calls the gate. With ``like`` there is nothing to decorate: ``adapts(Gate, Sub, like=Base)``
     declares that ``Sub`` computes the same as ``Base``.
 

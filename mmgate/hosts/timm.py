@@ -18,10 +18,10 @@ from timm.models.visformer import Attention as VisformerAttention
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
+from mmgate.gate import Sizes, StateDict
 from mmgate.gates.base.dense import DenseAdapter, DenseGate
-from mmgate.gates.base.gate import Sizes, StateDict
-from mmgate.gates.base.gating import CHILD, Adapter, freeze_unused, is_off
 from mmgate.gates.base.map import MapAdapter, MapGate
+from mmgate.gating import CHILD, Adapter, freeze_unused, is_off
 from mmgate.hosts.around import nearest_with, stride_of
 from mmgate.hosts.table import adapts
 from mmgate.hosts.window import GatedWindowMSA

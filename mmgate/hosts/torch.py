@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mmgate.gate import Sizes
 from mmgate.gates.base.dense import DenseAdapter, DenseGate, GatedTorchAttention
-from mmgate.gates.base.gate import Sizes
 from mmgate.gates.base.map import GatedMapAttention, MapAdapter, MapAttention, MapGate, Size
 from mmgate.hosts.around import backbone_and_stage, sizes_of_stage
 from mmgate.hosts.table import adapts, adapts_inside

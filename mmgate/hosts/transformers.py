@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
+from mmgate.gate import Sizes
 from mmgate.gates.base.deformable import DeformableAdapter, DeformableGate
 from mmgate.gates.base.dense import DenseAdapter, DenseGate, Inputs
-from mmgate.gates.base.gate import Sizes
 from mmgate.hosts.interface import Form, InterfaceAdapter, attend
 from mmgate.hosts.points import points_of, sampled
 from mmgate.hosts.table import adapts, full_name

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
+from mmgate.gate import Sizes
 from mmgate.gates.base.dense import DenseAdapter, DenseGate
-from mmgate.gates.base.gate import Sizes
 from mmgate.gates.base.map import MapAdapter, MapGate, Size
 from mmgate.hosts.around import backbone_and_stage, sizes_of_stage
 from mmgate.hosts.table import adapts

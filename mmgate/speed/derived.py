@@ -7,7 +7,7 @@ from typing import Any, SupportsIndex
 
 from torch import nn
 
-from mmgate.gates.base.gating import gated_class
+from mmgate.gating import gated_class
 
 
 @functools.cache

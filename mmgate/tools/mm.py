@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mmgate.errors import ConfigError
-from mmgate.train import cli
-from mmgate.train.config_file import package_of, read_config
+from mmgate.mm import cli
+from mmgate.mm.config_file import package_of, read_config
 
 PACKAGES = ('mmdet', 'mmseg', 'mmgate')
 

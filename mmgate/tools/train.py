@@ -2,7 +2,7 @@
 
 import sys
 
-from mmgate.train import cli
+from mmgate.mm import cli
 
 if __name__ == '__main__':
     sys.exit(cli.main(cli.train))

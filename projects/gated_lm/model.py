@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.gates.base.gate import Sizes, random_stream
+from mmgate.gate import Sizes, random_stream
 from mmgate.gates.parts.rms_norm import RMSNorm
 from mmgate.gates.parts.swiglu import SwiGLU
 from mmgate.gates.sdpa_gate import SDPAGate

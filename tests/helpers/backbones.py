@@ -10,7 +10,7 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import Tensor, nn
 
 from helpers.published import random_swin
-from mmgate.train import cli
+from mmgate.mm import cli
 
 SWIN = dict(embed_dims=16, depths=(2, 2, 2, 2), num_heads=(1, 2, 4, 8), window_size=4, drop_path_rate=0.0)
 SVT = dict(type='mmseg.SVT', depths=[2, 2, 2, 2], windiow_sizes=[7, 7, 7, 7], drop_path_rate=0.0)

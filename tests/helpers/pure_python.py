@@ -8,7 +8,7 @@ from pathlib import Path
 from mmengine import registry
 from mmengine.config import Config
 
-from mmgate.train.config_file import mappings
+from mmgate.mm.config_file import mappings
 
 KEYS = ('type', 'host')
 

@@ -16,7 +16,7 @@ from conftest import ROOT
 from mmengine.config import Config
 from mmengine.registry import MODELS
 
-from mmgate.train.config_file import innermost
+from mmgate.mm.config_file import innermost
 
 SIZES = ('scale', 'scales', 'crop_size', 'size', 'img_scale', 'stride')  # in pixels
 LARGEST = 160  # sizes up to this one stay

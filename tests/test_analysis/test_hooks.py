@@ -20,11 +20,11 @@ import mmgate
 from mmgate import note
 from mmgate.analysis.hooks import GateStatisticsHook
 from mmgate.errors import ConfigError
+from mmgate.gate import Sizes
 from mmgate.gates.base.dense import DenseGate
-from mmgate.gates.base.gate import Sizes
+from mmgate.mm import cli
+from mmgate.mm.cli import build_runner
 from mmgate.registry import HOOKS
-from mmgate.train import cli
-from mmgate.train.cli import build_runner
 
 DEMO = 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
 

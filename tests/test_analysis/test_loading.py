@@ -14,7 +14,7 @@ from torch import nn
 
 from mmgate.analysis.figures.style import image_of
 from mmgate.analysis.loading import UNTRAINED, LoadedModel, class_names, parser, picture_names
-from mmgate.train.config_file import read_config
+from mmgate.mm.config_file import read_config
 
 
 def test_pictures_of_images_of_one_name_are_told_apart() -> None:

@@ -19,9 +19,9 @@ from torch import nn
 import mmgate
 from mmgate.analysis.structure import Attention, build_structure, list_attention, rules_to_paste
 from mmgate.errors import ConfigError
+from mmgate.mm.config_file import read_config
 from mmgate.registry import MODELS
 from mmgate.rules import read_rules
-from mmgate.train.config_file import read_config
 
 DENSE = {'PLuGMultiheadAttention', 'SDPAGatedMultiheadAttention', 'DifferentialGatedMultiheadAttention'}
 MAP = {'AgentAttention', 'SAGAAttention'}

@@ -15,7 +15,7 @@ from shapes import write_shapes
 
 from mmgate.benchmarks.costs import costs_table, first_batch, measure_costs, run_seconds
 from mmgate.errors import ConfigError
-from mmgate.train.gate_options import put_gates
+from mmgate.mm.gate_options import put_gates
 
 VANILLA = ROOT / 'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py'
 GATES = {

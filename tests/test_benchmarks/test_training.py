@@ -18,7 +18,7 @@ from torch.autograd import DeviceType
 from mmgate.benchmarks import training
 from mmgate.benchmarks.training import benchmark_training, prediction, random_batch
 from mmgate.errors import ConfigError
-from mmgate.train.config_file import read_config
+from mmgate.mm.config_file import read_config
 
 MASK_RCNN = str(ROOT / 'configs/vanilla/mask_rcnn/mask-rcnn_pvt-demo_1xb8-8e_shapes.py')
 

@@ -14,7 +14,7 @@ from mmgate.checkpoints.gates_file import read_gates
 from mmgate.checkpoints.loading import guarded_loaders
 from mmgate.checkpoints.safetensors_file import read_safetensors
 from mmgate.errors import ConfigError
-from mmgate.train.gates_hook import GatesCheckpointHook
+from mmgate.mm.gates_hook import GatesCheckpointHook
 
 save_file = pytest.importorskip('safetensors.torch', reason='no safetensors').save_file
 

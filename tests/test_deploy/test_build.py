@@ -14,7 +14,7 @@ from mmengine.registry import MODELS
 from mmgate import gates_disabled
 from mmgate.deploy.build import build_network
 from mmgate.deploy.compare import compare
-from mmgate.gates.base.gate import named_gate_parameters
+from mmgate.gate import named_gate_parameters
 
 QUICK = ('plug-deformable-detr', 'plug-mask2former', 'agent-retinanet', 'agent-mask-rcnn')
 SIZES = ((96, 128), (160, 96))

@@ -10,8 +10,8 @@ from torch import nn
 
 from mmgate import gate_parameters, swap_attention
 from mmgate.errors import ConfigError
+from mmgate.gate import Sizes
 from mmgate.gates import CrossWindowAttention, CrossWindowGate
-from mmgate.gates.base.gate import Sizes
 
 
 def test_cross_windows_go_into_another_host_by_a_rule() -> None:

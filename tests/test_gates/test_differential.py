@@ -11,8 +11,8 @@ from helpers.equations import C, Call, D, H, linear, normed, opened, split
 from helpers.gated import gated_attention
 from torch import nn
 
+from mmgate.gate import Sizes
 from mmgate.gates import DifferentialMultiheadAttention, DifferentialV2Gate, DifferentialV2MultiheadAttention
-from mmgate.gates.base.gate import Sizes
 
 
 @torch.no_grad()

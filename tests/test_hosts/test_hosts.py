@@ -26,7 +26,7 @@ from mmgate.analysis.figures.maps import draw_maps
 from mmgate.analysis.probes.gates import gate_statistics
 from mmgate.analysis.probes.recording import record
 from mmgate.analysis.probes.relevance import head_maps
-from mmgate.gates.base.gate import named_gate_parameters
+from mmgate.gate import named_gate_parameters
 
 SIDE = 64
 HOSTS = [  # one of each family of hosts, with both attentions and backbones

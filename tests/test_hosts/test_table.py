@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from mmgate import restore_attention, swap_attention
 from mmgate._environment import available
 from mmgate.errors import ConfigError
-from mmgate.gates.base.gate import named_gate_parameters
-from mmgate.gates.base.gating import gated_modules
+from mmgate.gate import named_gate_parameters
+from mmgate.gating import gated_modules
 from mmgate.hosts import gates_for
 from mmgate.hosts.table import _ADAPTERS, full_name, gate_of_type, options_of
 

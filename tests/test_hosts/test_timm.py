@@ -36,7 +36,7 @@ from mmgate import (
 )
 from mmgate.analysis.probes.recording import class_tokens, record
 from mmgate.errors import ConfigError
-from mmgate.gates.base.gate import Gate
+from mmgate.gate import Gate
 from mmgate.hosts.timm import BY_IMAGE, shares_by_image
 
 

@@ -14,10 +14,10 @@ from torch import nn
 
 from mmgate import gates_disabled, restore_attention, swap_attention
 from mmgate.errors import ConfigError
+from mmgate.mm.config_file import read_config
 from mmgate.speed.derived import derived_class
 from mmgate.speed.hooks import MatchOnceHook, keep_float32
 from mmgate.speed.matching.head import MatchedOnceHead
-from mmgate.train.config_file import read_config
 
 
 class _Doubled(nn.Module):

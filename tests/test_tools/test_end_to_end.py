@@ -11,7 +11,7 @@ from conftest import ROOT, run_python
 from helpers.small_demo import CONFIG
 from shapes import write_shapes
 
-from mmgate.train import cli
+from mmgate.mm import cli
 
 
 @pytest.fixture(scope='module')

@@ -14,10 +14,10 @@ from helpers.small_demo import CONFIG, DEMO
 from mmengine.config import Config
 from shapes import write_shapes
 
+from mmgate.mm import cli
+from mmgate.mm.config_file import merge_options, read_config
+from mmgate.mm.gate_options import put_gates
 from mmgate.registry import MODELS
-from mmgate.train import cli
-from mmgate.train.config_file import merge_options, read_config
-from mmgate.train.gate_options import put_gates
 
 VANILLA = ROOT / 'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py'
 GATE = 'encoder.layers.*.self_attn,decoder.layers.*.cross_attn=PLuGMultiScaleDeformableAttention(gml="sum")'

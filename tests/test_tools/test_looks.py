@@ -25,8 +25,8 @@ from mmgate.analysis.loading import UNTRAINED, load_models, parser
 from mmgate.benchmarks import backbones
 from mmgate.benchmarks.measure import MODES
 from mmgate.gates import SDPAGate
-from mmgate.train import cli
-from mmgate.train.config_file import read_config
+from mmgate.mm import cli
+from mmgate.mm.config_file import read_config
 
 CONFIGS = dict(
     detr='plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py',

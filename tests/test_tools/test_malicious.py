@@ -22,7 +22,7 @@ import mmgate  # noqa: F401
 from mmgate.analysis.loading import load_model
 from mmgate.backbones import AgentPVT
 from mmgate.checkpoints.loading import guarded_loaders, load_checkpoint_file
-from mmgate.train import cli
+from mmgate.mm import cli
 
 SEGMENTOR = str(ROOT / 'configs/plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py')
 CONVERTER = tool('agent_attention', 'model_converters')

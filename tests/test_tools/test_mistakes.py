@@ -12,7 +12,7 @@ import torch
 from helpers.small_demo import CONFIG
 from shapes import write_shapes
 
-from mmgate.train import cli
+from mmgate.mm import cli
 
 DETECTOR = CONFIG.replace('EPOCHS', '1')
 ON_A_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason='runs here')

@@ -16,8 +16,8 @@ from mmengine.registry import MODELS, init_default_scope
 from shapes import write_shapes
 
 from mmgate.errors import ConfigError
+from mmgate.mm import cli
 from mmgate.tools import mm
-from mmgate.train import cli
 
 DETECTOR = 'mmgate::plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
 SEGMENTOR = 'mmgate::plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py'

@@ -21,7 +21,7 @@ from transformers.models.vit.modeling_vit import ViTAttention
 
 import mmgate
 from mmgate.errors import ConfigError
-from mmgate.gates.base.gating import Adapter
+from mmgate.gating import Adapter
 from mmgate.hosts import adapter_for, gates_for
 from mmgate.hosts.interface import FORMS, OUTPUTS, Form, InterfaceAdapter, SelfAttention, fingerprint
 from mmgate.hosts.interface_classes import CLASSES

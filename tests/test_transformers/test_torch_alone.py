@@ -59,7 +59,7 @@ import torch
 from mmgate import gates
 from mmgate.gates.base.deformable import DeformableGate
 from mmgate.gates.base.dense import DenseGate, make_gated
-from mmgate.gates.base.gate import Sizes
+from mmgate.gate import Sizes
 from mmgate.gates.base.map import MapGate
 x = torch.randn(2, 16, 32)
 shapes, start = torch.tensor([[4, 4], [2, 2]]), torch.tensor([0, 16])

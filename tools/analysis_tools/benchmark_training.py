@@ -10,11 +10,11 @@ from mmengine.logging import MMLogger
 
 from mmgate.benchmarks.measure import told, write_csv
 from mmgate.benchmarks.training import LOSS_SCALES, benchmark_training
-from mmgate.finetune import TRAINS
-from mmgate.train import cli
-from mmgate.train.config_file import read_config
-from mmgate.train.gate_options import add_gate_option, put_gates
-from mmgate.train.speedups import SPEEDUPS
+from mmgate.mm import cli
+from mmgate.mm.config_file import read_config
+from mmgate.mm.gate_options import add_gate_option, put_gates
+from mmgate.mm.speedups import SPEEDUPS
+from mmgate.training import TRAINS
 
 CONFIGS = Path(__file__).parents[2] / 'configs'
 OURS = CONFIGS / 'plug/deformable_detr/plug-deformable-detr-refine_r50_8xb4-50e_coco.py'

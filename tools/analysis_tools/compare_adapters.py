@@ -30,9 +30,9 @@ from torch.nn.utils import parametrize
 import mmgate
 from mmgate.analysis.loading import load_model, write_csv
 from mmgate.errors import ConfigError
-from mmgate.gates.base.gate import named_gate_parameters
-from mmgate.train import cli
-from mmgate.train.config_file import package_of, read_config
+from mmgate.gate import named_gate_parameters
+from mmgate.mm import cli
+from mmgate.mm.config_file import package_of, read_config
 
 KEYS = {'config', 'checkpoint', 'parts', 'rates', 'steps', 'sweep', 'train', 'tests', 'seeds', 'metric'}
 PART = {'attention', 'trains', 'low_rank', 'statistics'}

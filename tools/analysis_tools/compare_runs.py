@@ -18,7 +18,7 @@ import mmgate  # noqa: F401
 from mmgate.analysis.figures.style import COLOURS, layer_axis, legend, panels, save
 from mmgate.analysis.loading import write_csv
 from mmgate.errors import ConfigError
-from mmgate.train import cli
+from mmgate.mm import cli
 
 METRICS = ('coco/bbox_mAP', 'coco/segm_mAP', 'mIoU', 'accuracy/top1')  # compared by default, the first that is there
 CONFIDENCE = 0.95

@@ -8,9 +8,9 @@ from mmengine.logging import MMLogger
 
 import mmgate  # noqa: F401  (mmgate:: and mmseg:: resolve from here on)
 from mmgate.analysis.complexity import count_config
-from mmgate.train import cli
-from mmgate.train.config_file import config_parser
-from mmgate.train.gate_options import add_gate_options, configured
+from mmgate.mm import cli
+from mmgate.mm.config_file import config_parser
+from mmgate.mm.gate_options import add_gate_options, configured
 
 
 def main(argv: list[str]) -> None:

@@ -14,9 +14,9 @@ from mmengine.logging import MMLogger
 from mmgate.analysis.structure import Attention, build_structure, list_attention, rules_to_paste
 from mmgate.gated import image_size_of
 from mmgate.gates.base.map import IMAGE_SIDE
-from mmgate.train import cli
-from mmgate.train.config_file import config_parser
-from mmgate.train.gate_options import add_gate_options, configured
+from mmgate.mm import cli
+from mmgate.mm.config_file import config_parser
+from mmgate.mm.gate_options import add_gate_options, configured
 
 
 def main(argv: list[str]) -> None:

@@ -9,7 +9,7 @@ import mmgate  # noqa: F401
 from mmgate.analysis.figures.maps import crop_to_image, draw_maps
 from mmgate.analysis.loading import load_models, parser, picture_names, positive, write_csv
 from mmgate.analysis.probes.relevance import agent_maps, agent_rows
-from mmgate.train import cli
+from mmgate.mm import cli
 
 
 def main(argv: list[str]) -> None:

@@ -7,7 +7,7 @@ import mmgate  # noqa: F401
 from mmgate.analysis.figures.layers import draw_matrices
 from mmgate.analysis.loading import load_models, parser, write_csv
 from mmgate.analysis.probes.cka import attention_cka
-from mmgate.train import cli
+from mmgate.mm import cli
 
 
 def main(argv: list[str]) -> None:

@@ -22,9 +22,9 @@ import mmgate  # noqa: F401
 from mmgate.benchmarks.backbones import Accuracy, benchmark_models, draw_curves
 from mmgate.benchmarks.measure import MODES, throughput, told, write_csv
 from mmgate.errors import ConfigError
-from mmgate.train import cli
-from mmgate.train.config_file import package_of, read_config
-from mmgate.train.gate_options import add_gate_option, put_gates
+from mmgate.mm import cli
+from mmgate.mm.config_file import package_of, read_config
+from mmgate.mm.gate_options import add_gate_option, put_gates
 
 OPTIONS = ('batch', 'repetitions', 'modes', 'device', 'autocast', 'launches')  # of benchmark_models
 

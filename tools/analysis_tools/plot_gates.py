@@ -7,8 +7,8 @@ import mmgate  # noqa: F401
 from mmgate.analysis.figures.gates import draw_gates
 from mmgate.analysis.loading import load_models, parser, write_csv
 from mmgate.analysis.probes.gates import gate_statistics, mean_maps
+from mmgate.mm import cli
 from mmgate.notes import GATES
-from mmgate.train import cli
 
 
 def main(argv: list[str]) -> None:

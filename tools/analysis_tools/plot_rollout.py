@@ -23,7 +23,7 @@ from mmgate.analysis.probes.relevance import (
     relevance_map,
 )
 from mmgate.errors import ConfigError
-from mmgate.train import cli
+from mmgate.mm import cli
 
 PARTS = ('image', 'queries', 'heads')
 HEADS = 'how much attention each place gets, from the class token where there is one, or in the mean over all queries.'

@@ -28,8 +28,8 @@ from mmgate.analysis.probes.sampling import (
     record_sampling,
 )
 from mmgate.errors import ConfigError
-from mmgate.gates.base.gating import gated_modules
-from mmgate.train import cli
+from mmgate.gating import gated_modules
+from mmgate.mm import cli
 
 FAR = 0.1  # of the image's longer side: reference points of one query that are further apart are of two objects
 Shown = dict[str, list[tuple[str, SamplingPoints, Any]]]  # by image: model, its points, the data sample

@@ -32,8 +32,8 @@ from compare_runs import (
 import mmgate  # noqa: F401
 from mmgate.analysis.loading import write_csv
 from mmgate.errors import ConfigError, listed
-from mmgate.train import cli
-from mmgate.train.config_file import differences, read_config
+from mmgate.mm import cli
+from mmgate.mm.config_file import differences, read_config
 
 RESULT = 'result.json'
 SETTINGS = 'settings.json'

@@ -27,13 +27,10 @@ import mmgate  # noqa: F401
 from mmgate.analysis.loading import check_folder, positive, write_csv
 from mmgate.benchmarks.costs import costs_table, first_batch, measure_costs, run_seconds
 from mmgate.errors import ConfigError
-from mmgate.finetune import TRAINS
 from mmgate.gates import PLuGDeformableGate, PLuGGate
 from mmgate.hosts.table import gate_of_type
-from mmgate.registry import MODELS
-from mmgate.rules import FORM, check_rules, read_rules
-from mmgate.train import cli
-from mmgate.train.config_file import (
+from mmgate.mm import cli
+from mmgate.mm.config_file import (
     add_trust_option,
     check_checkpoint,
     config_parser,
@@ -41,8 +38,11 @@ from mmgate.train.config_file import (
     merge_options,
     read_config,
 )
-from mmgate.train.gate_options import put_gates
-from mmgate.train.trial import first_figure, make_trial
+from mmgate.mm.gate_options import put_gates
+from mmgate.mm.trial import first_figure, make_trial
+from mmgate.registry import MODELS
+from mmgate.rules import FORM, check_rules, read_rules
+from mmgate.training import TRAINS
 
 VANILLA = 'vanilla'
 # Default rates of gates that join a trained model. At PLuG's identity start only two scalars of a gate get a gradient.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmgate.errors import ConfigError
-from mmgate.train import cli
+from mmgate.mm import cli
 
 CLASSES = ('Platelets', 'RBC', 'WBC')
 SPLITS = {'train': 'trainval', 'val': 'test'}  # ours, theirs

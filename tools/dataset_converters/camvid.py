@@ -11,7 +11,7 @@ import cv2
 import numpy as np
 
 from mmgate.errors import ConfigError
-from mmgate.train import cli
+from mmgate.mm import cli
 
 SPLITS = ('train', 'val', 'test')
 VOID = 11

@@ -10,9 +10,9 @@ from mmgate.analysis.loading import add_inputs, check_folder, load_model
 from mmgate.deploy.export import export
 from mmgate.deploy.to_onnx import check_environment
 from mmgate.errors import ConfigError
-from mmgate.train import cli
-from mmgate.train.config_file import config_parser
-from mmgate.train.gate_options import add_gate_options, configured
+from mmgate.mm import cli
+from mmgate.mm.config_file import config_parser
+from mmgate.mm.gate_options import add_gate_options, configured
 
 
 def main(argv: list[str]) -> None:

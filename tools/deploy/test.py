@@ -6,9 +6,9 @@ from pathlib import Path
 import mmgate  # noqa: F401
 from mmgate.deploy.build import serve
 from mmgate.deploy.runtime import Exported
-from mmgate.train import cli
-from mmgate.train.config_file import add_trust_option, config_parser, load_config
-from mmgate.train.gate_options import add_gate_options, put_gates
+from mmgate.mm import cli
+from mmgate.mm.config_file import add_trust_option, config_parser, load_config
+from mmgate.mm.gate_options import add_gate_options, put_gates
 
 
 def main(argv: list[str]) -> None:

@@ -37,19 +37,21 @@ from cosmic_ray.plugins import get_operator, operator_names
 from trees import ROOT, copy_tree
 
 CORE = (
-    'gates/base/gate.py',
-    'gates/base/gating.py',
+    'gate.py',
+    'gating.py',
     'rules.py',
     'swap.py',
     'gates/base/named.py',
-    'gates/base/starts.py',
+    'start.py',
     'frozen.py',
     'notes.py',
     'recording.py',
-    'finetune/*.py',
+    'files.py',
+    'removal.py',
+    'training.py',
     'checkpoints/gates_file.py',
 )
-PACKAGES = ('gates', 'ops', 'hosts', 'backbones', 'checkpoints', 'speed', 'train')
+PACKAGES = ('gates', 'ops', 'hosts', 'backbones', 'checkpoints', 'speed', 'mm')
 GROUPS = ('core', *PACKAGES)
 LEFT_OUT = (
     'ops/*/*kernel*.py',

@@ -15,7 +15,7 @@ import torch
 from mmgate.backbones.convert import convert, convert_classifier
 from mmgate.checkpoints.tensors import read_checkpoint
 from mmgate.errors import ConfigError
-from mmgate.train import cli
+from mmgate.mm import cli
 
 
 def main(argv: list[str]) -> None:

@@ -19,10 +19,10 @@ from mmengine.runner import CheckpointLoader, load_checkpoint
 from mmgate import gate_parameters, save_gates
 from mmgate.checkpoints.gates_file import read_gates
 from mmgate.errors import ConfigError
-from mmgate.train import cli
-from mmgate.train.config_file import add_trust_option
-from mmgate.train.gate_options import add_gate_options, configured
-from mmgate.train.other_options import other_options
+from mmgate.mm import cli
+from mmgate.mm.config_file import add_trust_option
+from mmgate.mm.gate_options import add_gate_options, configured
+from mmgate.mm.other_options import other_options
 
 
 def main(argv: list[str]) -> None:

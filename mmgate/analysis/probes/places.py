@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmgate.gates.base.gating import host_class, is_off
 from mmgate.gates.base.map import MapAdapter
+from mmgate.gating import host_class, is_off
 from mmgate.hosts.table import full_name
 from mmgate.notes import note
 

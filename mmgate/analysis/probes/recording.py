@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import mmgate.recording
 from mmgate.analysis.probes.places import note_place, place_of
 from mmgate.errors import ConfigError
-from mmgate.gates.base.gate import Gate
-from mmgate.gates.base.gating import Adapter
+from mmgate.gate import Gate
+from mmgate.gating import Adapter
 from mmgate.notes import GATES, Kept, Note, Recording, note
 from mmgate.recording import plain_adapter
 

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
-from mmgate.gates.base.gate import Gate, Sizes
-from mmgate.gates.base.gating import Adapter, is_off
+from mmgate.gate import Gate, Sizes
 from mmgate.gates.base.mmcv_or_torch import MultiheadAttention
 from mmgate.gates.base.named import attention_named, gate_alone
+from mmgate.gating import Adapter, is_off
 from mmgate.notes import note, noted
 from mmgate.ops.layout import broadcasts_to, check_layout
 from mmgate.ops.masks import merge_masks

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
-from mmgate.gates.base.gate import Gate, Sizes, StateDict
-from mmgate.gates.base.gating import Adapter
+from mmgate.gate import Gate, Sizes, StateDict
 from mmgate.gates.base.mmcv_or_torch import build_dropout
 from mmgate.gates.base.named import attention_named
 from mmgate.gates.parts.options import height_and_width, integer, number
+from mmgate.gating import Adapter
 from mmgate.notes import note
 from mmgate.ops.layout import check_layout
 

@@ -9,10 +9,10 @@ from zlib import crc32
 import torch
 from torch import nn
 
-from mmgate.gates.base.gate import Gate, draw_gates, gate_options, random_stream
-from mmgate.gates.base.gating import Adapter, Record, computed_dtype, device_of, gate_module, make_gate
-from mmgate.gates.base.starts import initialise_gates_last
+from mmgate.gate import Gate, draw_gates, gate_options, random_stream
+from mmgate.gating import Adapter, Record, computed_dtype, device_of, gate_module, make_gate
 from mmgate.registry import MODELS
+from mmgate.start import initialise_gates_last
 
 
 def attention_named(

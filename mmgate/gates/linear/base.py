@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
-from mmgate.gates.base.gate import Sizes, StateDict, start_linear
+from mmgate.gate import Sizes, StateDict, start_linear
 from mmgate.gates.base.map import MapGate, Size, map_in_training
 from mmgate.notes import note
 from mmgate.ops.linear_attention import key_value_map, rotate

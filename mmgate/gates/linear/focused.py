@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.gates.base.gate import Sizes
+from mmgate.gate import Sizes
 from mmgate.gates.base.map import Size, map_attention
 from mmgate.ops.linear_attention import EPS, focused_features, kernel_attention
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.gates.base.gate import Sizes
+from mmgate.gate import Sizes
 from mmgate.gates.base.map import Size, map_attention
 from mmgate.notes import note
 from mmgate.ops.linear_attention import key_value_map, polarity_attention, polarity_features

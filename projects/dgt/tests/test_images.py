@@ -25,7 +25,7 @@ def test_it_is_the_configs_model(name):
     pytest.importorskip('mmpretrain', reason='the configs need mmpretrain, which is not installed')
     from mmpretrain.registry import MODELS
 
-    from mmgate.train.config_file import read_config
+    from mmgate.mm.config_file import read_config
 
     path = Path(__file__).parents[3] / f'configs/{CONFIGS[name]}_1xb128-100e_cifar10.py'
     theirs = MODELS.build(read_config(str(path)).model).eval()

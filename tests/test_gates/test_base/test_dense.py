@@ -16,6 +16,7 @@ from mmcv.cnn.bricks.transformer import MultiheadAttention
 from torch import Tensor, fx, nn
 
 from mmgate import record, restore_attention, swap_attention
+from mmgate.gate import Sizes
 from mmgate.gates import (
     DGSAGate,
     DifferentialGate,
@@ -29,7 +30,6 @@ from mmgate.gates import (
 )
 from mmgate.gates.base import dense
 from mmgate.gates.base.dense import DenseGate
-from mmgate.gates.base.gate import Sizes
 from mmgate.ops.masks import merge_masks
 
 C, H, N, M, B = 16, 4, 5, 7, 2

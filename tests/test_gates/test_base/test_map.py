@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from mmgate.errors import ConfigError, OptionError
+from mmgate.gate import Sizes
 from mmgate.gates import AgentAttention, CrossWindowAttention, FocusedLinearGate, HydraGate, SAGAAttention, SAGAGate
-from mmgate.gates.base.gate import Sizes
 from mmgate.gates.base.map import MapAttention, map_in_training
 from mmgate.ops.agent import agent_attention_reference
 from mmgate.ops.gated_linear import gated_linear_attention_reference

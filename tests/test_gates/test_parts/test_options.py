@@ -10,7 +10,7 @@ import pytest
 
 from mmgate import layers
 from mmgate.errors import ConfigError
-from mmgate.gates.base.gate import Gate, Sizes
+from mmgate.gate import Gate, Sizes
 from mmgate.gates.parts.options import check_option, height_and_width, integer, number
 
 

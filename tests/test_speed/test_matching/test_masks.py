@@ -14,9 +14,9 @@ from mmengine.structures import InstanceData, PixelData
 from mmseg.structures import SegDataSample
 from torch import Tensor
 
+from mmgate.mm.config_file import read_config
 from mmgate.speed.matching import head as heads
 from mmgate.speed.matching import masks
-from mmgate.train.config_file import read_config
 
 CONFIG = 'mmseg::mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py'
 LAYERS, QUERIES, CLASSES = 3, 6, 150

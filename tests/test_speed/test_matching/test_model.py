@@ -26,10 +26,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mmgate.benchmarks import training
 from mmgate.gates import plug_dense
+from mmgate.mm.config_file import read_config
 from mmgate.speed.derived import derived_class
 from mmgate.speed.hooks import CompileHook, MatchOnceHook
 from mmgate.speed.matching import model as models
-from mmgate.train.config_file import read_config
 
 PEERS = {
     'deformable_detr': 'mmdet::deformable_detr/deformable-detr-refine_r50_16xb2-50e_coco.py',

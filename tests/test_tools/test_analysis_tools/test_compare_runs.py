@@ -22,7 +22,7 @@ from helpers.runs import write_log
 from scipy import stats
 
 from mmgate.errors import ConfigError
-from mmgate.train import cli
+from mmgate.mm import cli
 
 
 def test_paired_difference_is_the_t_test() -> None:

@@ -14,7 +14,7 @@ from conftest import ROOT, one_of_each, tool
 from mmengine.config import Config
 
 from mmgate.errors import ConfigError
-from mmgate.train.config_file import read_config
+from mmgate.mm.config_file import read_config
 
 studies = tool('study')
 METRIC = 'coco/bbox_mAP'

@@ -23,7 +23,7 @@ from shapes import write_shapes
 
 from mmgate.analysis.loading import load_model
 from mmgate.errors import ConfigError
-from mmgate.train import cli
+from mmgate.mm import cli
 
 try_gates = tool('try_gates')
 VANILLA = ROOT / 'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py'

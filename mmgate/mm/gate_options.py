@@ -1,0 +1,178 @@
+"""The command-line options ``--gate``, ``--gates`` and ``--train``, which gate the model of any config."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mmengine.config import Config
+from mmengine.logging import print_log
+
+from mmgate.checkpoints.gates_file import read_gates
+from mmgate.errors import ConfigError
+from mmgate.rules import FORM, check_rules, read_rules
+from mmgate.training import TRAINS
+
+from .config_file import merge_options, read_config, type_name
+from .parameter_groups import GateOptimWrapperConstructor, GroupedOptimWrapperConstructor
+
+DEFAULT = 'DefaultOptimWrapperConstructor'
+
+
+def add_gate_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options ``--gate``, ``--gates`` and ``--train`` to a parser."""
+    add_gate_option(parser)
+    parser.add_argument(
+        '--gates', metavar='FILE', help='put the gates of a gates file on the model of CONFIG, instead of --gate'
+    )
+    parser.add_argument(
+        '--train', choices=TRAINS, help="what of a gated model trains: its gates, the gated modules, or all (CONFIG's)"
+    )
+
+
+def add_gate_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--gate`` to a parser."""
+    parser.add_argument(
+        '--gate',
+        action='append',
+        default=[],
+        metavar=f"'{FORM}'",
+        help='gate the modules at PATH of the model of CONFIG; may be given again. list_attention.py prints paths and '
+        'types',
+    )
+
+
+def configured(args: argparse.Namespace) -> Config:
+    """Return the config that parsed arguments describe, with the gates that their options ask for.
+
+    Raises:
+        ConfigError: The config cannot be read, an option cannot be merged, or a gate cannot be put on the model.
+    """
+    cfg = read_config(args.config)
+    merge_options(cfg, args.cfg_options or {})
+    note = put_gates(cfg, args.gate, gates=args.gates, train=args.train)
+    if note:
+        print_log(note, logger='current', level=logging.WARNING)
+    return cfg
+
+
+def put_gates(cfg: Config, rules: Iterable[str], *, gates: str | None = None, train: str | None = None) -> str:
+    """Change a config so that its model gets gates, as a config file that inherits it would.
+
+    The optimizer is then built by :class:`.GateOptimWrapperConstructor`, after the config's own constructor.
+
+    Args:
+        cfg: Config of any mm package, vanilla or gated. It is changed, and the files that it inherits are not. Dumped
+            into a file, it is a config that runs by itself.
+        rules: Texts of ``--gate``, see :func:`mmgate.rules.read_rules`. They join the rules that the config has.
+        gates: Gates file, which places its gates; it replaces the gates of the config.
+        train: What trains, see :func:`mmgate.train_only_gates`.
+
+    Returns:
+        A warning that names the gates of the config that the file replaces; empty if there are none.
+
+    Raises:
+        ConfigError: A rule cannot be read or names no gate, the file holds no gates, both are given, ``train`` asks for
+            gates and there are none, or the config has rules for a model that is not of the type ``mmgate.Gated``.
+    """
+    added = [rule for text in rules for rule in read_rules(text)]
+    if added and gates:
+        raise ConfigError(f'--gates {gates} places its gates; leave --gate away, or the file.')
+    if not (added or gates):
+        _refuse_rules_of_no_gated_model(cfg)
+    if not (added or gates or train):
+        return ''
+    if not cfg.get('model'):
+        raise ConfigError(f'config {cfg.filename} has no model to gate.')
+    check_rules(added)
+    note = ''
+    if added or gates:
+        _make_gated(cfg)
+        group_parameters(cfg, GateOptimWrapperConstructor)
+    if added:
+        cfg.model.attention = [*_rules_of(cfg), *added]
+    if gates:
+        read_gates(gates)
+        note = _replaced(cfg, gates)
+        cfg.model.gates = gates
+    if train and type_name(cfg.model) == 'Gated':
+        cfg.model.train = train
+    elif train and train != 'all':
+        raise ConfigError(f'--train {train}: the model of {cfg.filename} has no gates; give --gate or --gates.')
+    return note
+
+
+def import_mmgate(cfg: Config) -> None:
+    """Add mmgate to the ``custom_imports`` of a config, so that any tool can build its model."""
+    given = cfg.get('custom_imports') or dict(imports=[], allow_failed_imports=False)
+    names = [given['imports']] if isinstance(given['imports'], str) else list(given['imports'])
+    if not any(name.partition('.')[0] == 'mmgate' for name in names):
+        cfg.custom_imports = dict(given, imports=['mmgate', *names])
+
+
+def type_path(model_type: Any) -> str:
+    """Return the name by which a config's type is found; a dump is text, in which a class is its import path."""
+    return model_type if isinstance(model_type, str) else f'{model_type.__module__}.{model_type.__qualname__}'
+
+
+def group_parameters(cfg: Config, constructor: type[GroupedOptimWrapperConstructor]) -> None:
+    """Let a constructor of mmgate build the optimizer of a config, after the config's own constructor.
+
+    A config that has the constructor already, or that of gates, stays as it is.
+    """
+    wrapper: Any = cfg.get('optim_wrapper') or {}
+    given = type_path(wrapper.get('constructor') or DEFAULT)
+    name = given.rpartition('.')[2]
+    # Several optimizers without a constructor are built one by one.
+    is_built = 'optimizer' in wrapper or 'constructor' in wrapper
+    if not is_built or name in (constructor.__name__, GateOptimWrapperConstructor.__name__):
+        return
+    options = dict(wrapper.get('paramwise_cfg') or {})
+    if name == GroupedOptimWrapperConstructor.__name__:
+        given = options.pop(GroupedOptimWrapperConstructor.named, DEFAULT)
+    if given.rpartition('.')[2] != DEFAULT:
+        options[constructor.named] = given
+    wrapper.constructor = f'mmgate.{constructor.__name__}'
+    if options:
+        wrapper.paramwise_cfg = options
+
+
+def _make_gated(cfg: Config) -> None:
+    """Change a config's model so that ``mmgate.Gated`` builds it."""
+    import_mmgate(cfg)
+    if type_name(cfg.model) != 'Gated':
+        cfg.model = dict(cfg.model, type='mmgate.Gated', host=type_path(cfg.model.type))
+
+
+def _refuse_rules_of_no_gated_model(cfg: Config) -> None:
+    """Raise ConfigError for rules that would reach a host as an unexpected keyword argument."""
+    model = cfg.get('model') or {}
+    rules = model.get('attention') if isinstance(model, Mapping) else None
+    listed = [rules] if isinstance(rules, Mapping) else rules
+    if type_name(model) == 'Gated' or not isinstance(listed, (list, tuple)):
+        return
+    if any(isinstance(rule, Mapping) and {'path', 'type'} <= set(rule) for rule in listed):
+        model_type = type_path(model.get('type'))
+        raise ConfigError(
+            f'model.attention has rules for gates, and model.type={model_type!r} takes none: write '
+            f"type='mmgate.Gated', host={model_type!r}."
+        )
+
+
+def _rules_of(cfg: Config) -> list[Any]:
+    rules = cfg.model.get('attention') or ()
+    return [rules] if isinstance(rules, Mapping) else list(rules)
+
+
+def _replaced(cfg: Config, path: str) -> str:
+    """Return a warning if a gates file replaces gates that the config has, else an empty text."""
+    replaced = [f'model.gates={cfg.model.gates}'] if cfg.model.get('gates') else []
+    replaced += [f'{type_name(rule)} at {rule.get("path")} by model.attention' for rule in _rules_of(cfg)]
+    if not replaced:
+        return ''
+    return (
+        f"--gates {path} replaces the config's own gates, {'; '.join(replaced)}. The vanilla config leaves no doubt "
+        'which gates these are.'
+    )

@@ -1,0 +1,169 @@
+"""Gates trained alone through the command lines: files of gates, resuming, testing with --gates, the converter."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, tool
+from helpers.small_demo import CONFIG, DEMO
+from mmengine.fileio import load
+from shapes import write_shapes
+from torch import nn
+
+import mmgate
+from mmgate.checkpoints.gates_file import read_gates
+from mmgate.errors import ConfigError
+from mmgate.mm import cli
+from mmgate.mm.gates_hook import GatesCheckpointHook
+
+CONVERTER = tool('gates', 'model_converters')
+VANILLA = ROOT / 'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py'
+GATES = """
+_base_ = './gated.py'
+load_from = 'vanilla/epoch_1.pth'
+model = dict(train='gates')
+custom_hooks = [dict(type='mmgate.GatesCheckpointHook', max_keep_ckpts=1)]
+optim_wrapper = dict(optimizer=dict(lr=1.0))
+train_dataloader = dict(dataset=dict(indices=2))
+"""
+
+
+@pytest.fixture(scope='module')
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, a vanilla checkpoint and gates that were trained alone, resumed once."""
+    folder = tmp_path_factory.mktemp('gates')
+    write_shapes(folder / 'data/shapes', num_train=4, num_val=2, size=64)
+    for name, base, epochs in (('vanilla', VANILLA, 1), ('gated', DEMO, 2)):
+        (folder / f'{name}.py').write_text(CONFIG.replace(str(DEMO), str(base)).replace('EPOCHS', str(epochs)))
+    (folder / 'gates.py').write_text(GATES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run(cli.train, 'vanilla.py', '--work-dir', 'vanilla')
+        run(cli.train, 'gates.py', '--work-dir', 'gates')
+        run(cli.train, 'gates.py', '--work-dir', 'gates', '--resume', '--cfg-options', 'train_cfg.max_epochs=3')
+    return folder
+
+
+def run(command: object, *arguments: str) -> None:
+    assert cli.main(command, list(arguments)) == 0
+
+
+def boxes(file: str) -> list[torch.Tensor]:
+    return [sample['pred_instances'][key] for sample in load(file) for key in ('bboxes', 'scores')]
+
+
+def test_files_stand_beside_the_checkpoints(project: Path) -> None:
+    names = sorted(path.name for path in (project / 'gates').glob('*.safetensors'))
+    assert names == ['epoch_3.gates.safetensors']  # the file from before the run was resumed counts
+    checkpoint = torch.load(project / 'gates/epoch_3.pth', weights_only=False)
+    vanilla = torch.load(project / 'vanilla/epoch_1.pth', weights_only=False)
+    content = read_gates(project / 'gates/epoch_3.gates.safetensors')
+    for name, tensor in vanilla['state_dict'].items():  # what is frozen is equal bit for bit
+        assert torch.equal(checkpoint['state_dict'][name], tensor), name
+    gates = set(checkpoint['state_dict']) - set(vanilla['state_dict'])
+    assert gates == set(content.tensors)
+    assert len(checkpoint['optimizer']['state']) == len(gates)
+
+
+def test_a_vanilla_config_and_checkpoint_with_a_file(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    run(cli.test, 'gates.py', 'gates/epoch_3.pth', '--work-dir', 'whole', '--out', 'whole.pkl')
+    file = ['--gates', 'gates/epoch_3.gates.safetensors']
+    for config in ('vanilla', 'gated'):
+        run(cli.test, f'{config}.py', 'vanilla/epoch_1.pth', '--work-dir', 'with', '--out', f'{config}.pkl', *file)
+        torch.testing.assert_close(boxes(f'{config}.pkl'), boxes('whole.pkl'))
+        said = max((project / 'with').glob('2*/*.log'), key=lambda path: path.stat().st_mtime).read_text()
+        assert 'of gates are from gates/epoch_3.gates.safetensors' in said and 'not loaded' not in said
+        assert 'other values' not in said
+        assert ("replaces the config's own gates" in said) == (config == 'gated')
+    run(cli.test, 'vanilla.py', 'vanilla/epoch_1.pth', '--work-dir', 'without', '--out', 'without.pkl')
+    assert any(not torch.equal(one, other) for one, other in zip(boxes('without.pkl'), boxes('whole.pkl'), strict=True))
+
+
+def test_averaged_weights_are_what_is_written(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    hooks = "dict(type='mmgate.GatesCheckpointHook'), dict(type='EMAHook', momentum=0.5)"
+    (project / 'ema.py').write_text(f"_base_ = './gates.py'\ncustom_hooks = [{hooks}]\n")
+    run(cli.train, 'ema.py', '--work-dir', 'ema')
+    averaged = torch.load('ema/epoch_2.pth', weights_only=False)['state_dict']
+    own = torch.load('ema/epoch_2.pth', weights_only=False)['ema_state_dict']
+    for name, tensor in read_gates('ema/epoch_2.gates.safetensors').tensors.items():
+        assert torch.equal(tensor, averaged[name]), name
+        assert f'module.{name}' in own
+
+
+def test_in_place_of_whole_checkpoints(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the max_keep_ckpts=2 that the config has for whole ones, and in iterations, which the loop counts."""
+    monkeypatch.chdir(project)
+    loop = "dict(_delete_=True, type='IterBasedTrainLoop', max_iters=3, val_interval=100)"
+    hooks = "checkpoint=dict(type='mmgate.GatesCheckpointHook')"
+    (project / 'alone.py').write_text(
+        f"_base_ = './gates.py'\ncustom_hooks = []\ntrain_cfg = {loop}\ndefault_hooks = dict({hooks})\n"
+    )
+    run(cli.train, 'alone.py', '--work-dir', 'alone')
+    names = sorted(path.name for path in (project / 'alone').iterdir() if path.suffix in ('.pth', '.safetensors'))
+    assert names == ['iter_2.gates.safetensors', 'iter_3.gates.safetensors']
+    with pytest.raises(ConfigError, match=r'has no save_best, rule. .*_delete_=True'):
+        GatesCheckpointHook(save_best='auto', rule='greater')
+
+
+def test_the_converter_takes_out_and_puts_in(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    run(CONVERTER.main, 'extract', 'gates.py', 'gates/epoch_3.pth', 'out.safetensors')
+    expected = read_gates(project / 'gates/epoch_3.gates.safetensors')
+    found = read_gates(project / 'out.safetensors')
+    assert found.places == expected.places and found.values == expected.values
+    run(CONVERTER.main, 'merge', 'vanilla/epoch_1.pth', 'out.safetensors', 'merged.pth')
+    merged = torch.load(project / 'merged.pth', weights_only=False)['state_dict']
+    whole = torch.load(project / 'gates/epoch_3.pth', weights_only=False)['state_dict']
+    assert set(merged) == set(whole) and all(torch.equal(tensor, merged[name]) for name, tensor in whole.items())
+    run(CONVERTER.main, 'extract', 'gates.py', 'gates/epoch_3.pth', 'also', '--cfg-options', 'model.train=attention')
+    assert found.trained == 'gates' and set(read_gates('also').host_tensors) and not found.host_tensors
+
+
+@pytest.mark.parametrize(
+    ('command', 'arguments', 'message'),
+    [
+        ('merge', 'vanilla/epoch_1.pth gates.py gates.py', 'gates.py exists'),
+        ('merge', 'vanilla/epoch_1.pth gates.py no/folder.pth', 'no such folder'),
+        ('extract', 'gates.py vanilla/epoch_1.pth x', 'lacks .* parameters of the gates of gates.py, such as'),
+        ('extract', 'gates.py nothing.pth x', 'nothing.pth is no file'),
+        ('test', 'vanilla.py vanilla/epoch_1.pth --gates x', 'no such file of gates'),
+        ('test', 'vanilla.py vanilla/epoch_1.pth --gates vanilla/epoch_1.pth', r'gates\.py extract CONFIG vanilla/ep'),
+    ],
+)
+def test_errors_come_before_any_work(
+    command: str,
+    arguments: str,
+    message: str,
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.chdir(project)
+    before = set(project.iterdir())
+    if command == 'test':
+        status = cli.main(cli.test, [*arguments.split(), '--work-dir', 'refused'])
+    else:
+        status = cli.main(CONVERTER.main, [command, *arguments.split()])
+    assert status == 2 and re.search(message, capsys.readouterr().err)
+    assert set(project.iterdir()) == before
+
+
+def test_a_resumed_run_deletes_its_own_files_alone(tmp_path: Path) -> None:
+    """Epochs that are still to come are another run's; names that no hook gives are the user's."""
+    model = nn.ModuleDict(dict(attn=nn.MultiheadAttention(16, 2)))
+    mmgate.swap_attention(model, dict(type='PLuGMultiheadAttention', path='attn'))
+    mmgate.train_only_gates(model)
+    names = [f'epoch_{which}.gates.safetensors' for which in (1, 2, 10, 12, '10_best', '10_1')]
+    for name in names:
+        (tmp_path / name).touch()
+    run = SimpleNamespace(model=model, hooks=[], work_dir=str(tmp_path), epoch=10, iter=40, max_epochs=11)
+    hook = GatesCheckpointHook(by_epoch=True, max_keep_ckpts=2)
+    hook.before_train(run)
+    hook.after_train_epoch(run)
+    assert {path.name for path in tmp_path.iterdir()} == {*names[2:], 'epoch_11.gates.safetensors'}

@@ -1,0 +1,26 @@
+"""A name that moved into a project says what to import."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from mmgate import moved, registry, swap_attention
+from mmgate.errors import ConfigError
+
+
+@pytest.fixture
+def moved_name(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(moved, 'MOVED', {'projects.elsewhere': {'MODELS': ('MovedAttention',)}})
+    moved.register_moved()
+    yield 'MovedAttention'
+    registry.MODELS.module_dict.pop('MovedAttention')
+
+
+@pytest.mark.parametrize('scope', ['', 'mmgate.'])
+def test_a_config_and_a_rule_that_name_it_say_what_to_import(moved_name: str, scope: str) -> None:
+    told = r"MovedAttention is registered by projects.elsewhere, .*imports=\['mmgate', 'projects.elsewhere'\]"
+    with pytest.raises(ConfigError, match=told):
+        registry.MODELS.build(dict(type=scope + moved_name, depth=1))
+    with pytest.raises(ConfigError, match=told):
+        swap_attention(nn.Sequential(nn.Identity()), dict(path='0', type=scope + moved_name))
