@@ -30,5 +30,5 @@ took 'addresses and undefined behaviour'
 echo 'sanitize: threads'
 compile "$folder/thread.so" '-fsanitize=thread'
 MMGATE_NATIVE=$folder/thread.so TSAN_OPTIONS='exitcode=66 ignore_noninstrumented_modules=1' \
-  LD_PRELOAD="$(preloaded libtsan.so)" "$PY" -W ignore tools/dev/kernels/threads.py
+  LD_PRELOAD="$(preloaded libtsan.so)" "$PY" -W ignore tools/dev/threads.py
 took threads

@@ -1,4 +1,4 @@
-"""Calls of the CPU kernels that start threads, for a thread sanitizer; see ../sanitize.sh."""
+"""Calls of the CPU kernels that start threads, for a thread sanitizer; see sanitize.sh."""
 
 from __future__ import annotations
 
