@@ -93,7 +93,6 @@ TESTED_BY = {
     'test_swap.py': ('errors.py',),
     'test_speed/test_matching/test_head.py': ('speed/matching/__init__.py',),
     'test_tools/test_looks.py': (
-        'analysis/figures/boxes.py',
         'analysis/figures/layers.py',
         'benchmarks/backbones.py',
     ),

@@ -11,17 +11,19 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, needs_mmpretrain, over_shapes, tool
+from conftest import ROOT, needs_mmpretrain, over_shapes, run_python, tool
 from helpers.image_sets import write_images
 from mmdet.structures.bbox import get_box_tensor
 from mmengine.config import Config
 from mmengine.structures import BaseDataElement
+from options import of_drawing
 from shapes import write_shapes
 from torch import nn
 
 import mmgate
+from mmgate.analysis import loading
 from mmgate.analysis.figures.maps import seen_part
-from mmgate.analysis.loading import UNTRAINED, load_models, parser
+from mmgate.analysis.loading import UNTRAINED, load_models
 from mmgate.benchmarks import backbones
 from mmgate.benchmarks.measure import MODES
 from mmgate.gates import SDPAGate
@@ -156,16 +158,6 @@ def test_relevance_of_a_rollout_sums_to_one(model: str, configs: dict[str, str],
     assert sum(float(row['relevance']) for row in rows) == pytest.approx(1, abs=1e-3)
 
 
-def test_relevance_of_each_query_sums_to_one(configs: dict[str, str], tmp_path: Path) -> None:
-    """Mask2Former's queries, beside a model of the same kind, on the finest of its levels."""
-    config = configs['mask2former']
-    rows = draw('plot_rollout', config, tmp_path, '--queries', '3', '0', '--against', config, UNTRAINED)
-    assert {row['model'] for row in rows} == {'mask2former (1)', 'mask2former (2)'}
-    assert {row['query'] for row in rows} == {'0', '3'} and len(rows) == 2 * 2 * 8 * 8
-    assert sum(float(row['relevance']) for row in rows) == pytest.approx(4, abs=1e-3)
-    assert all(0 <= int(row['label']) < 6 and 0 < float(row['score']) < 1 for row in rows)
-
-
 def test_agents_have_their_maps(configs: dict[str, str], tmp_path: Path) -> None:
     rows = draw('plot_agents', configs['agent'], tmp_path)
     assert [int(row['agent']) for row in rows] == list(range(9)) and all(0 < float(row['largest']) <= 1 for row in rows)
@@ -224,7 +216,7 @@ def test_efficiency_of_what_rules_gate(configs: dict[str, str], tmp_path: Path) 
     (tmp_path / 'gated.py').write_text(
         f"_base_ = {configs['pvt']!r}\nmodel = dict(type='mmgate.Gated', host='mmdet.MaskRCNN', attention={rule!r})"
     )
-    built = tool('plot_efficiency').backbone(read_config(str(tmp_path / 'gated.py')))
+    built = backbones.backbone(read_config(str(tmp_path / 'gated.py')))
     assert any(isinstance(module, SDPAGate) for module in built.modules())
 
 
@@ -232,7 +224,7 @@ def test_points_on_a_photograph(configs: dict[str, str], tmp_path: Path, monkeyp
     """Every offset is (2, -1) pixels of its level, so the points of the image's middle are known."""
     module, image, (height, width) = tool('plot_sampling_points'), tmp_path / 'photo.jpg', (427, 640)  # as COCO's are
     cv2.imwrite(str(image), np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8))
-    built = module.load_models
+    built = loading.load_models
 
     def known(*args: Any, **options: Any) -> Any:
         found = built(*args, **options)
@@ -241,7 +233,7 @@ def test_points_on_a_photograph(configs: dict[str, str], tmp_path: Path, monkeyp
             attention.sampling_offsets.bias.data.view(-1, 2).copy_(torch.tensor([2.0, -1.0]))
         return found
 
-    monkeypatch.setattr(module, 'load_models', known)
+    monkeypatch.setattr(loading, 'load_models', known)
     module.main([configs['detr'], UNTRAINED, '--images', str(image), '--part', 'encoder', '--out', str(tmp_path)])
     rows = list(csv.DictReader((tmp_path / f'sampling_points_{image.stem}.csv').open()))
     assert len(rows) == 8 * 4 * 4 and (tmp_path / f'sampling_points_{image.stem}.png').stat().st_size > 10_000
@@ -279,7 +271,7 @@ def test_the_difference_that_gates_make(
     assert '0.00% of the attention moved' in capsys.readouterr().out
 
     module = tool('plot_sampling_points')
-    built = module.load_models
+    built = loading.load_models
 
     def drawn(*args: Any, **options: Any) -> Any:
         found = built(*args, **options)
@@ -293,7 +285,7 @@ def test_the_difference_that_gates_make(
             nn.init.normal_(parameter, std=0.5)
         return found
 
-    monkeypatch.setattr(module, 'load_models', drawn)
+    monkeypatch.setattr(loading, 'load_models', drawn)
     options = ['--max-images', '1', '--difference', '--queries', '3']
     tables = []
     for name, against in (('alone', []), ('pair', ['--against', configs['detr'], UNTRAINED])):
@@ -327,9 +319,9 @@ def test_a_difference_is_of_gates_or_of_two_models(
 def test_a_window_that_slides_is_not_taken_for_the_image(configs: dict[str, str], tmp_path: Path) -> None:
     """With windows the reading would be of the last of them alone."""
     slide = ['model.test_cfg.mode=slide', 'model.test_cfg.crop_size=(32,32)', 'model.test_cfg.stride=(32,32)']
-    arguments = ('plot_rollout', configs['mask2former'])
-    whole = draw(*arguments, tmp_path / 'whole', '--queries', '0')
-    assert draw(*arguments, tmp_path / 'slide', '--queries', '0', '--cfg-options', *slide) == whole
+    arguments = ('plot_attention_sink', configs['mask2former'])
+    whole = draw(*arguments, tmp_path / 'whole')
+    assert draw(*arguments, tmp_path / 'slide', '--cfg-options', *slide) == whole
 
 
 def test_images_are_not_flipped_and_true_boxes_lie_on_them(configs: dict[str, str], tmp_path: Path) -> None:
@@ -337,7 +329,7 @@ def test_images_are_not_flipped_and_true_boxes_lie_on_them(configs: dict[str, st
     cfg, changed = Config.fromfile(configs['detr']), str(tmp_path / 'changed.py')
     pipeline = cfg.val_dataloader.dataset.pipeline
     read, resize, annotations, pack = pipeline
-    args = parser('').parse_args([changed, UNTRAINED, '--out', str(tmp_path), '--max-images', '1'])
+    args = of_drawing('').parse_args([changed, UNTRAINED, '--out', str(tmp_path), '--max-images', '1'])
     truths = []
     for steps in ([read, resize, annotations], [read, annotations, resize, dict(type='RandomFlip', prob=1.0)]):
         pipeline[:] = [*steps, pack]
@@ -356,8 +348,7 @@ def test_images_are_not_flipped_and_true_boxes_lie_on_them(configs: dict[str, st
         ('plot_gates', ['--out', 'file'], 'nothing can be written to file'),
         ('plot_gates', ['--max-images', '0'], '0: give 1 or more'),
         ('plot_gates', ['--images', 'nowhere'], 'nowhere is no image, no folder with images'),
-        ('plot_rollout', ['--part', 'image'], 'no self-attention over the image'),
-        ('plot_rollout', ['--part', 'queries'], 'no decoder attends densely'),
+        ('plot_rollout', [], 'no self-attention over the image'),
         ('plot_sampling_points', ['--against', 'pvt', UNTRAINED], 'pvt: A picture of sampling points needs'),
         ('plot_sampling_points', ['--difference', '--level', '1'], '--difference is of a decoder on all levels'),
         ('plot_sampling_points', ['--pixel', '3', '3', '--part', 'decoder'], 'chooses a query of the encoder'),
@@ -375,3 +366,22 @@ def test_refused_in_one_message(
     except SystemExit as error:  # argparse's own
         code = error.code
     assert code == 2 and message in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ['file']
+
+
+def test_help_is_printed_before_torch_is_imported() -> None:
+    """Of each tool that draws or lists; parsing their arguments costs nothing either."""
+    names = sorted(path.stem for path in (ROOT / 'tools/analysis_tools').glob('plot_*.py'))
+    code = """
+import runpy, sys
+sys.path.insert(0, 'tools/analysis_tools')
+for name in sys.argv[1:]:
+    sys.argv = [name, '--help']
+    try:
+        runpy.run_path(f'tools/analysis_tools/{name}.py', run_name='__main__')
+    except SystemExit as error:
+        print(name, error.code, file=sys.stderr)
+print({'torch', 'mmengine', 'mmgate', 'numpy'} & {*sys.modules}, file=sys.stderr)
+"""
+    names += ['get_flops', 'list_attention', 'benchmark_ops', 'benchmark_training']
+    said = run_python('-c', code, *names, cwd=ROOT).stderr.splitlines()
+    assert said == [*(f'{name} 0' for name in names), 'set()']

@@ -1,31 +1,15 @@
-"""Draw attention on images: rollout of the backbone's tokens or of a decoder's queries, or the heads of one layer."""
+"""Draw attention on images: rollout through all layers, or the heads of one layer."""
 
 import argparse
 import os
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from options import of_drawing, run
 
-import mmgate  # noqa: F401
-from mmgate.analysis.figures.maps import crop_to_image, draw_maps, draw_queries
-from mmgate.analysis.loading import LoadedModel, class_names, load_models, parser, picture_names, positive, write_csv
-from mmgate.analysis.probes.recording import best_queries, predict
-from mmgate.analysis.probes.relevance import (
-    decoder_steps,
-    head_maps,
-    head_mean,
-    padded_size,
-    query_relevance,
-    record_maps,
-    relevance_map,
-)
-from mmgate.errors import ConfigError
-from mmgate.mm import cli
-
-PARTS = ('image', 'queries', 'heads')
 HEADS = 'how much attention each place gets, from the class token where there is one, or in the mean over all queries.'
 ROLLOUT = (
     'How much the output takes from each place, by attention followed through all layers. The output is the class '
@@ -33,95 +17,81 @@ ROLLOUT = (
 )
 
 
-def main(argv: list[str]) -> None:
-    """Parse arguments, run the models, draw a picture for each image."""
-    options = parser(__doc__)
-    part = 'self-attention over the image (default, if there is any), queries of a dense decoder, heads of one layer'
-    options.add_argument('--part', choices=PARTS, help=part)
-    options.add_argument('--top-k', type=positive, default=4, help='queries with the best scores (default 4)')
-    options.add_argument('--queries', type=int, nargs='+', help='numbers of queries, instead of the best')
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    options = of_drawing(__doc__)
+    part = 'self-attention over the image, through all layers (default), or the heads of one layer'
+    options.add_argument('--part', choices=['image', 'heads'], default='image', help=part)
     options.add_argument('--layer', type=int, default=-1, help='whose heads are drawn (default: the last)')
     sizes = 'let the sizes of signed weights (M-DGSA) count, so that heads that disagree do not cancel out'
     options.add_argument('--absolute', action='store_true', help=sizes)
-    args = options.parse_args(argv)
-    shown: dict[str, list[tuple[LoadedModel, Any, Any, str]]] = {}
+    return options
+
+
+def main(argv: list[str]) -> None:
+    """Parse arguments, run the models, draw a picture for each image."""
+    from mmgate.analysis.figures.maps import draw_maps
+    from mmgate.analysis.loading import load_models, picture_names, write_csv
+
+    args = parser().parse_args(argv)
+    shown: dict[str, list[tuple[str, Any, Any, str]]] = {}
     for loaded in load_models(args, ['attention'], 'A rollout'):
         for batch in loaded.inputs(args):
             sample, computed, layer = _computed(loaded.model, batch, args)
-            shown.setdefault(os.path.realpath(sample.img_path), []).append((loaded, sample, computed, layer))
+            shown.setdefault(os.path.realpath(sample.img_path), []).append((loaded.name, sample, computed, layer))
     names = picture_names(shown)
-    for image, drawn_by in shown.items():
+    for image, drawn in shown.items():
         out = Path(args.out) / f'{"heads" if args.part == "heads" else "rollout"}_{names[image]}.png'
-        drawn = [(loaded.name, sample, computed) for loaded, sample, computed, _ in drawn_by]
-        if args.part == 'queries':
-            draw_queries(drawn, [class_names(loaded.cfg) for loaded, *_ in drawn_by], out)
-        else:
-            columns, maps = _panels(drawn)
-            label = 'relevance'
-            note = ROLLOUT
-            if args.part == 'heads':
-                label = 'attention'
-                note = f'{", ".join(f"{loaded.name}, {layer}" for loaded, *_, layer in drawn_by)}: {HEADS}'
-            draw_maps(drawn[0][1], maps, out, columns=columns, label=label, note=note)
-        print(out, write_csv(out.with_suffix('.csv'), _rows(drawn)))
-
-
-def _part(found: dict[str, Any], size: tuple[int, int]) -> str:
-    """Return the first part that this model has."""
-    try:
-        relevance_map(found, size)
-    except ConfigError:
-        if not decoder_steps(found):
-            raise
-        return 'queries'
-    return 'image'
+        columns, maps = _panels(drawn)
+        label = 'relevance'
+        note = ROLLOUT
+        if args.part == 'heads':
+            label = 'attention'
+            note = f'{", ".join(f"{name}, {layer}" for name, *_, layer in drawn)}: {HEADS}'
+        draw_maps(drawn[0][1], maps, out, columns=columns, label=label, note=note)
+        print(out, write_csv(out.with_suffix('.csv'), _rows(drawn, label)))
 
 
 def _computed(model: Any, batch: dict[str, Any], args: argparse.Namespace) -> tuple[Any, Any, str]:
-    """Return the image's data sample, a map ``(h, w)``, those of queries or of heads ``(H, h, w)``, and the layer."""
+    """Return the image's data sample, maps of heads ``(H, h, w)`` or a map ``(h, w)``, and the layer."""
+    from mmgate.analysis.figures.maps import crop_to_image
+    from mmgate.analysis.probes import relevance
+    from mmgate.analysis.probes.recording import padded_size, predict
+
     if args.part == 'heads':
-        layer, maps, sample = head_maps(model, batch, args.layer)
-        return sample, maps, layer
-    with record_maps(model, partial(head_mean, absolute=args.absolute)) as found:
+        layer, maps, sample = relevance.head_maps(model, batch, args.layer)
+        return sample, [crop_to_image(values, sample) for values in maps], layer
+    with relevance.record_maps(model, partial(relevance.head_mean, absolute=args.absolute)) as found:
         sample = predict(model, batch)
-    size = padded_size(sample)
-    args.part = args.part or _part(found, size)
-    if args.part == 'image':
-        return sample, relevance_map(found, size).numpy(), ''
-    chosen = args.queries or best_queries(found, 0, args.top_k).tolist()
-    return sample, query_relevance(found, size, chosen), ''
+    values = relevance.relevance_map(model, found, padded_size(sample)).numpy()
+    return sample, crop_to_image(values, sample), ''
 
 
 def _panels(drawn: Any) -> tuple[int, Any]:
     """Return the number of columns of a picture, and titles and maps; the heads of each model begin below the image."""
-    if drawn[0][2].ndim == 2:
-        return len(drawn) + 1, [(name, crop_to_image(values, sample)) for name, sample, values in drawn]
-    most = max(len(maps) for *_, maps in drawn)
+    if not isinstance(drawn[0][2], list):
+        return len(drawn) + 1, [(name, values) for name, _, values, _ in drawn]
+    most = max(len(maps) for _, _, maps, _ in drawn)
     columns = min(most, 2 if most <= 4 else 4) + 1
     panels: list[Any] = []
-    for name, sample, maps in drawn:
+    for name, _, maps, _ in drawn:
         panels += [('', None)] * (-len(panels) % columns)
         for head, values in enumerate(maps):
             first = len(panels) % columns == columns - 1
             panels += [('', None)] * first  # the column of the image
             named = not head and len(drawn) > 1
-            panels.append((f'{name}, head {head}' if named else f'head {head}', crop_to_image(values, sample)))
+            panels.append((f'{name}, head {head}' if named else f'head {head}', values))
     return columns, panels
 
 
-def _rows(drawn: Any) -> Any:
-    for name, sample, computed in drawn:
-        if not isinstance(computed, np.ndarray):
-            parts = [(dict(query=x.number, label=x.label, score=x.score), 'relevance', x.relevance) for x in computed]
-        elif computed.ndim == 3:
-            parts = [(dict(head=head), 'attention', values) for head, values in enumerate(computed)]
-        else:
-            parts = [({}, 'relevance', computed)]
-        for of, what, values in parts:
-            values = crop_to_image(values, sample)
-            for row, column in np.ndindex(*values.shape):
-                yield {'model': name, **of, 'row': row, 'column': column, what: float(values[row, column])}
+def _rows(drawn: Any, label: str) -> Iterator[dict[str, Any]]:
+    for name, _, computed, _ in drawn:
+        for head, values in enumerate(computed if isinstance(computed, list) else [computed]):
+            of = dict(head=head) if isinstance(computed, list) else {}
+            for row, line in enumerate(values.tolist()):
+                for column, value in enumerate(line):
+                    yield {'model': name, **of, 'row': row, 'column': column, label: value}
 
 
 if __name__ == '__main__':
-    sys.exit(cli.main(main))
+    sys.exit(run(parser, main))

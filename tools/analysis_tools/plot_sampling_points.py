@@ -9,36 +9,18 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmengine.logging import print_log
-
-import mmgate
-from mmgate.analysis.figures.sampling import draw_difference, draw_sampling
-from mmgate.analysis.loading import LoadedModel, class_names, load_models, parser, picture_names, positive, write_csv
-from mmgate.analysis.probes.recording import predict
-from mmgate.analysis.probes.sampling import (
-    SamplingPoints,
-    chosen_points,
-    compare_points,
-    record_sampling,
-)
-from mmgate.errors import ConfigError
-from mmgate.gating import gated_modules
-from mmgate.mm import cli
+from options import of_drawing, positive, run
 
 FAR = 0.1  # of the image's longer side: reference points of one query that are further apart are of two objects
-Shown = dict[str, list[tuple[str, SamplingPoints, Any]]]  # by image: model, its points, the data sample
 
 
-def main(argv: list[str]) -> None:
-    """Parse arguments, run the models, draw a picture and write a table for each image."""
-    options = parser(__doc__)
-    options.formatter_class = argparse.RawDescriptionHelpFormatter
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    options = of_drawing(__doc__)
     options.add_argument('--part', choices=['decoder', 'encoder'], help='default: the decoder, if there is one')
     options.add_argument('--layer', type=int, default=-1, help='of that part (default: the last)')
     options.add_argument('--top-k', type=positive, default=3, help='queries with the best scores (decoder)')
@@ -49,16 +31,38 @@ def main(argv: list[str]) -> None:
     options.add_argument('--level', type=int, help=level)
     gain = 'weights that points gain and lose against the model of --against, or without it against the same model '
     options.add_argument('--difference', action='store_true', help=gain + 'with its gates switched off')
-    args = options.parse_args(argv)
+    return options
+
+
+def main(argv: list[str]) -> None:
+    """Parse arguments, run the models, draw a picture and write a table for each image."""
+    from contextlib import nullcontext
+
+    import mmgate
+    from mmgate.analysis.figures.sampling import draw_sampling
+    from mmgate.analysis.loading import class_names, load_models, picture_names, write_csv
+    from mmgate.analysis.probes.recording import predict
+    from mmgate.analysis.probes.sampling import SamplingPoints, chosen_points, record_sampling
+    from mmgate.errors import ConfigError
+    from mmgate.gating import gated_modules
+
+    args = parser().parse_args(argv)
     if args.difference and len(args.against) > 1:
         raise ConfigError('--difference is of two models; leave the third away.')
     if args.difference and args.level is not None and args.part != 'encoder':
         raise ConfigError('--difference is of a decoder on all levels; leave --level away, or give --part encoder.')
-    shown: Shown = {}
+    models = load_models(args, ['locations'], 'A picture of sampling points')
+    runs: list[Any] = [(loaded.name, loaded, nullcontext) for loaded in models]
+    if args.difference and len(models) == 1:
+        loaded = models[0]
+        if not any(True for _ in gated_modules(loaded.model)):
+            raise ConfigError(f'{loaded.name} has no gates to switch off; give --against CONFIG CHECKPOINT.')
+        runs.append((f'{loaded.name}, gates off', loaded, partial(mmgate.gates_disabled, loaded.model)))
+    # By image: model, its points, the data sample.
+    shown: dict[str, list[tuple[str, SamplingPoints, Any]]] = {}
     classes = {}
     chosen = {name: getattr(args, name) for name in ('part', 'layer', 'top_k', 'queries', 'pixel', 'level')}
-    models = load_models(args, ['locations'], 'A picture of sampling points')
-    for title, loaded, setting in _runs(models, args.difference):
+    for title, loaded, setting in runs:
         classes[title] = class_names(loaded.cfg)
         for batch in loaded.inputs(args):
             with setting(), record_sampling(loaded.model) as recording:
@@ -79,34 +83,21 @@ def main(argv: list[str]) -> None:
         print(out, write_csv(out.with_suffix('.csv'), rows))
 
 
-def _runs(
-    models: list[LoadedModel], difference: bool
-) -> Iterator[tuple[str, LoadedModel, Callable[[], AbstractContextManager[None]]]]:
-    """Yield the title of each run over the images, its model, and a context to run it in.
+def _draw_difference(drawn: Any, out: Path, of_two: bool) -> None:
+    from mmengine.logging import print_log
 
-    Raises:
-        ConfigError: A difference is asked for of one model, which has no gates.
-    """
-    alone = difference and len(models) == 1
-    if alone and not any(True for _ in gated_modules(models[0].model)):
-        raise ConfigError(f'{models[0].name} has no gates to switch off; give --against CONFIG CHECKPOINT.')
-    for loaded in models:
-        yield loaded.name, loaded, nullcontext
-        if alone:
-            yield f'{loaded.name}, gates off', loaded, partial(mmgate.gates_disabled, loaded.model)
+    from mmgate.analysis.figures.sampling import draw_difference
+    from mmgate.analysis.loading import write_csv
+    from mmgate.analysis.probes.sampling import SamplingChange
 
-
-def _draw_difference(drawn: list[tuple[str, SamplingPoints, Any]], out: Path, of_two: bool) -> None:
     (title, after, sample), (other, before, _) = drawn
-    change = compare_points(before, after)
+    change = SamplingChange(before, after)
     if change.apart > FAR * max(sample.ori_shape[:2]):
         words = f'look at places up to {change.apart:.0f} pixels apart in the two models, and so at other objects.'
         print_log(f'{out.stem}: the same queries {words}', logger='current', level=logging.WARNING)
-    titles = (
-        (f'weights of {other}', 'their change')
-        if of_two
-        else ('weights with all gates off', 'their change by the gates')
-    )
+    titles = ('weights with all gates off', 'their change by the gates')
+    if of_two:
+        titles = (f'weights of {other}', 'their change')
     draw_difference(change, sample.img_path, out, titles=titles, model=title)
     print(out, write_csv(out.with_suffix('.csv'), change.rows()))
     most = f'a point gained {change.weights.max():.3g} at most and lost {max(0, -change.weights.min()):.3g}'
@@ -114,4 +105,4 @@ def _draw_difference(drawn: list[tuple[str, SamplingPoints, Any]], out: Path, of
 
 
 if __name__ == '__main__':
-    sys.exit(cli.main(main))
+    sys.exit(run(parser, main))

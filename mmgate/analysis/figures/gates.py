@@ -19,7 +19,7 @@ LONGEST = 80  # characters from which the middle of a layer's name is left out
 MAP_INCHES = 1.5  # width of a map, about
 MOST_DPI = 600
 TITLE = 28  # characters of a line above the first panel
-AXES = dict(pairs='of pairs', levels='of levels', heads='of heads', channels='of channels')
+AXES = dict(pairs=' of pairs', levels=' of levels', heads=' of heads', channels=' of channels')
 NOTE = (
     'Grey lines, white in maps: the value at which a gate leaves attention unchanged.\n'
     'By layer: bars are the standard deviation over all gates of the layer.'
@@ -34,9 +34,7 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
     """
     maps = [mean_maps(gates) for _, gates in models]
     drawn = [of_kind for found in maps for of_kind in found]
-    every = [gate for _, gates in models for gate in gates]
-    used = _used(every)
-    labels = _labels(every)
+    used = _used([gate for _, gates in models for gate in gates])
     names = [_names(gates) for _, gates in models]
     # Gates of channels, as SAGA's, have no map.
     left = max(map(len, maps))
@@ -52,7 +50,7 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
         right.sharex(axes[0, -1])
     for (title, gates), found, listed, (*lefts, middle, right) in zip(models, maps, names, axes, strict=True):
         _draw_layers(middle, gates, listed)
-        _draw_histogram(right, gates, used, labels)
+        _draw_histogram(right, gates, used)
         for axis in lefts[len(found) :]:
             axis.set_axis_off()
         for axis, of_kind in zip(lefts, found, strict=False):
@@ -78,7 +76,7 @@ def histogram_image(by_kind: Mapping[str, Sequence[LayerGate]]) -> np.ndarray:
     """
     figure, (axes,) = style.panels(1, len(by_kind), height=2.4, width=3.2 * len(by_kind))
     for axis, (kind, gates) in zip(axes, by_kind.items(), strict=True):
-        _draw_histogram(axis, gates, _used(gates), _labels(gates))
+        _draw_histogram(axis, gates, _used(gates))
         layers = len({gate.path for gate in gates})
         axis.set_title(f'{kind}, {layers} layer{"s" if layers > 1 else ""}', fontsize=9)
     figure.set_dpi(120)
@@ -139,33 +137,17 @@ def _draw_layers(axis: Any, gates: Sequence[LayerGate], names: Sequence[str]) ->
     axis.set(xlabel='gate, mean ± std', ylim=(len(gates) - 0.4, -0.6), title='by layer')
 
 
-def _labels(gates: Sequence[LayerGate]) -> dict[tuple[str, str, float | None], str]:
-    """Return a label for each series of gates in a histogram; a series has one name, axes and unchanged value.
-
-    It is the gates' name, with their axes where several series share the name.
-    """
-    series = dict.fromkeys(_series(gate) for gate in gates)
-    names = [name for name, *_ in series]
-    return {
-        one: one[0] if names.count(one[0]) == 1 else f'{one[0]}, {AXES.get(one[1], "of other axes")}' for one in series
-    }
-
-
-def _series(gate: LayerGate) -> tuple[str, str, float | None]:
-    return gate.name, gate.axes, gate.unchanged
-
-
-def _draw_histogram(
-    axis: Any, gates: Sequence[LayerGate], used: tuple[float, float], labels: dict[tuple[str, str, float | None], str]
-) -> None:
+def _draw_histogram(axis: Any, gates: Sequence[LayerGate], used: tuple[float, float]) -> None:
     bins = np.searchsorted(EDGES, used)
     step = next(n for n in (1, 2, 4, 5, 10) if n * BARS >= bins[1] - bins[0])  # a bar begins at 0
-    series = list(dict.fromkeys(_series(gate) for gate in gates))
-    for number, one in enumerate(series):
-        of_one = [gate.statistics.histogram for gate in gates if _series(gate) == one]
-        shares = np.mean([counts / max(counts.sum(), 1) for counts in of_one], axis=0)
-        shares = np.add.reduceat(shares, range(0, len(shares), step))
-        look = dict(color=style.COLOURS[number], alpha=0.7, fill=number == 0, label=labels[one], linewidth=1.2)
+    series: dict[tuple[str, float | None], list[np.ndarray]] = {}
+    for gate in gates:
+        label = f'{gate.name.replace("_", " ")}{AXES.get(gate.axes, "")}'
+        counts = gate.statistics.histogram
+        series.setdefault((label, gate.unchanged), []).append(counts / max(counts.sum(), 1))
+    for number, ((label, _), of_one) in enumerate(series.items()):
+        shares = np.add.reduceat(np.mean(of_one, axis=0), range(0, len(EDGES) - 1, step))
+        look = dict(color=style.COLOURS[number], alpha=0.7, fill=number == 0, label=label, linewidth=1.2)
         axis.stairs(shares, EDGES[::step], **look)
     if len(series) > 1:
         axis.legend(fontsize=7)

@@ -1,8 +1,8 @@
-"""Draw the sampling points of deformable attention on their image."""
+"""Draw the sampling points of deformable attention on their image, with true and predicted boxes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -10,22 +10,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmgate.analysis.figures import style
-from mmgate.analysis.figures.boxes import MOST_BOXES, PREDICTED, THRESHOLD, draw_boxes, label_boxes
-from mmgate.analysis.probes.recording import Sample
 from mmgate.analysis.probes.sampling import SamplingChange, SamplingPoints, density
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
 CONTOURS = np.array([0.1, 0.3, 0.5, 0.7, 0.9])  # shares of the highest density
+PREDICTED = style.COLOURS[5]
+THRESHOLD = 0.3  # boxes of lower scores are not drawn
+MOST_BOXES = 10
 # Of a difference: no colour of it has another meaning in the same figure.
 GAINED = style.COLOURS[5]
 LOST = style.COLOURS[0]
 BOX = style.COLOURS[2]
 WEIGHT = '0.2'
-MOST_NUMBERS = 8  # queries that are named
 OWN = 2.2  # width of the outline of a query's own box
 LARGEST = 70  # points squared of the largest dot
 LEAST = 1e-3  # share of the largest weight that the largest change has at least, so that rounding is drawn small
@@ -33,7 +32,7 @@ SEEN = 0.05  # points of a smaller share of the largest weight may lie outside o
 
 
 def draw_sampling(
-    drawn: Sequence[tuple[str, SamplingPoints, Sample]], out: str | Path, *, classes: Sequence[Sequence[str]] = ()
+    drawn: Sequence[tuple[str, SamplingPoints, Any]], out: str | Path, *, classes: Sequence[Sequence[str]] = ()
 ) -> Path:
     """Draw an image with its sampling points, sized by weight and coloured by level, their density and boxes.
 
@@ -49,21 +48,77 @@ def draw_sampling(
     figure, (axes,) = style.panels(1, len(drawn), height=across / len(drawn) * height / width + of_rest, width=across)
     # All panels share one scale of sizes, so that they can be compared.
     largest = max(max(float(points.weights.max()) for _, points, _ in drawn), 1e-12)
-    panel_boxes = []
-    for axis, (title, points, sample) in zip(axes, drawn, strict=True):
-        _draw_points(axis, image, points, largest)
-        _draw_own_boxes(axis, points, PREDICTED, width=OWN, rim=OWN + 1.2)
-        panel_boxes.append(draw_boxes(axis, sample))
+    for number, (axis, (title, points, sample)) in enumerate(zip(axes, drawn, strict=True)):
         where = 'encoder' if points.is_encoder else 'decoder'
         axis.set_title(f'{title}\n{where}: {style.short(points.path)}'.strip())
         axis.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[])
-    _legend(figure, drawn, largest, panel_boxes)
-    # The layout decides which labels would hide one another. It is made now and kept.
-    figure.draw_without_rendering()
-    figure.set_layout_engine('none')
-    for axis, (_, found), names in zip(axes, panel_boxes, classes or [()] * len(drawn), strict=True):
-        label_boxes(axis, found, names)
+        _draw_points(axis, image, points, largest)
+        _draw_own_boxes(axis, points, PREDICTED, width=OWN, rim=OWN + 1.2)
+        _draw_boxes(axis, sample, classes[number] if classes else ())
+    levels = sorted({level for _, points, _ in drawn for level in points.levels})
+    entries = [_dot(f'on level {n}{"" if n else ", the finest"}', style.COLOURS[n % 8], 6) for n in levels]
+    entries.append(_dot(f'area: weight, {largest:.2f} the largest in all panels', 'grey', 42**0.5))
+    entries.append(_dot("query's reference point", 'white', 7, 'P', 'black'))
+    entries.append(_line('density of the weights', color='black', linewidth=0.6))
+    if any(points.boxes is not None for _, points, _ in drawn):
+        entries.append(_line('box that the query predicts', color=PREDICTED, linewidth=OWN))
+    labelled = {line.get_label(): line for axis in axes for line in axis.get_legend_handles_labels()[0]}
+    lines = ', '.join(f'{share * 100:.0f}' for share in CONTOURS)
+    note = (
+        'Each dot is a point that a query looks at.\n'
+        f'Thin lines: where the smoothed density of the weights is {lines} % of its highest value.'
+    )
+    style.legend(figure, [*entries, *labelled.values()], note=note, columns=3)
     return style.save(figure, out)
+
+
+def _draw_points(axis: Axes, image: np.ndarray, points: SamplingPoints, largest: float) -> None:
+    _draw_image(axis, image, dim=0.6)
+    there = points.there
+    of_queries = zip(points.xy, points.weights, strict=True)
+    # Each query's density is estimated from its points alone.
+    each = [density(xy[:, there], weights[:, there], image.shape[:2]) for xy, weights in of_queries]
+    found = [values for values in each if values is not None]
+    if found:
+        heights = np.sum(found, axis=0)
+        x = np.linspace(0, image.shape[1], heights.shape[1])
+        y = np.linspace(0, image.shape[0], heights.shape[0])
+        axis.contour(x, y, heights, levels=heights.max() * CONTOURS, colors='black', linewidths=0.6, alpha=0.55)
+    # Fine levels are drawn last, on top, as their points spread less.
+    for place, level in reversed([*enumerate(points.levels)]):
+        xy = points.xy[:, :, place, there[place]].reshape(-1, 2)
+        sizes = 2 + 40 * points.weights[:, :, place, there[place]].ravel().clip(min=0) / largest
+        look: dict[str, Any] = dict(edgecolors='white', linewidths=0.25, alpha=0.85)
+        # Above the labels of boxes.
+        axis.scatter(xy[:, 0], xy[:, 1], s=sizes, zorder=4, color=style.COLOURS[level % 8], **look)
+    _draw_references(axis, points)
+
+
+def _draw_boxes(axis: Axes, sample: Any, names: Sequence[str]) -> None:
+    """Draw the true boxes, and the best predicted ones with class and score; one of each has a label for the legend."""
+    from matplotlib.patheffects import withStroke
+
+    look: dict[str, Any] = dict(path_effects=[withStroke(linewidth=2.2, foreground='black')])
+    truth = sample.get('gt_instances')
+    found = sample.get('pred_instances')
+    for box in [] if truth is None or 'bboxes' not in truth else getattr(truth.bboxes, 'tensor', truth.bboxes).tolist():
+        style.add_box(axis, box, edgecolor='black', linewidth=1.6)
+        style.add_box(axis, box, edgecolor='white', linewidth=0.9, linestyle='--')
+        axis.plot([], [], color='white', linestyle='--', label='true box', **look)
+    if found is None or 'bboxes' not in found:
+        return
+    found = found[found.scores >= THRESHOLD]
+    height = axis.get_ylim()[0]
+    for instance in found[found.scores.argsort(descending=True)[:MOST_BOXES]]:
+        left, top, *_ = box = instance.bboxes[0].tolist()
+        style.add_box(axis, box, edgecolor=PREDICTED, linewidth=1.2)
+        words = f'{style.class_name(int(instance.labels), names)} {float(instance.scores):.2f}'
+        ground: dict[str, Any] = dict(facecolor=PREDICTED, edgecolor='none', pad=0.6)
+        # The label is above the box where there is room.
+        side = 'bottom' if top > 0.05 * height else 'top'
+        font: dict[str, Any] = dict(fontsize=5.5, color='white', zorder=3.5 - 0.01 * len(axis.texts))  # the best on top
+        axis.text(max(left, 0), max(top, 0), words, va=side, clip_on=True, bbox=ground, **font)
+        axis.plot([], [], color=PREDICTED, label=f'the {MOST_BOXES} best boxes of score {THRESHOLD:g} or more')
 
 
 def draw_difference(
@@ -83,28 +138,43 @@ def draw_difference(
     """
     image = style.read_image(image_path)
     height, width = image.shape[:2]
-    window = _window(change, width, height)
+    left, right, top, bottom = _window(change, width, height)
     of_rest = 1.2  # titles, legend
-    across = (style.WIDTH - 0.3) / 3
-    figure, (axes,) = style.panels(1, 3, height=across * height / width + of_rest)
-    whole, weights, changed = axes
-    whole.imshow(image, extent=(0, width, height, 0))
-    corners = (window[0], window[2], window[1], window[3])
-    style.add_box(whole, corners, edgecolor='black', linewidth=2.4)
-    style.add_box(whole, corners, edgecolor='white', linewidth=1.2)
-    whole.set(title='the image, and the close-up', xlim=(0, width), ylim=(height, 0))
+    figure, (axes,) = style.panels(1, 3, height=(style.WIDTH - 0.3) / 3 * height / width + of_rest)
+    axes[0].imshow(image, extent=(0, width, height, 0))
+    style.add_box(axes[0], (left, top, right, bottom), edgecolor='black', linewidth=2.4)
+    style.add_box(axes[0], (left, top, right, bottom), edgecolor='white', linewidth=1.2)
+    axes[0].set(title='the image, and the close-up', xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[])
     largest = max(float(np.abs(change.before.weights).max()), 1e-12)
     most = max(float(np.abs(change.weights).max()), LEAST * largest)
     colours = np.where(change.weights > 0, GAINED, LOST)
-    _draw_sizes(weights, image, change.before, np.abs(change.before.weights) / largest, WEIGHT)
-    _draw_sizes(changed, image, change.after, np.abs(change.weights) / most, colours)
-    for axis, title in zip((weights, changed), titles, strict=True):
+    _draw_sizes(axes[1], image, change.before, np.abs(change.before.weights) / largest, WEIGHT)
+    _draw_sizes(axes[2], image, change.after, np.abs(change.weights) / most, colours)
+    for axis, title in zip(axes[1:], titles, strict=True):
         axis.set_title(fill(title, style.LINE // 2))
-    for axis in axes:
-        axis.set(xticks=[], yticks=[])
-    for axis in (weights, changed):
-        axis.set(xlim=window[:2], ylim=(window[3], window[2]))
-    _legend_of_changes(figure, change, largest, most, model)
+        axis.set(xlim=(left, right), ylim=(bottom, top), xticks=[], yticks=[])
+    gained = float(change.weights.max().clip(0))
+    lost = float((-change.weights.min()).clip(0)) + 0.0
+    entries = [
+        _dot(f'largest weight, {largest:.2g}', WEIGHT, _side(1)),
+        _dot(f'largest gain of a point, {gained:.2g}', GAINED, _side(gained / most)),
+        _dot(f'largest loss of a point, {lost:.2g}', LOST, _side(lost / most)),
+        _dot("query's reference point", 'white', 7, 'P', 'black'),
+    ]
+    if change.before.boxes is not None:
+        entries.append(_line('box that the query predicts', color=BOX))
+    queries = change.after.queries.tolist()
+    of = f'query {queries[0]}' if len(queries) == 1 else f'{len(queries)} queries'
+    factor = largest / most
+    lines = [
+        f'{model}, {"encoder" if change.after.is_encoder else "decoder"}: {change.after.path}, {of}'.removeprefix(', '),
+        'Each dot is a point that the query looks at, in all heads and levels. Middle: its area is its weight; the '
+        'weights of a head sum to 1.',
+        f'Right: its area is the change of its weight, drawn {factor:{".0f" if factor >= 10 else ".2g"}} times as '
+        f'large: {change.moved:.1%} of attention moved from blue to orange points.',
+        f'In the mean a point lies {change.shifted:.1f} pixels of the image away from where it is in the middle.',
+    ]
+    style.legend(figure, entries, note='\n'.join(lines), columns=3)
     return style.save(figure, out)
 
 
@@ -130,7 +200,6 @@ def _draw_sizes(axis: Axes, image: np.ndarray, points: SamplingPoints, shares: n
     """Draw sampling points as circles whose size shows their share of attention, over their queries' boxes."""
     _draw_image(axis, image, dim=0.75)
     _draw_own_boxes(axis, points, BOX, width=1.2, rim=2.2)
-    # A level with fewer points than another is padded.
     there = points.there
     sizes = shares[:, :, there].ravel()
     # Large dots are drawn first, so that they hide no small one.
@@ -142,7 +211,7 @@ def _draw_sizes(axis: Axes, image: np.ndarray, points: SamplingPoints, shares: n
     _draw_references(axis, points)
 
 
-def _draw_image(axis: Axes, image: np.ndarray, dim: float = 0.6) -> None:
+def _draw_image(axis: Axes, image: np.ndarray, dim: float) -> None:
     """Draw an image dim and grey on an axis, so that coloured points on it can be seen."""
     height, width = image.shape[:2]
     grey = image.mean(-1, keepdims=True)
@@ -152,7 +221,8 @@ def _draw_image(axis: Axes, image: np.ndarray, dim: float = 0.6) -> None:
 
 def _draw_own_boxes(axis: Axes, points: SamplingPoints, colour: str, *, width: float, rim: float) -> None:
     """Draw the boxes that the queries predict, if there are any, on a white line of the width ``rim``."""
-    for box in () if points.boxes is None else points.boxes:
+    boxes: Iterable[Any] = () if points.boxes is None else points.boxes
+    for box in boxes:
         style.add_box(axis, box, edgecolor='white', linewidth=rim)
         style.add_box(axis, box, edgecolor=colour, linewidth=width)
 
@@ -160,87 +230,6 @@ def _draw_own_boxes(axis: Axes, points: SamplingPoints, colour: str, *, width: f
 def _draw_references(axis: Axes, points: SamplingPoints) -> None:
     look: dict[str, Any] = dict(color='white', edgecolors='black', linewidths=0.9)
     axis.scatter(points.reference[:, 0], points.reference[:, 1], s=60, marker='P', zorder=5, **look)
-
-
-def _draw_contours(axis: Axes, points: SamplingPoints, size: tuple[int, int]) -> None:
-    there = points.there
-    of_queries = zip(points.xy, points.weights, strict=True)
-    each = [density(xy[:, there], weights[:, there], size) for xy, weights in of_queries]
-    found = [values for values in each if values is not None]
-    if found:
-        # Each query's density is estimated from its points alone.
-        heights = np.sum(found, axis=0)
-        x = np.linspace(0, size[1], heights.shape[1])
-        y = np.linspace(0, size[0], heights.shape[0])
-        axis.contour(x, y, heights, levels=heights.max() * CONTOURS, colors='black', linewidths=0.6, alpha=0.55)
-
-
-def _draw_points(axis: Axes, image: np.ndarray, points: SamplingPoints, largest: float) -> None:
-    _draw_image(axis, image)
-    _draw_contours(axis, points, image.shape[:2])
-    there = points.there
-    # Fine levels are drawn last, on top, as their points spread less.
-    for place, level in reversed([*enumerate(points.levels)]):
-        xy = points.xy[:, :, place, there[place]].reshape(-1, 2)
-        weights = points.weights[:, :, place, there[place]].ravel()
-        sizes = 2 + 40 * weights.clip(min=0) / largest
-        look: dict[str, Any] = dict(
-            color=style.COLOURS[level % len(style.COLOURS)], edgecolors='white', linewidths=0.25, alpha=0.85
-        )
-        # Above the labels of boxes.
-        axis.scatter(xy[:, 0], xy[:, 1], s=sizes, zorder=4, **look)
-    _draw_references(axis, points)
-
-
-def _legend(
-    figure: Figure,
-    drawn: Sequence[tuple[str, SamplingPoints, Sample]],
-    largest: float,
-    boxes: Sequence[tuple[int, Sized]],
-) -> None:
-    entries = _dots_of_levels({level for _, points, _ in drawn for level in points.levels})
-    entries.append(_dot(f'area: weight, {largest:.2f} the largest in all panels', 'grey', 42**0.5))
-    entries.append(_reference())
-    entries.append(_line('density of the weights', color='black', linewidth=0.6))
-    if any(points.boxes is not None for _, points, _ in drawn):
-        entries.append(_line('box that the query predicts', color=PREDICTED, linewidth=OWN))
-    entries += _lines_of_boxes(boxes)
-    lines = ', '.join(f'{share * 100:.0f}' for share in CONTOURS)
-    note = (
-        'Each dot is a point that a query looks at.\n'
-        f'Thin lines: where the smoothed density of the weights is {lines} % of its highest value.'
-    )
-    style.legend(figure, entries, note=note, columns=3)
-
-
-def _legend_of_changes(figure: Figure, change: SamplingChange, largest: float, most: float, model: str) -> None:
-    gained = float(change.weights.max().clip(0))
-    lost = float((-change.weights.min()).clip(0)) + 0.0
-    entries = [
-        _dot(f'largest weight, {largest:.2g}', WEIGHT, _side(1)),
-        _dot(f'largest gain of a point, {gained:.2g}', GAINED, _side(gained / most)),
-        _dot(f'largest loss of a point, {lost:.2g}', LOST, _side(lost / most)),
-        _reference(),
-    ]
-    if change.before.boxes is not None:
-        entries.append(_line('box that the query predicts', color=BOX))
-    where = 'encoder' if change.after.is_encoder else 'decoder'
-    queries = change.after.queries.tolist()
-    numbers = ', '.join(map(str, queries))
-    of, whose = (f'query {numbers}', "this query's") if len(queries) == 1 else (f'queries {numbers}', "these queries'")
-    if len(queries) > MOST_NUMBERS:
-        of = f'{len(queries)} queries'
-    factor = largest / most
-    times = f'{factor:.0f}' if factor >= 10 else f'{factor:.2g}'
-    lines = [
-        f'{model}, {where}: {change.after.path}, {of}'.removeprefix(', '),
-        'Each dot is a point that the query looks at, in all heads and levels. Middle: its area is its weight; the '
-        'weights of a head sum to 1.',
-        f'Right: its area is the change of its weight, drawn {times} times as large: {change.moved:.1%} of {whose} '
-        'attention moved from blue to orange points.',
-        f'In the mean a point lies {change.shifted:.1f} pixels of the image away from where it is in the middle.',
-    ]
-    style.legend(figure, entries, note='\n'.join(lines), columns=3)
 
 
 def _side(share: float) -> float:
@@ -256,24 +245,3 @@ def _line(label: str, **look: Any) -> Line2D:
     from matplotlib.lines import Line2D
 
     return Line2D([], [], label=label, **look)
-
-
-def _dots_of_levels(levels: set[int]) -> list[Line2D]:
-    colours = style.COLOURS
-    return [_dot(f'on level {n}{"" if n else ", the finest"}', colours[n % len(colours)], 6) for n in sorted(levels)]
-
-
-def _reference() -> Line2D:
-    return _dot("query's reference point", 'white', 7, 'P', 'black')
-
-
-def _lines_of_boxes(boxes: Sequence[tuple[int, Sized]]) -> list[Line2D]:
-    from matplotlib.patheffects import withStroke
-
-    entries = []
-    if any(len(found) for _, found in boxes):
-        entries.append(_line(f'the {MOST_BOXES} best boxes of score {THRESHOLD:g} or more', color=PREDICTED))
-    if any(known for known, _ in boxes):
-        look: dict[str, Any] = dict(path_effects=[withStroke(linewidth=2.2, foreground='black')])
-        entries.append(_line('true box', color='white', linestyle='--', **look))
-    return entries

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -39,57 +39,42 @@ def attention_cka(model: nn.Module, batches: Iterable[dict[str, Any]]) -> tuple[
         features = attended(model, recording)
         paths = list(features)
         block.append([x.flatten() for x in features.values()])
+        if any(x.shape != first.shape for x, first in zip(block[-1], block[0], strict=True)):
+            raise ConfigError(
+                'CKA over images needs images of one size, whose regions are the same. Give --images of one size, or '
+                'resize all to one: where step 1 of the pipeline is the Resize, by --cfg-options '
+                'val_dataloader.dataset.pipeline.1.keep_ratio=False, for --images of test_dataloader.'
+            )
         if len(block) == MOST_IMAGES:
-            total = total + _block(block)
+            total = total + len(block) * dependences([torch.stack(layer) for layer in zip(*block, strict=True)])
             block = []
     if len(block) >= LEAST_IMAGES:
-        total = total + _block(block)
+        total = total + len(block) * dependences([torch.stack(layer) for layer in zip(*block, strict=True)])
     if np.ndim(total) == 0:
         raise ConfigError(f'CKA over images needs {LEAST_IMAGES} images or more, got {len(block)}.')
     return paths, alignment(total)
 
 
-def _block(images: Sequence[Sequence[Tensor]]) -> np.ndarray:
-    """Return the dependence of each two of the L layers ``(L, L)`` over a block of images, times the images' number."""
-    layers = list(zip(*images, strict=True))
-    if any(x.shape != layer[0].shape for layer in layers for x in layer):
-        raise ConfigError(
-            'CKA over images needs images of one size, whose regions are the same. Give --images of one size, or '
-            'resize all to one: where step 1 of the pipeline is the Resize, by --cfg-options '
-            'val_dataloader.dataset.pipeline.1.keep_ratio=False, for --images of test_dataloader.'
-        )
-    return len(images) * dependences([torch.stack(layer) for layer in layers])
+def dependences(layers: list[Tensor]) -> np.ndarray:
+    """Return the unbiased Hilbert-Schmidt independence criterion (HSIC) of each two of L layers, ``(L, L)``.
 
-
-def dependences(layers: Sequence[Tensor]) -> np.ndarray:
-    """Return how strongly each two of L layers depend on each other, ``(L, L)``, by :func:`dependence_of`.
-
-    A layer is a matrix ``(n, p)`` whose row i belongs to image i.
-    """
-    kernels = [products(layer) for layer in layers]
-    return np.array([[dependence_of(one, other) for other in kernels] for one in kernels])
-
-
-def products(x: Tensor) -> Tensor:
-    """Return the Gram matrix ``(n, n)`` of the centred rows of ``x`` ``(n, p)``, with zeros on its diagonal."""
-    # The dependence does not change by the shift, but its rounding gets better.
-    centred = x.double() - x.double().mean(0)
-    return (centred @ centred.T).fill_diagonal_(0)
-
-
-def dependence_of(one: Tensor, other: Tensor) -> float:
-    """Return the unbiased Hilbert-Schmidt independence criterion (HSIC) of two layers, given their :func:`products`.
-
-    The biased one grows with the width: maps of unrelated layers would look alike as soon as they have more regions
-    than there are images. It is NaN for fewer than four rows.
+    A layer is a matrix ``(n, p)`` whose row i belongs to image i. The biased criterion grows with the width: maps of
+    unrelated layers would look alike as soon as they have more regions than there are images. It is NaN for fewer than
+    four rows.
 
     Source: Song et al., Feature selection via dependence maximization (JMLR 13, 2012), Eq. 5.
     """
-    count = len(one)
+    count = len(layers[0])
     if count < LEAST_IMAGES:
-        return float('nan')
-    found = (one * other).sum() + one.sum() * other.sum() / ((count - 1) * (count - 2))
-    return float((found - 2 / (count - 2) * (one.sum(0) @ other.sum(0))) / (count * (count - 3)))
+        return np.full((len(layers), len(layers)), np.nan)
+    # The dependence does not change by the shift, but its rounding gets better.
+    centred = [x.double() - x.double().mean(0) for x in layers]
+    products = torch.stack([(x @ x.T).fill_diagonal_(0) for x in centred])  # (L, n, n)
+    sums = products.sum(1)
+    totals = sums.sum(1)
+    found = torch.einsum('aij, bij -> ab', products, products)
+    found = found + torch.outer(totals, totals) / ((count - 1) * (count - 2)) - 2 / (count - 2) * sums @ sums.T
+    return (found / (count * (count - 3))).cpu().numpy()
 
 
 def alignment(found: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,52 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmgate.analysis.probes.recording import class_tokens, predict, record
+from mmgate.analysis.probes.recording import class_tokens, predict
 from mmgate.analysis.probes.statistics import RunningStatistics
 from mmgate.notes import GATES, Note
+from mmgate.recording import record
 
-LEVELS = 'levels'
 # The mean map of a gate's values, by the axes along which they differ, which the gate notes with them.
 MAPS = {
     'pairs': lambda x: x.mean((0, 1)),  # of (B, H|1, N, M)
-    LEVELS: lambda x: x.mean((0, 1, 4)),  # of (B, Q, H|1, L|1, P|1), see level_means for others
+    'levels': lambda x: x.mean((0, 1, 4)),  # of (B, Q, H|1, L|1, P|1)
     'heads': lambda x: x.mean((0, 2, 3)),  # of (B, H, N, d|1)
 }
-
-
-@dataclass(frozen=True)
-class GateMap:
-    """The values of gates of several layers, averaged over heads, layers and images into one map for a figure.
-
-    Attributes:
-        values: The mean over images and layers: ``(N, M)`` for pairs of queries and keys, ``(H, L)`` for levels; for
-            heads one row for each layer, ``(layers, H)``.
-        axes: ``'pairs'``, ``'levels'`` or ``'heads'``.
-        unchanged: The value at which attention is as without the gates; None if there is none.
-        gates: The gates of the layers.
-        class_tokens: Number of queries and keys before those of the image.
-    """
-
-    values: np.ndarray
-    axes: str
-    unchanged: float | None
-    gates: tuple[LayerGate, ...]
-    class_tokens: int = 0
-
-    @property
-    def name(self) -> str:
-        """The name by which the gates note their values."""
-        return self.gates[0].name
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield a row for a CSV file for each value of the map, with its query and key, level or head."""
-        classes = [f'class {number}'.removesuffix(' 0') for number in range(self.class_tokens)]
-        lines, columns = ([*classes, *range(length - self.class_tokens)] for length in self.values.shape)
-        if self.axes == 'heads':
-            lines = [gate.path for gate in self.gates]
-        for (line, column), value in zip(np.ndindex(*self.values.shape), self.values.flat, strict=True):
-            places = dict(row=lines[line], column=columns[column])
-            yield dict(reading=self.name, axes=self.axes, layers=len(self.gates), **places, gate=float(value))
 
 
 class LayerGate:
@@ -92,8 +57,9 @@ class LayerGate:
         self.statistics.add(x)
         if self.axes == 'heads' and x.shape[1] == 1:  # one gate for all heads
             self.axes = ''
-        if self.axes == LEVELS and x.dim() == 4:
-            x = level_means(x, self._num_points)
+        if self.axes == 'levels' and x.dim() == 4:  # (B, Q, H|1, N|1), of levels with different numbers of points
+            parts = x.split(list(self._num_points), 3) if x.shape[3] > 1 else [x]
+            x = torch.stack([part.mean(3, keepdim=True) for part in parts], 3)
         if self.axes in MAPS:
             found = MAPS[self.axes](x.float()).to('cpu', torch.float64)
             if self._count == 0 or found.shape == self._maps.shape:
@@ -121,15 +87,33 @@ class LayerGate:
         return dict(layer=self.path, gate=self.name, **numbers, **moved, sparsity=found.sparsity, values=found.count)
 
 
-def level_means(x: Tensor, num_points: Sequence[int]) -> Tensor:
-    """Average gates ``(B, Q, H|1, N|1)`` over the sampling points of each level: ``(B, Q, H|1, L|1, 1)``.
+@dataclass(frozen=True)
+class GateMap:
+    """The values of gates of several layers, averaged over heads, layers and images into one map for a figure.
 
-    Args:
-        x: Gates of levels with different numbers of points, N in all.
-        num_points: Number of points of each level.
+    Attributes:
+        values: The mean over images and layers: ``(N, M)`` for pairs of queries and keys, ``(H, L)`` for levels; for
+            heads one row for each layer, ``(layers, H)``.
+        gates: The gates of the layers.
+        name, axes, unchanged, class_tokens: What the gates share, see :class:`LayerGate`.
     """
-    parts = x.split(list(num_points), 3) if x.shape[3] > 1 else [x]
-    return torch.stack([part.mean(3, keepdim=True) for part in parts], 3)
+
+    values: np.ndarray
+    gates: tuple[LayerGate, ...]
+    name: str
+    axes: str
+    unchanged: float | None
+    class_tokens: int
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield a row for a CSV file for each value of the map, with its query and key, level or head."""
+        classes = [f'class {number}'.removesuffix(' 0') for number in range(self.class_tokens)]
+        lines, columns = ([*classes, *range(length - self.class_tokens)] for length in self.values.shape)
+        if self.axes == 'heads':
+            lines = [gate.path for gate in self.gates]
+        for (line, column), value in zip(np.ndindex(*self.values.shape), self.values.flat, strict=True):
+            places = dict(row=lines[line], column=columns[column])
+            yield dict(reading=self.name, axes=self.axes, layers=len(self.gates), **places, gate=float(value))
 
 
 def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[LayerGate]:
@@ -140,8 +124,7 @@ def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list
     order = [path for path, _ in model.named_modules()]
     found = [gate for path in sorted(recording, key=order.index) for gate in recording[path].values()]
     maps = {gate.path: gate.coefficients for gate in found if gate.axes == 'pairs'}
-    square = {path: len(x) for path, x in maps.items() if x is not None and x.shape[0] == x.shape[1]}
-    extra = class_tokens(model, square)
+    extra = class_tokens(model, {path: len(x) for path, x in maps.items() if x is not None and len({*x.shape}) == 1})
     for gate in found:
         gate.class_tokens = extra.get(gate.path, 0)
     return found
@@ -150,20 +133,19 @@ def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list
 def mean_maps(gates: Iterable[LayerGate]) -> list[GateMap]:
     """Average gates of several layers into maps for a figure; one map has gates of one name, axes and shape.
 
-    They also share the value that changes nothing.
-
-    Pairs come first, then levels, then heads. Gates without a map, such as those of channels, are left out.
+    They also share the value that changes nothing. Pairs come first, then levels, then heads. Gates without a map, such
+    as those of channels, are left out.
     """
-    alike: dict[tuple[str, str, float | None, int, tuple[int, ...]], list[LayerGate]] = {}
+    alike: dict[tuple[Any, ...], list[tuple[np.ndarray, LayerGate]]] = {}
     for gate in gates:
         found = gate.coefficients
         if found is not None:
-            alike.setdefault((gate.axes, gate.name, gate.unchanged, gate.class_tokens, found.shape), []).append(gate)
-    return [_mean_map(alike[key]) for key in sorted(alike, key=lambda key: list(MAPS).index(key[0]))]
-
-
-def _mean_map(gates: list[LayerGate]) -> GateMap:
-    stacked = np.stack([gate.coefficients for gate in gates if gate.coefficients is not None])
-    first = gates[0]
-    values = stacked if first.axes == 'heads' else stacked.mean(0)
-    return GateMap(values, first.axes, first.unchanged, tuple(gates), first.class_tokens)
+            key = (list(MAPS).index(gate.axes), gate.name, gate.unchanged, gate.class_tokens, found.shape)
+            alike.setdefault(key, []).append((found, gate))
+    maps = []
+    for key in sorted(alike, key=lambda key: key[0]):
+        values, listed = zip(*alike[key], strict=True)
+        first = listed[0]
+        mean = np.stack(values) if first.axes == 'heads' else np.mean(values, 0)
+        maps.append(GateMap(mean, listed, first.name, first.axes, first.unchanged, first.class_tokens))
+    return maps

@@ -55,27 +55,21 @@ def sinks(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict[str,
     with record(model, [GATES, *_REDUCED], accumulate=_accumulate) as recording:
         for batch in batches:
             predict(model, batch)
-    with_weights = {path: of['attention'] for path, of in recording.items() if 'attention' in of}
-    extra = class_tokens(model, {path: int(shares.last[-1]) for path, shares in with_weights.items()})
+    keys = {path: int(notes['attention'].last[-1]) for path, notes in recording.items() if 'attention' in notes}
+    extra = class_tokens(model, keys)
     rows = []
     for path, notes in recording.items():
         gates = [found.sparsity for name, found in notes.items() if name not in _REDUCED]
-        if path not in with_weights and not gates:
+        if path not in keys and not gates:
             continue
-        shares = [NAN] * 5
-        if path in with_weights:
-            shares = torch.stack(with_weights[path].tensors).mean(0).tolist()
-        share, head, first, uniform, _ = shares
-        activations = [NAN, NAN]
+        share, head, first, uniform, _ = (
+            torch.stack(notes['attention'].tensors).mean(0).tolist() if path in keys else [NAN] * 5
+        )
         states = nearest(recording, path, ACTIVATION)
-        if states is not None:
-            activations = torch.stack(states.tensors).amax(0).tolist()
-        largest, of_first = activations
-        if path not in extra:
-            first = NAN
-            of_first = NAN
-        row = dict(layer=path, sink_share=share, largest_head_share=head, first_token_share=first, uniform=uniform)
-        row.update(maximum_activation=largest, first_token_activation=of_first)
+        largest, of_first = [NAN, NAN] if states is None else torch.stack(states.tensors).amax(0).tolist()
+        row = dict(layer=path, sink_share=share, largest_head_share=head)
+        row.update(first_token_share=first if path in extra else NAN, uniform=uniform, maximum_activation=largest)
+        row.update(first_token_activation=of_first if path in extra else NAN)
         rows.append(dict(row, gate_sparsity=float(np.mean(gates)) if gates else NAN))
     return rows
 

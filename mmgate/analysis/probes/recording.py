@@ -1,31 +1,34 @@
 """Record what figures and statistics need of a running model: notes of its attention, places, states, predictions.
 
-:func:`record` is :func:`mmgate.record`, and adds by forward hooks what attention does not compute: where its tokens lie
-on the image, the hidden states after each layer, and a head's predictions.
+:func:`record` is :func:`mmgate.record`, and adds by forward hooks what attention does not compute: where its windows or
+reduced keys lie on the map, the hidden states after each layer, and a head's predictions.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from types import MethodType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 import mmgate.recording
-from mmgate.analysis.probes.places import note_place, place_of
 from mmgate.errors import ConfigError
 from mmgate.gate import Gate
-from mmgate.gating import Adapter
+from mmgate.gates.base.map import MapAdapter
+from mmgate.gating import Adapter, host_class, is_off
+from mmgate.hosts.table import full_name
 from mmgate.notes import GATES, Kept, Note, Recording, note
 from mmgate.recording import plain_adapter
 
+GEOMETRY = 'geometry'
 ACTIVATION = 'activation'
 PREDICTIONS = 'predictions'
-_PREDICTED = ('scores', 'places')
 HEADS = ('panoptic_head', 'decode_head', 'bbox_head')  # of detectors and segmentors that predict by query
 # Words for the notes, with the tools that draw them.
 DRAWN = {
@@ -36,25 +39,39 @@ DRAWN = {
     GATES: 'gates (plot_gates.py)',
 }
 _ATTENTION = re.compile(r'(Attention|Attn|MSA)$')
+Given = Mapping[str, Any]
 
 
-class Sample(Protocol):
-    """Protocol of mmengine's data sample: the fields of an image that the figures need."""
+def _reduced(module: Any, given: Given) -> list[int]:
+    return [*given['hw_shape'], module.sr_ratio]
 
-    @property
-    def img_path(self) -> str:
-        """Path of the image file."""
 
-    @property
-    def ori_shape(self) -> tuple[int, ...]:
-        """Height and width of the image on disk, in pixels."""
+def _windows(module: Any, given: Given) -> list[int]:
+    return [*given['hw_shape'], module.window_size, 0]
 
-    @property
-    def img_shape(self) -> tuple[int, ...]:
-        """Height and width of the image as the model gets it, after resizing and without padding."""
 
-    def get(self, name: str) -> Any:
-        """Return a field of the sample by its name, such as ``batch_input_shape``, or None."""
+def _shifted_windows(module: Any, given: Given) -> list[int]:
+    size = given['hw_shape']
+    shift = module.shift_at(size) if hasattr(module, 'shift_at') else module.shift_size
+    if min(size) == module.window_size and not getattr(module, 'pad_small_map', True):
+        shift = 0  # in mmpretrain one window then holds the smaller side
+    return [*size, module.window_size, shift]
+
+
+# The modules that know where tokens lie, by the end of the class's dotted name (a subclass is called as its base), with
+# the function of a module and the arguments of its call that returns the geometry: (height, width, window, shift),
+# (height, width, window height, window width, shift) or, where keys are reduced, (height, width, ratio). A module that
+# is not in the table, or a gate, may note ``'geometry'`` itself.
+PLACES: dict[str, Callable[[Any, Given], list[int]]] = {
+    'backbones.swin.ShiftWindowMSA': _shifted_windows,
+    'utils.attention.ShiftWindowMSA': _shifted_windows,
+    'backbones.pvt.SpatialReductionAttention': _reduced,
+    'backbones.mit.EfficientMultiheadAttention': _reduced,
+    'backbones.twins.GlobalSubsampledAttention': _reduced,
+    'backbones.twins.LocallyGroupedSelfAttention': _windows,
+    'backbones.tinyvit.TinyViTBlock': lambda module, given: [*module.img_size, module.window_size, 0],
+    'gcvit.GlobalContextVitBlock': lambda module, given: [*given['x'].shape[1:3], *module.window_size, 0],
+}
 
 
 @contextmanager
@@ -68,39 +85,59 @@ def record(
 
     Args:
         model: Any model; wrappers such as DistributedDataParallel have to be taken off.
-        names: Names of notes as in :func:`mmgate.record`; ``'geometry'`` and ``'map_size'``, see :mod:`.places`;
-            ``'activation'``, the output of the layer around the attention, which the paper calls hidden states; and
-            ``'predictions'``, a head's classes and places of each query, see :func:`predicted`. By default all but the
-            last two.
+        names: Names of notes as in :func:`mmgate.record`; ``'geometry'``, see :data:`PLACES`; ``'activation'``, the
+            output of the layer around the attention, which the paper calls hidden states; and ``'predictions'``, a
+            head's classes and places of each query, see :func:`predicted`. By default all but the last two.
         accumulate: See :func:`mmgate.record`.
 
     Yields:
         The accumulators by path of the module and name; what did not run is missing.
     """
     wanted = None if names is None else {*([names] if isinstance(names, str) else names)}
-    hooks: list[tuple[nn.Module, Callable[..., None]]] = []
+    hooks: dict[str, Callable[..., None]] = {}
     for path, module in model.named_modules():
-        place = place_of(module)
-        if place is not None and (wanted is None or place in wanted):
-            hooks.append((module, note_place))
+        if (wanted is None or GEOMETRY in wanted) and _place_of(module):
+            hooks[path] = _note_geometry
         if wanted and PREDICTIONS in wanted and path in HEADS:
-            hooks.append((module, _note_predictions))
-    if wanted and PREDICTIONS in wanted:
-        wanted.update(_PREDICTED)
-    if wanted and ACTIVATION in wanted:
-        layers = dict.fromkeys(_layer(model, path) for path, module in model.named_modules() if _attends(module))
-        hooks += [(model.get_submodule(path), _note_activation) for path in layers]
+            hooks[path] = _note_predictions
+            wanted |= {'scores', 'places'}
+    states = [path for path, module in model.named_modules() if wanted and ACTIVATION in wanted and _attends(module)]
     with ExitStack() as stack:
         recording = stack.enter_context(mmgate.recording.record(model, wanted, accumulate=accumulate))
-        for module, hook in hooks:
-            stack.enter_context(module.register_forward_hook(hook, with_kwargs=True))
+        for path, hook in [*hooks.items(), *dict.fromkeys((_layer(model, path), _note_activation) for path in states)]:
+            stack.enter_context(model.get_submodule(path).register_forward_hook(hook, with_kwargs=True))
         yield recording
+
+
+def _place_of(module: nn.Module) -> Callable[[Any, Given], list[int]] | None:
+    if isinstance(module, MapAdapter) and not is_off(module):  # whose gate attends over the whole map instead
+        return None
+    known: Any = host_class(module)
+    names = (f'.{full_name(base)}' for base in known.__mro__)
+    return next((read for name in names for end, read in PLACES.items() if name.endswith(f'.{end}')), None)
+
+
+def _note_geometry(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    read = _place_of(module)
+    # A function set on the module may take any arguments.
+    bound = inspect.signature(MethodType(type(module).forward, module)).bind(*args, **kwargs)
+    if read is not None:
+        given = {**bound.arguments.pop('kwargs', {}), **bound.arguments}
+        note(module, GEOMETRY, lambda: torch.tensor(read(module, given)))
 
 
 def _attends(module: nn.Module) -> bool:
     """Return True for a module that attends, of which anything may be noted."""
     gated = isinstance(module, Adapter) or any(isinstance(child, Gate) for child in module.children())
     return gated or bool(_ATTENTION.search(type(module).__name__)) or plain_adapter(module) is not None
+
+
+def _layer(model: nn.Module, path: str) -> str:
+    """Return the path of the transformer layer that holds the attention at ``path``, past wrappers around it."""
+    path = path.rpartition('.')[0]
+    while path and _ATTENTION.search(type(model.get_submodule(path)).__name__):
+        path = path.rpartition('.')[0]
+    return path
 
 
 def _note_activation(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -121,11 +158,9 @@ def _note_predictions(head: Any, args: Any, kwargs: Any, output: Any) -> None:
 
 
 def predicted(recording: Recording) -> tuple[Tensor, Tensor] | None:
-    """Return the recorded predictions of a query-based head: scores ``(B, Q, classes)``, and boxes or masks.
+    """Return the predictions of a query-based head's last layer in the last forward pass, or None without such a head.
 
-    Boxes have the shape ``(B, Q, 4)``, logits of masks ``(B, Q, h, w)``. It is None if the model has no such head.
-
-    They are those of the decoder's last layer in the last forward pass.
+    Scores have the shape ``(B, Q, classes)``, boxes ``(B, Q, 4)``, logits of masks ``(B, Q, h, w)``.
     """
     heads = [recording[head] for head in HEADS if 'scores' in recording.get(head, {})]
     return (heads[0]['scores'].last, heads[0]['places'].last) if heads else None
@@ -154,13 +189,6 @@ def predict(model: Any, batch: dict[str, Any]) -> Any:
     return found[0] if found else None
 
 
-class _Nothing:
-    """Accumulator that keeps nothing."""
-
-    def add(self, x: Tensor) -> None:
-        """Forget a tensor."""
-
-
 def require(model: Any, batch: dict[str, Any], names: Iterable[str], purpose: str) -> None:
     """Run a batch, and raise ConfigError unless anything is noted by one of ``names``; the message lists what is.
 
@@ -172,11 +200,11 @@ def require(model: Any, batch: dict[str, Any], names: Iterable[str], purpose: st
     """
     has: dict[str, None] = {}
 
-    def accumulate(first: Note) -> _Nothing:
+    def accumulate(first: Note) -> Kept:
         has[GATES if first.axes else first.name] = None
-        return _Nothing()
+        return Kept(lambda x: x.new_empty(0))
 
-    with record(model, accumulate=accumulate):
+    with mmgate.recording.record(model, accumulate=accumulate):
         predict(model, batch)
     wanted = tuple(names)
     if not any(name in has for name in wanted):
@@ -203,9 +231,15 @@ def class_tokens(model: nn.Module, keys: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def _layer(model: nn.Module, path: str) -> str:
-    """Return the path of the transformer layer that holds the attention at ``path``, past wrappers around it."""
-    path = path.rpartition('.')[0]
-    while path and _ATTENTION.search(type(model.get_submodule(path)).__name__):
-        path = path.rpartition('.')[0]
-    return path
+def padded_size(sample: Any) -> tuple[int, int]:
+    """Return height and width of the padded input in which the model got the image of a data sample."""
+    return tuple(sample.get('batch_input_shape') or sample.img_shape[:2])
+
+
+def map_shape(tokens: int, size: tuple[int, int]) -> tuple[int, int] | None:
+    """Return height and width of the map of so many tokens that an integer stride makes of an image, or None."""
+    for stride in range(1, max(size) + 1):
+        for shape in ((-(-size[0] // stride), -(-size[1] // stride)), (size[0] // stride, size[1] // stride)):
+            if shape[0] * shape[1] == tokens:
+                return shape
+    return None

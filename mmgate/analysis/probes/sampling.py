@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from mmgate.analysis.probes.recording import PREDICTIONS, Recording, Sample, best_queries, predicted, record
-from mmgate.analysis.probes.relevance import padded_size
+from mmgate.analysis.probes.recording import PREDICTIONS, best_queries, padded_size, predicted, record
 from mmgate.errors import ConfigError
-from mmgate.notes import POINTS
+from mmgate.notes import POINTS, Recording
 from mmgate.ops.deformable.uneven import pad_points
 
 
@@ -21,10 +20,11 @@ from mmgate.ops.deformable.uneven import pad_points
 class SamplingPoints:
     """The sampling points of some queries in one layer: their places on the image, their weights and levels.
 
-    Places are pixels of the image on disk. ``reference`` ``(q, 2)`` holds the queries' reference points, or the centres
-    of their boxes; level 0 is the finest; an encoder's queries are the pixels of its levels. If levels have different
-    numbers of points, ``num_points`` has that of each level, P is the largest, and :attr:`there` says which ones exist.
-    ``boxes`` ``(q, 4)`` are those that a head predicts for the queries of a decoder, as (x, y, x, y); None without one.
+    Places ``xy`` ``(q, H, L, P, 2)`` are pixels of the image on disk, ``weights`` ``(q, H, L, P)``. ``reference``
+    ``(q, 2)`` holds the queries' reference points, or the centres of their boxes; level 0 is the finest; an encoder's
+    queries are the pixels of its levels. If levels have different numbers of points, P is the largest, and places of
+    missing points are NaN. ``boxes`` ``(q, 4)`` are those that a head predicts for the queries of a decoder, as
+    (x, y, x, y); None without one.
     """
 
     path: str
@@ -34,34 +34,45 @@ class SamplingPoints:
     queries: np.ndarray
     levels: list[int]
     is_encoder: bool
-    num_points: tuple[int, ...] | None = None
     boxes: np.ndarray | None = None
 
     @property
     def there(self) -> np.ndarray:
         """Mask ``(L, P)`` of the points that exist, where levels have different numbers of points."""
-        levels, points = self.weights.shape[2:]
-        counts = np.full(levels, points) if self.num_points is None else np.array(self.num_points)
-        return np.arange(points) < counts[:, None]
+        return ~np.isnan(self.xy[0, 0, :, :, 0])
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield a row for a CSV file for each sampling point."""
         there = self.there
         for place in np.ndindex(*self.weights.shape):
             query, head, level, point = place
-            if not there[level, point]:
-                continue
-            numbers = dict(query=int(self.queries[query]), head=head, level=self.levels[level], point=point)
-            x, y, weight = (float(value) for value in (*self.xy[place], self.weights[place]))
-            yield dict(layer=self.path, **numbers, x=x, y=y, weight=weight)
+            if there[level, point]:
+                numbers = dict(query=int(self.queries[query]), head=head, level=self.levels[level], point=point)
+                x, y, weight = (float(value) for value in (*self.xy[place], self.weights[place]))
+                yield dict(layer=self.path, **numbers, x=x, y=y, weight=weight)
 
 
 @dataclass(frozen=True)
 class SamplingChange:
-    """Sampling points of the same queries in two models: ``before`` in the vanilla one, ``after`` in the gated one."""
+    """Sampling points of the same queries in two models: ``before`` in the vanilla one, ``after`` in the gated one.
+
+    Raises:
+        ConfigError: The two are of other layers, queries, heads, levels or points.
+    """
 
     before: SamplingPoints
     after: SamplingPoints
+
+    def __post_init__(self) -> None:
+        names = [
+            f'{x.path}, queries {x.queries.tolist()}, (queries, heads, levels, points) {x.weights.shape}, '
+            f'{x.there.sum(-1).tolist()} on levels {x.levels}'
+            for x in (self.before, self.after)
+        ]
+        if names[0] != names[1]:
+            raise ConfigError(
+                f'a difference is of the same points of two models, and these have {" and ".join(names)}.'
+            )
 
     @property
     def weights(self) -> np.ndarray:
@@ -70,10 +81,7 @@ class SamplingChange:
 
     @property
     def moved(self) -> float:
-        """The share of attention, 0 to 1, that the gates moved from some points to others, averaged over queries.
-
-        It is half of the sum of all changes' sizes, over the sum of weights: what some points gained, others lost.
-        """
+        """The share of attention, 0 to 1, that the gates moved from some points to others, averaged over queries."""
         total = (np.abs(self.before.weights).sum() + np.abs(self.after.weights).sum()) / 2
         return float(np.abs(self.weights).sum() / 2 / max(total, 1e-12))
 
@@ -87,8 +95,7 @@ class SamplingChange:
         """The distance in pixels by which the gates move a point on average, weighted by attention."""
         there = self.after.there
         distances = np.linalg.norm(self.after.xy - self.before.xy, axis=-1)[:, :, there]
-        weights = np.abs(self.before.weights)[:, :, there] + 1e-12
-        return float((distances * weights).sum() / weights.sum())
+        return float(np.average(distances, weights=np.abs(self.before.weights)[:, :, there] + 1e-12))
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield a row for a CSV file for each sampling point."""
@@ -135,7 +142,7 @@ def layers_of(layers: Recording, part: str) -> list[str]:
     return found
 
 
-def to_image(xy: np.ndarray, sample: Sample) -> np.ndarray:
+def to_image(xy: np.ndarray, sample: Any) -> np.ndarray:
     """Convert places (x, y) from shares of the padded input, 0 to 1, to pixels of the image on disk."""
     height, width = padded_size(sample)
     scale = np.asarray(sample.get('scale_factor') or (1.0, 1.0), np.float64)[:2]
@@ -143,11 +150,9 @@ def to_image(xy: np.ndarray, sample: Sample) -> np.ndarray:
 
 
 def query_at(
-    layers: Recording, path: str, sample: Sample, pixel: tuple[float, float] | None = None, level: int = 0
+    layers: Recording, path: str, sample: Any, pixel: tuple[float, float] | None = None, level: int = 0
 ) -> int:
-    """Return the number of an encoder's query that lies at a pixel ``(x, y)`` of the image on disk.
-
-    The default is the middle of the image.
+    """Return the number of an encoder's query at a pixel ``(x, y)`` of the image on disk; by default its middle.
 
     Raises:
         ConfigError: The pixel lies outside of the image.
@@ -164,7 +169,7 @@ def query_at(
 
 def chosen_points(
     layers: Recording,
-    sample: Sample,
+    sample: Any,
     image: int = 0,
     *,
     part: str | None = None,
@@ -179,7 +184,7 @@ def chosen_points(
     Args:
         layers: Recording of :func:`record_sampling`, of one forward pass.
         sample: The image's data sample, with ``img_shape``, ``scale_factor`` and, in a padded batch,
-            ``batch_input_shape``.
+            ``batch_input_shape``; or an :class:`ImageSample`.
         image: The image's place in the batch.
         part: ``'decoder'`` or ``'encoder'``; by default the decoder, if there is one and no pixel is given.
         layer: Index of the layer in that part.
@@ -216,20 +221,17 @@ def chosen_points(
     locations, weights, reference = (
         notes[name][image, chosen].double() for name in ('locations', 'weights', 'reference_points')
     )
-    num_points = None
     if weights.dim() == 3:  # of levels with different numbers of points
         counts = notes['num_points'].tolist()
         locations = pad_points(locations, counts, np.nan, axis=2)
         weights = pad_points(weights, counts, 0.0, axis=2)
-        num_points = tuple(counts[number] for number in levels)
     xy = to_image(locations.numpy()[:, :, levels], sample)
-    of_levels = weights.numpy()[:, :, levels]
     centres = to_image(reference.numpy()[:, 0, :2], sample)
     boxes = None if is_encoder else _boxes(layers, sample, image, chosen)
-    return SamplingPoints(path, xy, of_levels, centres, chosen, levels, is_encoder, num_points, boxes)
+    return SamplingPoints(path, xy, weights.numpy()[:, :, levels], centres, chosen, levels, is_encoder, boxes)
 
 
-def _boxes(layers: Recording, sample: Sample, image: int, queries: np.ndarray) -> np.ndarray | None:
+def _boxes(layers: Recording, sample: Any, image: int, queries: np.ndarray) -> np.ndarray | None:
     """Return the boxes ``(q, 4)`` that a head predicts for queries, in pixels of the image on disk, or None."""
     head = predicted(layers)
     if head is None or head[1].ndim != 3:
@@ -238,26 +240,6 @@ def _boxes(layers: Recording, sample: Sample, image: int, queries: np.ndarray) -
     # Heads predict shares of the image without its padding: centre, width, height.
     centre, sides = np.split(head[1][image, queries].double().numpy() * [width, height, width, height], 2, axis=-1)
     return np.concatenate([centre - sides / 2, centre + sides / 2], axis=-1)
-
-
-def compare_points(before: SamplingPoints, after: SamplingPoints) -> SamplingChange:
-    """Compare the sampling points of the same queries in a vanilla and in a gated model.
-
-    Raises:
-        ConfigError: The two are of other layers, queries, heads, levels or points.
-    """
-
-    def identity(points: SamplingPoints) -> tuple[Any, ...]:
-        return points.path, points.queries.tolist(), points.levels, points.weights.shape, points.num_points
-
-    if identity(before) != identity(after):
-        shapes = ' and '.join(
-            f'{points.path}, queries {points.queries.tolist()}, (queries, heads, levels, points) {points.weights.shape}'
-            + ('' if points.num_points is None else f', on levels {[*points.num_points]}')
-            for points in (before, after)
-        )
-        raise ConfigError(f'a difference is of the same points of two models, and these have {shapes}.')
-    return SamplingChange(before, after)
 
 
 def density(xy: np.ndarray, weights: np.ndarray, size: tuple[int, int], steps: int = 96) -> np.ndarray | None:

@@ -15,7 +15,7 @@ class RunningStatistics:
 
     NaN and infinite values are left out. ``sparsity`` is the share of values below 0.1 in absolute value. Values
     outside of :data:`EDGES` count in the first and last bin of the histogram. ``distance`` is the mean distance of the
-    values from ``centre``, :attr:`farthest` the largest.
+    values from ``centre``, ``farthest`` the largest.
 
     Args:
         centre: Value from which distances are measured; None measures none.
@@ -29,6 +29,7 @@ class RunningStatistics:
         self.deviation = 0.0
         self.sparsity = 0.0
         self.distance = 0.0
+        self.farthest = 0.0
         self.minimum = float('inf')
         self.maximum = float('-inf')
 
@@ -38,28 +39,20 @@ class RunningStatistics:
         x = x[torch.isfinite(x)]
         if not x.numel():
             return
-        total = self.count + x.numel()
+        self.count += x.numel()
+        new = x.numel() / self.count
+        old = 1 - new
         shift = float(x.mean()) - self.mean
-        old = self.count / total
-        new = x.numel() / total
         variance = old * self.deviation**2 + new * float(x.var(correction=0)) + old * new * shift**2
         self.deviation = variance**0.5
-        self.count = total
         self.mean += shift * new
         self.sparsity = old * self.sparsity + new * float((x.abs() < NEAR_ZERO).double().mean())
         if self.centre is not None:
-            self.distance = old * self.distance + new * float((x - self.centre).abs().mean())
+            distances = (x - self.centre).abs()
+            self.distance = old * self.distance + new * float(distances.mean())
+            self.farthest = max(self.farthest, float(distances.max()))
         self.minimum = min(self.minimum, float(x.min()))
         self.maximum = max(self.maximum, float(x.max()))
-        low = EDGES[0]
-        high = EDGES[-1]
-        bins = len(self.histogram)
-        places = ((x.clamp(low, high) - low) / (high - low) * bins).long().clamp(max=bins - 1)
-        self.histogram += torch.bincount(places, minlength=bins).cpu().numpy()
-
-    @property
-    def farthest(self) -> float:
-        """The largest distance of any value so far from ``centre``; 0 without a centre, or before the first value."""
-        if self.centre is None or not self.count:
-            return 0.0
-        return max(self.maximum - self.centre, self.centre - self.minimum)
+        low, high = EDGES[[0, -1]].tolist()
+        counts = torch.histc(x.clamp(low, high).cpu(), len(self.histogram), low, high)
+        self.histogram += counts.long().numpy()

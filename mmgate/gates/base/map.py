@@ -69,7 +69,7 @@ class MapGate(Gate):
             hw_shape: Height and width of the map, ``N = class_tokens + H W``.
 
         Figures draw what it notes: ``'attention'`` ``(B, H, N, N)``, ``'values'``, ``'agents'``, ``'kv'``, and as
-        ``'geometry'`` the layout of the tokens, see :mod:`mmgate.analysis.probes.places`.
+        ``'geometry'`` the layout of the tokens, see :mod:`mmgate.analysis.probes.recording`.
         """
         q, k, v = (self.split_heads(t) for t in (q, k, v))
         note(self, 'attention', lambda: (q @ k.transpose(-1, -2) * self.scale).softmax(-1))

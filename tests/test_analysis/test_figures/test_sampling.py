@@ -10,7 +10,7 @@ import pytest
 
 from mmgate.analysis.figures import sampling
 from mmgate.analysis.figures.sampling import draw_difference
-from mmgate.analysis.probes.sampling import SamplingPoints, compare_points
+from mmgate.analysis.probes.sampling import SamplingChange, SamplingPoints
 
 
 def points(weights: list[float], *, wide: float = 10.0) -> SamplingPoints:
@@ -26,7 +26,7 @@ def test_a_gain_is_red_and_a_loss_is_blue(tmp_path: Path) -> None:
     cv2.imwrite(image, np.full((100, 200, 3), 128, np.uint8))
     before = points([0.5, 0.5])
     for weights, sign in (([0.9, 0.1], 1), ([0.1, 0.9], -1)):
-        change = compare_points(before, points(weights))
+        change = SamplingChange(before, points(weights))
         out = draw_difference(change, image, tmp_path / 'out.png', titles=('a', 'b'))
         picture = cv2.imread(str(out)).astype(int)
         redness = sign * (picture[..., 2] - picture[..., 0])
@@ -42,7 +42,7 @@ def test_rounding_is_drawn_small(tmp_path: Path) -> None:
     cv2.imwrite(image, np.full((100, 200, 3), 128, np.uint8))
 
     def reddest(change: float) -> int:
-        found = compare_points(points([0.5, 0.5]), points([0.5 + change, 0.5 - change]))
+        found = SamplingChange(points([0.5, 0.5]), points([0.5 + change, 0.5 - change]))
         picture = cv2.imread(str(draw_difference(found, image, tmp_path / 'out.png', titles=('a', 'b')))).astype(int)
         panel = (picture[..., 2] - picture[..., 0])[: picture.shape[0] * 3 // 5, picture.shape[1] * 2 // 3 :]
         return int((panel > 100).sum())
@@ -51,14 +51,14 @@ def test_rounding_is_drawn_small(tmp_path: Path) -> None:
 
 
 def test_a_close_up_holds_the_points_and_has_the_shape_of_the_image() -> None:
-    change = compare_points(points([0.5, 0.5]), points([0.6, 0.4]))
+    change = SamplingChange(points([0.5, 0.5]), points([0.6, 0.4]))
     left, right, top, bottom = sampling._window(change, 200, 100)
     assert (left + right, top + bottom) == (200, 100) and right - left == 2 * (bottom - top) == pytest.approx(24)
     # Points outside of the image leave the whole of it.
-    wide = compare_points(points([0.5, 0.5], wide=150), points([0.5, 0.5], wide=150))
+    wide = SamplingChange(points([0.5, 0.5], wide=150), points([0.5, 0.5], wide=150))
     assert sampling._window(wide, 200, 100) == (0, 200, 0, 100)
     # A point of hardly any weight does not count.
-    light = compare_points(points([1.0, 0.01], wide=50), points([1.0, 0.01], wide=50))
+    light = SamplingChange(points([1.0, 0.01], wide=50), points([1.0, 0.01], wide=50))
     assert sampling._window(light, 200, 100)[1] < 150
 
 
@@ -72,9 +72,9 @@ def test_points_that_are_not_there_are_not_drawn(tmp_path: Path) -> None:
 
     def of(weights: list[list[float]]) -> SamplingPoints:
         reference = np.array([[100.0, 50.0]])
-        return SamplingPoints('a', xy, np.array(weights)[None, None], reference, np.array([0]), [0, 1], False, (1, 2))
+        return SamplingPoints('a', xy, np.array(weights)[None, None], reference, np.array([0]), [0, 1], False)
 
-    change = compare_points(of([[0.2, 0.0], [0.4, 0.4]]), of([[0.8, 0.0], [0.1, 0.1]]))
+    change = SamplingChange(of([[0.2, 0.0], [0.4, 0.4]]), of([[0.8, 0.0], [0.1, 0.1]]))
     assert np.isfinite(sampling._window(change, 200, 100)).all()
     out = draw_difference(change, image, tmp_path / 'out.png', titles=('a', 'b'))
     picture = cv2.imread(str(out)).astype(int)

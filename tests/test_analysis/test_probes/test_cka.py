@@ -11,7 +11,7 @@ import torch
 from helpers.given_attention import SIDE, TOKENS, GivenAttention, Model, attention, batches
 from torch import Tensor
 
-from mmgate.analysis.probes.cka import alignment, attention_cka, dependence_of, dependences, products
+from mmgate.analysis.probes.cka import alignment, attention_cka, dependences
 from mmgate.errors import ConfigError
 
 
@@ -39,7 +39,7 @@ def test_cka_is_computed_by_pairs_of_rows() -> None:
         + mean(lambda i, j, k, m: one[i, j] * other[k, m], 4)
         - 2 * mean(lambda i, j, k: one[i, j] * other[i, k], 3)
     )
-    assert dependence_of(products(x), products(y)) == pytest.approx(expected)
+    assert dependences([x, y])[0, 1] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize('images', [8, 1032], ids=['one block', 'two blocks'])

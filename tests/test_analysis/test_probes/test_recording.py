@@ -11,13 +11,16 @@ import torch
 from helpers.gated_layers import gated
 from helpers.given_attention import Model
 from mmcv.ops import MultiScaleDeformableAttention
+from mmdet.models.backbones.pvt import SpatialReductionAttention
+from mmdet.models.backbones.swin import ShiftWindowMSA
+from mmseg.models.backbones.twins import LocallyGroupedSelfAttention
 from torch import Tensor, nn
 
 import mmgate
 from mmgate import note
 from mmgate.analysis.probes.gates import gate_statistics, mean_maps
 from mmgate.analysis.probes.layers import sinks
-from mmgate.analysis.probes.recording import best_queries, class_tokens, record, require
+from mmgate.analysis.probes.recording import best_queries, class_tokens, map_shape, record, require
 from mmgate.errors import ConfigError
 from mmgate.gates import SDPAGate
 from mmgate.notes import POINTS
@@ -37,6 +40,40 @@ def deformable() -> tuple[nn.Module, dict[str, Any]]:
 
 def flat(output: Any) -> Tensor:
     return torch.cat([x.flatten() for x in (output if isinstance(output, (tuple, list)) else [output])])
+
+
+TOKENS, MAP = torch.zeros(1, 24, 16), (4, 6)
+PLACES: dict[str, tuple[nn.Module, list[int]]] = {
+    'windows': (ShiftWindowMSA(16, 2, 4, shift_size=2), [4, 6, 4, 2]),
+    'reduced keys': (SpatialReductionAttention(16, 2, sr_ratio=2), [4, 6, 2]),
+    'grouped': (LocallyGroupedSelfAttention(16, 2, window_size=3), [4, 6, 3, 0]),
+}
+
+
+@pytest.mark.parametrize('name', PLACES)
+def test_a_call_tells_where_windows_and_reduced_keys_lie(name: str) -> None:
+    module, expected = PLACES[name]
+    with record(module, ['geometry']) as recording:
+        module(TOKENS, MAP)
+    assert recording['']['geometry'].last.tolist() == expected
+    assert not any(part._forward_hooks for part in module.modules())
+
+
+def test_attention_over_the_whole_map_tells_its_place_itself() -> None:
+    model = nn.ModuleList([ShiftWindowMSA(16, 2, 4, shift_size=2)])
+    mmgate.swap_attention(model, dict(path='0', type='AgentAttention', map_size=MAP, agent_num=4))
+    with record(model) as recording:
+        model[0](TOKENS, MAP)
+    assert [found.tolist() for found in recording['0']['geometry'].tensors] == [[4, 6, 1]]
+    with mmgate.gates_disabled(model), record(model) as recording:
+        model[0](TOKENS, MAP)
+    assert [found.tolist() for found in recording['0']['geometry'].tensors] == [[4, 6, 4, 2]]
+
+
+def test_a_map_has_the_shape_that_a_stride_makes() -> None:
+    """Of padded images exactly, of others with the last row and column rounded up or left out."""
+    for tokens, expected in ((16700, (100, 167)), (1050, (25, 42)), (49, None), (50 * 83, (50, 83))):
+        assert map_shape(tokens, (800, 1333)) == expected
 
 
 @pytest.mark.parametrize('training', [False, True], ids=['eval', 'train'])

@@ -1,4 +1,4 @@
-"""Rollout and maps of heads, of whole models and of a decoder's queries, on cases that are known by hand."""
+"""Rollout and maps of heads, and of whole models, on cases that are known by hand."""
 
 from __future__ import annotations
 
@@ -10,25 +10,11 @@ import pytest
 import torch
 from conftest import needs_mmpretrain
 from helpers.given_attention import SIDE, TOKENS, GivenAttention, Model, attention
-from mmengine.hub import get_config
-from mmengine.registry import MODELS, init_default_scope
-from torch import Tensor, nn
+from torch import nn
 
 import mmgate
-from mmgate.analysis.complexity import empty_sample
-from mmgate.analysis.probes.recording import predicted
-from mmgate.analysis.probes.relevance import (
-    add_levels,
-    head_maps,
-    head_mean,
-    query_relevance,
-    query_rollout,
-    record_maps,
-    relevance_map,
-)
+from mmgate.analysis.probes.relevance import head_maps, head_mean, record_maps, relevance_map
 from mmgate.errors import ConfigError
-
-Q, COARSE, FINE = 3, 4, 6
 
 
 def test_heads_that_disagree_cancel_out_but_by_their_sizes() -> None:
@@ -44,7 +30,7 @@ def test_rollout_of_signed_maps_is_signed() -> None:
     model = Model(*(GivenAttention(x) for x in weights))
     with record_maps(model) as recording:
         model.test_step(dict(image=0))
-    found = relevance_map(recording, (9, 9))
+    found = relevance_map(model, recording, (9, 9))
     shares = [(x[0, 0] / x[0, 0].abs().sum(-1, keepdim=True)).mean(0) for x in weights]
     first, last = (0.5 * (x + torch.eye(TOKENS)) for x in shares)
     expected = (last @ first)[0, 1:]
@@ -52,7 +38,7 @@ def test_rollout_of_signed_maps_is_signed() -> None:
     assert found.min() < 0 < found.max()
     with record_maps(model, partial(head_mean, absolute=True)) as recording:
         model.test_step(dict(image=0))
-    assert relevance_map(recording, (9, 9)).min() >= 0
+    assert relevance_map(model, recording, (9, 9)).min() >= 0
 
 
 def test_maps_of_heads_keep_their_signs() -> None:
@@ -119,76 +105,8 @@ def test_rollout_through_the_windows_of_classifiers(make: Any, gate: str) -> Non
         weights = [x for of in recording.values() if 'attention' in of for x in of['attention'].tensors]
         for x in weights:
             torch.testing.assert_close(x.sum(-1), torch.ones(x.shape[:-1]))
-        maps.append(relevance_map(recording, (64, 64)))
+        maps.append(relevance_map(model, recording, (64, 64)))
         assert float(maps[-1].sum()) == pytest.approx(1, abs=1e-4) and maps[-1].min() >= 0
     assert maps[0].shape == {'tiny_vit': (8, 8)}.get(make.__name__, (16, 16)) and maps[0].std() > 0
     if gate == 'PLuGMultiheadAttention':
         torch.testing.assert_close(maps[1], maps[0], rtol=1e-3, atol=1e-6)
-
-
-def weights_of(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64).softmax(-1)
-
-
-def test_it_is_the_rollout_of_queries_and_image_in_one_sequence() -> None:
-    """Self- and cross-attention over two levels, written out as square maps whose image rows are the identity."""
-    shapes = ((COARSE, COARSE), (None, Q), (FINE, FINE), (None, Q))
-    steps = [(memory, weights_of(Q, keys)) for memory, keys in shapes]
-    identity = torch.eye(Q + COARSE + FINE, dtype=torch.float64)
-    expected = identity
-    for memory, weights in steps:
-        square, start = identity.clone(), {None: 0, COARSE: Q, FINE: Q + COARSE}[memory]
-        square[:Q] = 0
-        square[:Q, start : start + weights.shape[1]] = weights
-        expected = 0.5 * (square + identity) @ expected
-    image = query_rollout(steps, [2, 0])
-    torch.testing.assert_close(torch.cat([image[COARSE], image[FINE]], 1), expected[[2, 0], Q:])
-
-
-def test_levels_add_up_with_their_shares() -> None:
-    coarse, fine = torch.tensor([[0.3, 0.0]]), torch.zeros(1, 8)
-    fine[0, 7] = 0.5
-    found = add_levels({(1, 2): coarse, (2, 4): fine})
-    assert found.shape == (1, 2, 4)
-    torch.testing.assert_close(found.sum(), torch.tensor(0.8))
-    torch.testing.assert_close(found[0, 1, 3], torch.tensor(0.5))
-    assert found[0, :, 0].sum() > found[0, :, 2].sum()  # the coarse level's left half
-
-
-def detr(config: str) -> Any:
-    cfg = get_config(f'mmdet::{config}')
-    init_default_scope('mmdet')
-    model = cfg.model
-    model.backbone.update(depth=18, init_cfg=None)
-    model.neck.in_channels = [512]
-    for part in (model.encoder, model.decoder):
-        part.num_layers = 2
-    model.num_queries, model.test_cfg.max_per_img = 8, 8
-    torch.manual_seed(0)
-    built = MODELS.build(model)
-    built.init_weights()
-    return built.eval()
-
-
-@pytest.mark.parametrize('gated', [False, True], ids=['vanilla', 'gated'])
-@pytest.mark.parametrize(
-    'config',
-    ['detr/detr_r18_8xb2-500e_coco.py', 'conditional_detr/conditional-detr_r50_8xb2-50e_coco.py'],
-    ids=['detr', 'conditional'],
-)
-def test_the_relevance_of_a_detrs_queries_is_that_of_their_rows(config: str, gated: bool) -> None:
-    """Boxes and scores are the head's; a cross-attention to one place, rolled back through the encoder, is its row."""
-    model = detr(config)
-    if gated:
-        mmgate.swap_attention(model, dict(path=['encoder.**', 'decoder.**'], type='PLuGMultiheadAttention'))
-    size, queries = (64, 96), [5, 2]
-    with record_maps(model) as found, torch.no_grad():
-        model(torch.randn(1, 3, *size), [empty_sample(size)], mode='predict')
-    result = query_relevance(found, size, queries)
-    scores, boxes = predicted(found)
-    for number, query in zip(queries, result, strict=True):
-        assert query.number == number and query.score == pytest.approx(float(scores[0, number].max()))
-        assert query.relevance.shape == (2, 3) and query.relevance.sum() == pytest.approx(1)
-        np.testing.assert_array_equal(query.place, boxes[0, number])
-    with pytest.raises(ConfigError, match='the queries 8 have to lie in 0 to 7'):
-        query_relevance(found, size, [8])

@@ -11,8 +11,8 @@ import torch
 
 import mmgate  # noqa: F401
 from mmgate.analysis.probes.sampling import (
+    SamplingChange,
     SamplingPoints,
-    compare_points,
     density,
     layers_of,
     query_at,
@@ -20,6 +20,7 @@ from mmgate.analysis.probes.sampling import (
 from mmgate.errors import ConfigError
 
 SHAPES = torch.tensor([[4, 6], [2, 3]])
+REST = ('weights', 'reference', 'queries', 'levels', 'is_encoder')
 
 
 def kept(**readings: torch.Tensor) -> dict[str, dict[str, Any]]:
@@ -63,51 +64,31 @@ def points(weights: list[float], *, x: float = 0.0, query: int = 5) -> SamplingP
 
 
 def test_what_one_point_gains_another_loses() -> None:
-    change = compare_points(points([0.5, 0.5]), points([0.7, 0.3], x=3.0))
+    change = SamplingChange(points([0.5, 0.5]), points([0.7, 0.3], x=3.0))
     np.testing.assert_allclose(change.weights.ravel(), [0.2, -0.2])
     assert change.moved == pytest.approx(0.2) and change.apart == 3
     rows = list(change.rows())
     assert [round(row['change'], 6) for row in rows] == [0.2, -0.2]
     assert (rows[1]['x'], rows[1]['x_before'], rows[1]['weight_before'], rows[1]['query']) == (3, 0, 0.5, 5)
-    assert compare_points(points([0.5, 0.5]), points([0.5, 0.5])).moved == 0
+    assert SamplingChange(points([0.5, 0.5]), points([0.5, 0.5])).moved == 0
 
 
 def test_points_of_other_queries_have_no_difference() -> None:
     with pytest.raises(ConfigError, match=r'layer, queries \[5\], .* and layer, queries \[6\]'):
-        compare_points(points([0.5, 0.5]), points([0.5, 0.5], query=6))
+        SamplingChange(points([0.5, 0.5]), points([0.5, 0.5], query=6))
 
 
-def test_points_that_are_not_there_have_no_row() -> None:
-    """Of a level with one point and one with two."""
-    xy = np.full((1, 1, 2, 2, 2), np.nan)
-    xy[0, 0, 0, 0] = 1.0
-    xy[0, 0, 1] = [[2.0, 5.0], [3.0, 1.0]]
-    weights = np.array([[0.5, 0.0], [0.3, 0.2]])[None, None]
+def test_points_that_are_not_there_count_for_nothing() -> None:
+    """The first of two levels has one point of two; its padding has no place, no weight and no row."""
 
-    def of(counts: tuple[int, ...], levels: list[int]) -> SamplingPoints:
-        return SamplingPoints('layer', xy, weights, np.zeros((1, 2)), np.array([0]), levels, False, counts)
+    def of(x: float, first: float) -> SamplingPoints:
+        xy = np.array([[[[[x, 0.0], [np.nan, np.nan]], [[x, 1.0], [x, 2.0]]]]])
+        weights = np.array([[[[first, 0.0], [1 - first, 0.0]]]])
+        return SamplingPoints('layer', xy, weights, np.zeros((1, 2)), np.array([0]), [1, 0], False)
 
-    uneven = of((1, 2), [1, 0])
-    assert [(row['level'], row['point'], row['x']) for row in uneven.rows()] == [(1, 0, 1.0), (0, 0, 2.0), (0, 1, 3.0)]
-    assert compare_points(uneven, uneven).moved == 0
-    with pytest.raises(ConfigError, match=r'on levels \[1, 2\] and .* on levels \[2, 2\]'):
-        compare_points(uneven, of((2, 2), [1, 0]))
-
-
-def test_padding_of_a_level_with_fewer_points_counts_for_nothing() -> None:
-    """The first of two levels has one point of two; its padding has no place and no weight."""
-    before, after = (
-        SamplingPoints(
-            'layer',
-            np.array([[[[[x, 0.0], [np.nan, np.nan]], [[x, 1.0], [x, 2.0]]]]]),
-            np.array([[[[first, 0.0], [1 - first, 0.0]]]]),
-            np.zeros((1, 2)),
-            np.array([0]),
-            [0, 1],
-            False,
-            (1, 2),
-        )
-        for x, first in ((0.0, 0.5), (3.0, 0.6))
-    )
-    change = compare_points(before, after)
-    assert change.shifted == pytest.approx(3) and change.moved == pytest.approx(0.1) and len(list(change.rows())) == 3
+    change = SamplingChange(of(0.0, 0.5), of(3.0, 0.6))
+    assert change.shifted == pytest.approx(3) and change.moved == pytest.approx(0.1)
+    assert [(row['level'], row['point'], row['x']) for row in change.rows()] == [(1, 0, 3), (0, 0, 3), (0, 1, 3)]
+    whole = SamplingPoints('layer', np.zeros((1, 1, 2, 2, 2)), *[getattr(of(0, 0), name) for name in REST])
+    with pytest.raises(ConfigError, match=r'\[1, 2\] on levels \[1, 0\] and .* \[2, 2\] on levels'):
+        SamplingChange(of(0.0, 0.5), whole)
