@@ -78,9 +78,6 @@ MASK2FORMER = 'mmseg::mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py'
             'million parameters 5.35, and 3.77 in the metafile',
         ),
         ('M-DGSA', 'Section 5.1', 'DGViT, CIFAR-10', {'option': 'as it is', 'figure': 1}, 'Section 5.1 has no metric'),
-        ('M-DGSA', 'Table 2', 'DGT, x2', {'not': 'text', 'figure': 1}, 'none, and the README of projects/dgt names it'),
-        ('Agent attention', 'Table 11', 'k = 0', {'not': 'images', 'figure': 1}, 'projects/agent_sd names it'),
-        ('Gated attention', 'Measures', 'RULER, long contexts', {'not': 'text'}, 'projects/gated_lm names it'),
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 30 else '',
 )  # fmt: skip
@@ -89,12 +86,6 @@ def test_a_wrong_figure_or_none_is_refused(paper: str, table: str, row: str, ans
     rows[paper]['tables'][table]['rows'][row] = answer
     problems = list(papers.find_problems(rows, MODELS))
     assert any(p.startswith(f'{paper}, {table}, {row}: ') and message in p for p in problems), problems
-
-
-def test_places_that_a_readme_names() -> None:
-    text = 'Table 2 and Tables 11 to 13 (Fig. 3; Figures 5 and 6); no table 9, Eq. 4'
-    tables = {'Table 2', 'Table 11', 'Table 12', 'Table 13'}
-    assert papers._places(text) == tables | {'Figure 3', 'Figure 5', 'Figure 6'}
 
 
 def test_a_projects_readme_is_linked() -> None:

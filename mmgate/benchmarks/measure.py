@@ -139,57 +139,28 @@ def errors(
     exact: Callable[..., Tensor],
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Iterator[Row]:
-    """Yield each implementation's relative error: of the output (``'forward'``) and of the gradients.
-
-    An error is the root mean square of the differences over the root mean square of the right numbers, in millionths.
-    Of the gradients the largest error counts. Single numbers are not compared, as gradients jump at the centres of
-    pixels.
+    """Yield the relative error of each implementation's output: the root mean square in millionths of the right one's.
 
     Args:
         op: Name of the operator in the rows.
-        providers: Functions to compare, by name. The first that runs is the peer; one that fails is left out with a
-            warning.
+        providers: Functions to compare, by name; one that fails is left out.
         x: Name of the inputs in the rows.
         inputs: Arguments of the functions.
         exact: Function that is right on float64 inputs.
         dtypes: By provider, the dtype of its floating-point inputs. Rounding them is part of the error.
     """
-    expected = _results(exact, cast(inputs, torch.float64))
-    found: dict[str, list[float]] = {}
+    expected = exact(*cast(inputs, torch.float64))
+    found: dict[str, float] = {}
     for name, run in providers.items():
         try:
-            results = _results(run, cast(inputs, (dtypes or {}).get(name)))
-            given = [_error(*pair) for pair in zip(results, expected, strict=True)]
-        except Exception as error:  # a kernel does not compile, memory runs out, a package is missing
-            reason = first_line(error)[:200]
-            warnings.warn(f'{name} is left out, error: {reason}', stacklevel=2)
+            with torch.no_grad():
+                difference = run(*cast(inputs, (dtypes or {}).get(name))).double() - expected
+        except Exception:  # for which measuring it gives the reason
             continue
-        found[name] = [given[0], max(given[1:])]
-    if not found:
-        return
-    peer = next(iter(found.values()))
-    for index, mode in enumerate(MODES):
-        for name, of_modes in found.items():
-            key = (op, name, mode, 'error', 'millionths', x)
-            yield row_of(key, [of_modes[index]], [peer[index]], inputs[0].device)
-
-
-def _results(run: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """Return a function's output, and the gradients of all floating-point inputs for a fixed random output gradient."""
-    leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
-    output = run(*leaves)
-    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
-    floating = [x for x in leaves if x.requires_grad]
-    gradients = torch.autograd.grad(output, floating, noise, allow_unused=True)
-    return [output.detach(), *(torch.zeros(()) if x is None else x for x in gradients)]
-
-
-def _error(found: Tensor, expected: Tensor) -> float:
-    """Return the relative error of a tensor in millionths; 0 for the gradient of an input that is not used."""
-    if found.shape != expected.shape:
-        return 0.0
-    difference = (found.double() - expected.double()).square().mean().sqrt()
-    return 1e6 * (difference / expected.double().square().mean().sqrt().clamp(min=1e-30)).item()
+        found[name] = 1e6 * float(difference.square().mean().sqrt() / expected.square().mean().sqrt())
+    for name, error in found.items():
+        key = (op, name, MODES[0], 'error', 'millionths', x)
+        yield row_of(key, [error], [next(iter(found.values()))], inputs[0].device)
 
 
 def measure(
@@ -244,19 +215,6 @@ def _status(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f'{key}:'))
 
 
-def saved_bytes(run: Callable[..., Tensor], inputs: list[Tensor]) -> int:
-    """Return how many bytes a forward pass keeps for the backward pass, inputs included; storages count once."""
-    storages: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        run(*_leaves(inputs, 'forward+backward'))
-    return sum(storages.values())
-
-
 def row_of(key: Key, values: list[float], peer: list[float], device: torch.device) -> Row:
     """Return the CSV row of percentiles over repeated measurements; ``key`` has the columns from ``op`` to ``x``."""
     low, middle, high = (torch.tensor(values, dtype=torch.float64).quantile(q).item() for q in (0.2, 0.5, 0.8))
@@ -308,8 +266,7 @@ def told(rows: Iterable[Row]) -> Iterator[Row]:
 def times_table(rows: Iterable[Row], ours: str) -> str:
     """Return times as Markdown: of ours in milliseconds, and of the others divided by ours.
 
-    A cell has a figure for each device, such as a CPU with one thread and with two. The last line has the smallest
-    quotient of the first of the others, in each mode.
+    A cell has a figure for each device, such as a CPU with one thread and with two.
 
     Args:
         rows: Rows of a benchmark, of which only those of time are used.
@@ -333,24 +290,17 @@ def times_table(rows: Iterable[Row], ours: str) -> str:
             divided = [quotients.get((x, mode, device, other), math.nan) for device in devices]
             cells.append(' / '.join(f'{quotient:.2f}x'.replace('nanx', '-') for quotient in divided))
         lines.append(f'| {x} | {mode} | {" | ".join(cells)} |')
-    smallest = []
-    for mode in dict.fromkeys(key[1] for key in quotients):
-        of_first = {key: quotient for key, quotient in quotients.items() if key[1] == mode and key[3] == others[0]}
-        x, _, device, _ = least = min(of_first, key=of_first.__getitem__)
-        smallest.append(f'{mode} {of_first[least]:.2f}x ({x}, {device})')
-    return '\n'.join([*lines, '', f'The smallest of {others[0]}: {", ".join(smallest)}'])
+    return '\n'.join(lines)
 
 
-def write_csv(rows: Iterable[Row], path: str | Path, *, append: bool = False) -> list[Row]:
+def write_csv(rows: Iterable[Row], path: str | Path) -> list[Row]:
     """Write rows into a CSV file with the columns of :class:`Row`, each when it comes, and return them."""
     path = Path(path)
     kept = []
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not (append and path.exists())
-    with path.open('w' if new else 'a', newline='') as file:
+    with path.open('w', newline='') as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-        if new:
-            writer.writeheader()
+        writer.writeheader()
         for row in rows:
             writer.writerow(asdict(row))
             file.flush()

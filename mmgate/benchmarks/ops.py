@@ -6,7 +6,7 @@ Tests run them on the CPU in Triton's interpreter.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,31 +18,49 @@ from mmgate.gates.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
 from mmgate.ops.deformable import attention_weights, offset_locations
 
-from .measure import MODES, Providers, Row, cast, errors, interleaved, row_of, saved_bytes
+from .measure import MODES, Row, errors, interleaved
 
 LEVELS_800 = [(100, 134), (50, 67), (25, 34), (13, 17)]
 LEVELS_480 = [(60, 80), (30, 40), (15, 20), (8, 10)]
-# By name: levels, batch, queries (None: one for each pixel), channels of a head and, unless it is 'near', the
-# distribution.
-CPU_CASES: dict[str, tuple[Any, ...]] = {
-    '800x1072': (LEVELS_800, 1, None, 32),
-    '480x640': (LEVELS_480, 1, None, 32),
-    'decoder300': (LEVELS_800, 1, 300, 32),
-    'decoder900': (LEVELS_800, 1, 900, 32),
-    'decoder900_d16': (LEVELS_800, 1, 900, 16),
-    '480x640_d16': (LEVELS_480, 1, None, 16),
-    '128x128_b8': ([(16, 16), (8, 8), (4, 4), (2, 2)], 8, None, 32),
-    '480x640_spread': (LEVELS_480, 1, None, 32, 'spread'),
-    '480x640_clustered': (LEVELS_480, 1, None, 32, 'clustered'),
-}
 LEVELS = [(100, 167), (50, 84), (25, 42), (13, 21)]  # of an image of 800 x 1333
-# By name: queries (None: one for each pixel), and columns of the reference points (2 for points, 4 for boxes).
-QUERIES: dict[str, tuple[int | None, int]] = dict(encoder_b2=(None, 2), decoder300_b2=(300, 2), decoder900_b2=(900, 4))
+
+
+def _case(
+    levels: list[tuple[int, int]], batch: int = 1, queries: int | None = None, columns: int = 2, **options: Any
+) -> dict[str, Any]:
+    return dict(levels=levels, batch=batch, queries=queries, columns=columns, **options)
+
+
+CASES = {  # arguments of sampler_inputs, by device and name
+    'cpu': {
+        '800x1072': _case(LEVELS_800),
+        '480x640': _case(LEVELS_480),
+        'decoder300': _case(LEVELS_800, queries=300),
+        'decoder900': _case(LEVELS_800, queries=900),
+        'decoder900_d16': _case(LEVELS_800, queries=900, dim=16),
+        '480x640_d16': _case(LEVELS_480, dim=16),
+        '128x128_b8': _case([(16, 16), (8, 8), (4, 4), (2, 2)], 8),
+        '480x640_spread': _case(LEVELS_480, distribution='spread'),
+        '480x640_clustered': _case(LEVELS_480, distribution='clustered'),
+    },
+    'cuda': {
+        'encoder_b2': _case(LEVELS, 2),
+        'encoder_b2 grid': _case(LEVELS, 2, distribution='grid'),
+        'encoder_b2 spread': _case(LEVELS, 2, distribution='spread'),
+        'encoder_b2 clustered': _case(LEVELS, 2, distribution='clustered'),
+        'decoder300_b2': _case(LEVELS, 2, 300),
+        'decoder900_b2': _case(LEVELS, 2, 900, 4),
+    },
+}
 # Where samples lie. 'near': around their reference points, two pixels apart at random. 'grid': in a line for each head,
 # as Deformable DETR starts. 'spread': anywhere in the image. 'clustered': around eight places, where gradients collide.
 DISTRIBUTIONS = ('near', 'grid', 'spread', 'clustered')
 CLUSTERS = 8
-TOKENS = {'cpu': (1024, 4096), 'cuda': (256, 1024, 4096, 16384)}
+# Tokens and dtype of dense attention; the most important come first on a GPU.
+DENSE_CASES: dict[str, Sequence[tuple[int, torch.dtype]]] = {
+    'cpu': ((1024, torch.float32), (4096, torch.float32)),
+    'cuda': ((4096, torch.bfloat16), (4096, torch.float32), (1024, torch.bfloat16), (16384, torch.bfloat16)),
+}
 EAGER_UP_TO = 4096  # tokens; with more the eager maps fill a GPU
 
 
@@ -63,7 +81,6 @@ def sampler_inputs(
     dim: int = 32,
     points: int = 4,
     distribution: str = 'near',
-    noise: float | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Return random inputs for deformable attention as in an encoder's or a decoder's layer, and reference points.
 
@@ -71,8 +88,8 @@ def sampler_inputs(
 
     An encoder (``queries`` None) has a query at every pixel of every level, a decoder ``queries`` at random places. The
     reference points need no gradient, as in an encoder and in a decoder that refines boxes. With 2 ``columns`` they are
-    points, with 4 boxes of a tenth of the image. Offsets are one of :data:`DISTRIBUTIONS`. ``noise`` is the standard
-    deviation that they have besides, in pixels of the level or in half boxes over P: 2 of ``'near'``, 0.05 of others.
+    points, with 4 boxes of a tenth of the image. Offsets are one of :data:`DISTRIBUTIONS`, with noise in pixels of the
+    level or in half boxes over P, whose deviation is 2 of ``'near'`` and 0.05 of others.
     """
     generator = torch.Generator().manual_seed(0)
     shapes = torch.tensor(levels)
@@ -93,9 +110,8 @@ def sampler_inputs(
         torch.randn(samples, generator=generator),
         0.3 * torch.randn(*samples[:4], 1, generator=generator),
     ]
-    reference = centres[:, :, None].expand(-1, -1, len(levels), -1).contiguous()
-    if noise is None:
-        noise = 2 if distribution == 'near' else 0.05
+    reference = centres[:, :, None].expand(-1, -1, len(shapes), -1).contiguous()
+    noise = 2 if distribution == 'near' else 0.05
     inputs[3] = noise * inputs[3] + _offsets(distribution, inputs[3], reference, shapes, generator)
     return [x.to(device) for x in inputs], reference.to(device)
 
@@ -147,7 +163,7 @@ def benchmark_gated_layers(repetitions: int = 7) -> Iterator[Row]:
         'SDPA gate': run(make_gated(nn.MultiheadAttention(256, 8, batch_first=True), SDPAGate)),
         'M-DGSA': run(make_gated(nn.MultiheadAttention(256, 8, batch_first=True), DGSAGate)),
     }
-    for tokens in TOKENS['cpu']:
+    for tokens, _ in DENSE_CASES['cpu']:
         x = torch.randn(2, tokens, 256)
         for mode in MODES:
             yield from interleaved('gated_layers', providers, f'N{tokens}', [x], mode, repetitions)
@@ -199,69 +215,43 @@ def _ungated(*inputs: Tensor, reference: Tensor) -> Tensor:
     return _attend(*inputs[:-1], reference=reference)
 
 
-def benchmark_ms_deform_attn_on_cpu(repetitions: int = 7) -> Iterator[Row]:
-    """Measure the C++ loop of deformable attention beside torch-ms-deform-attn and mmcv's CPU fallback.
+def benchmark_ms_deform_attn(repetitions: int = 20, *, device: str = 'cuda') -> Iterator[Row]:
+    """Measure deformable attention: mmgate's kernel for the device, and other packages' (peers).
 
-    All start from offsets, logits and gate, and the first that is installed is the one to compare with. Errors come
-    before times. With one thread, time is the processor's, which others do not add to.
+    All start from offsets, logits and gate. A peer that is not installed is left out with a warning; the first that
+    runs is the one to compare with. Errors come before times. With one thread on a CPU, time is the processor's, which
+    others do not add to.
     """
     providers: dict[str, Callable[..., Tensor]] = {
         'torch-ms-deform-attn': _torch_ms_deform_attn,
         'mmcv': _mmcv_fallback,
         'native': partial(_attend, backend='native'),
     }
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    for x, (levels, batch, queries, dim, *distribution) in CPU_CASES.items():
-        options = dict(distribution=distribution[0]) if distribution else {}
-        inputs, reference = sampler_inputs(levels, batch, queries, 2, 'cpu', dim=dim, **options)
-        exact = partial(_grid_sample, reference=reference)
-        runs = {provider: partial(run, reference=reference) for provider, run in providers.items()}
-        yield from errors('ms_deform_attn', runs, x, inputs, exact)
-        for mode in MODES:
-            yield from interleaved('ms_deform_attn', runs, x, inputs, mode, repetitions, clock=clock)
-
-
-def benchmark_ms_deform_attn(
-    repetitions: int = 20,
-    *,
-    device: str = 'cuda',
-    levels: list[tuple[int, int]] = LEVELS,
-    queries: dict[str, tuple[int | None, int]] = QUERIES,
-    distributions: Sequence[str] = DISTRIBUTIONS,
-    batch: int = 2,
-    **sizes: Any,
-) -> Iterator[Row]:
-    """Measure the Triton kernel of deformable attention on a GPU beside mmcv's operator and other packages'.
-
-    All start from offsets, logits and gate. A peer that is not installed is left out with a warning; the first that
-    runs is the one to compare with. Rows are errors, time, peak memory and the bytes kept for the backward pass. The
-    encoder comes first, with all distributions of its points; decoders have the first distribution.
-    """
-    providers: dict[str, Callable[..., Tensor]] = {
-        'mmcv': _mmcv,
-        'mmcv, half': _mmcv,  # which casts locations and weights, too
-        'torch_ms_deform_attn': _torch_ms_deform_attn,
-        'deformops': _deformops,
-        'deformops, bfloat16': _deformops,
-        'grid_sample': _grid_sample,
-        'triton': _attend,
-        'triton, ungated': _ungated,
-        'triton, bfloat16': _attend,
-    }
+    if device != 'cpu':
+        providers = {
+            'mmcv': _mmcv,
+            'mmcv, half': _mmcv,  # which casts locations and weights, too
+            'torch_ms_deform_attn': _torch_ms_deform_attn,
+            'deformops': _deformops,
+            'deformops, bfloat16': _deformops,
+            'grid_sample': _grid_sample,
+            'triton': _attend,
+            'triton, ungated': _ungated,
+            'triton, bfloat16': _attend,
+        }
     # As the linear layers before it give them under autocast.
     dtypes = {'mmcv, half': torch.float16, 'deformops, bfloat16': torch.bfloat16, 'triton, bfloat16': torch.bfloat16}
-    for name, (count, columns) in queries.items():
-        for distribution in distributions if count is None else distributions[:1]:
-            x = name if distribution == 'near' else f'{name} {distribution}'
-            inputs, reference = sampler_inputs(
-                levels, batch, count, columns, device, distribution=distribution, **sizes
-            )
-            exact = partial(_grid_sample, reference=reference)
-            runs = {provider: partial(run, reference=reference) for provider, run in providers.items()}
-            # Without the gate another function is computed, which has no error beside this one.
-            gated = {provider: run for provider, run in runs.items() if 'ungated' not in provider}
-            yield from errors('ms_deform_attn', gated, x, inputs, exact, dtypes)
-            yield from _measured('ms_deform_attn', runs, x, inputs, repetitions, dtypes)
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    for x, case in CASES['cpu' if device == 'cpu' else 'cuda'].items():
+        inputs, reference = sampler_inputs(**case, device=device)
+        exact = partial(_grid_sample, reference=reference)
+        runs = {provider: partial(run, reference=reference) for provider, run in providers.items()}
+        # Without the gate another function is computed, which has no error beside this one.
+        gated = {provider: run for provider, run in runs.items() if 'ungated' not in provider}
+        yield from errors('ms_deform_attn', gated, x, inputs, exact, dtypes)
+        for mode in MODES:
+            rows = interleaved('ms_deform_attn', runs, x, inputs, mode, repetitions, clock=clock, dtypes=dtypes)
+            yield from rows
 
 
 def _flex(gml: GatingModulation) -> Callable[..., Tensor]:
@@ -286,50 +276,24 @@ def _flex(gml: GatingModulation) -> Callable[..., Tensor]:
     return run
 
 
-def benchmark_plug_attention(
-    repetitions: int = 20,
-    *,
-    device: str = 'cuda',
-    tokens: Sequence[int] | None = None,
-    dtype: torch.dtype | None = None,
-) -> Iterator[Row]:
+def benchmark_plug_attention(repetitions: int = 10, *, device: str = 'cuda') -> Iterator[Row]:
     """Measure the backends of PLuG attention beside plain torch code (the peer), FlexAttention and no gate at all.
 
     The eager formulation holds all maps ``(N, N)``, FlexAttention the gate's; on a CPU FlexAttention has no backward
-    pass. Eight heads of 32 channels share a gate, for one image in float32 on a CPU and two in bfloat16 on a GPU.
+    pass. Eight heads of 32 channels share a gate, for one image on a CPU and two on a GPU.
     """
     on_cpu = torch.device(device).type == 'cpu'
     batch = 1 if on_cpu else 2
-    dtype = dtype or (torch.float32 if on_cpu else torch.bfloat16)
     gml = GatingModulation('product', activation='tanh', init='paper').to(device)
 
     def run(backend: str) -> Callable[..., Tensor]:
         return lambda q, k, v, gate_q, gate_k: plug_attention(q, k, v, gate_q, gate_k, gml, backend=backend)
 
-    for count in tokens or TOKENS['cpu' if on_cpu else 'cuda']:
+    for count, dtype in DENSE_CASES['cpu' if on_cpu else 'cuda']:
         providers = {'eager': run('torch')} if count <= EAGER_UP_TO else {}
         providers |= {name: run(name) for name in ('native', 'chunked', 'triton') if on_cpu or name != 'native'}
         providers['FlexAttention and a map'] = _flex(gml)
         providers['ungated SDPA'] = lambda q, k, v, *_: torch.nn.functional.scaled_dot_product_attention(q, k, v)
         inputs = [torch.randn(batch, heads, count, 32, device=device, dtype=dtype) for heads in (8, 8, 8, 1, 1)]
-        yield from _measured('plug_attention', providers, f'N{count} {str(dtype)[6:]}', inputs, repetitions)
-
-
-def _measured(
-    op: str,
-    providers: Providers,
-    x: str,
-    inputs: list[Tensor],
-    repetitions: int,
-    dtypes: Mapping[str, torch.dtype] | None = None,
-) -> Iterator[Row]:
-    """Measure several implementations forward and backward; yield time, peak memory and bytes kept in between."""
-    dtypes = dtypes or {}
-    for mode in MODES:
-        rows = list(interleaved(op, providers, x, inputs, mode, repetitions, dtypes=dtypes))
-        yield from rows
-    names = [row.provider for row in rows if row.metric == 'time']
-    kept = {name: saved_bytes(providers[name], cast(inputs, dtypes.get(name))) / 2**20 for name in names}
-    for name, megabytes in kept.items():
-        key = (op, name, MODES[1], 'saved', 'MiB', x)
-        yield row_of(key, [megabytes], [next(iter(kept.values()))], inputs[0].device)
+        for mode in MODES:
+            yield from interleaved('plug_attention', providers, f'N{count} {str(dtype)[6:]}', inputs, mode, repetitions)

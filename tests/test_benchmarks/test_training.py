@@ -6,6 +6,7 @@ import os
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,31 +21,31 @@ from mmgate.benchmarks.training import benchmark_training, prediction, random_ba
 from mmgate.errors import ConfigError
 from mmgate.mm.config_file import read_config
 
+DETR = str(ROOT / 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py')
+MASK2FORMER = str(ROOT / 'configs/plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py')
 MASK_RCNN = str(ROOT / 'configs/vanilla/mask_rcnn/mask-rcnn_pvt-demo_1xb8-8e_shapes.py')
 
 
 @pytest.mark.parametrize(
-    'config, op, backends',
+    'config, options',
     [
-        (
-            'plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes',
-            'ms_deform_attn',
-            ('torch', 'grid_sample'),
-        ),
-        ('plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128', 'plug_attention', ('torch',)),
-        ('vanilla/mask_rcnn/mask-rcnn_pvt-demo_1xb8-8e_shapes', 'ms_deform_attn', ('auto',)),
+        (DETR, dict(backends=('torch', 'grid_sample'))),
+        (MASK2FORMER, dict(op='plug_attention', backends=('torch',))),
+        (MASK_RCNN, {}),
+        (DETR, dict(inference=True)),
+        (MASK2FORMER, dict(inference=True)),
     ],
-    ids=['boxes', 'classes', 'masks'],
+    ids=['boxes', 'classes', 'masks', 'predicted boxes', 'predicted classes'],
 )
-def test_the_benchmark_times_training_steps_of_a_config(
-    config: str, op: str, backends: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+def test_steps_and_predictions_of_a_config_are_timed(
+    config: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps run from a config's own losses and optimiser, and the environment is left as it was."""
     monkeypatch.setenv('MMGATE_MS_DEFORM_ATTN', 'torch')
-    path = str(ROOT / f'configs/{config}.py')
-    options = dict(op=op, backends=backends, size=(64, 96), batch=1, repetitions=1, device='cpu')
-    rows = list(benchmark_training(path, path, **options))
-    assert {row.provider.partition(', ')[2] for row in rows} == {'', *backends}
+    rows = list(benchmark_training(config, config, size=(64, 96), batch=1, repetitions=1, device='cpu', **options))
+    kind = ('inference', 'prediction') if 'inference' in options else ('training', 'step')
+    assert {(row.op, row.mode, row.x) for row in rows} == {(*kind, '64x96_b1')}
+    assert {row.provider.partition(', ')[2] for row in rows} == {'', *options.get('backends', ['auto'])}
     assert {row.metric for row in rows} == {'time', 'throughput', 'peak memory', 'operators'}
     times = {row.provider: row.y_50 for row in rows if row.metric == 'time'}
     images = {row.provider: row.y_50 for row in rows if row.metric == 'throughput'}
@@ -52,23 +53,9 @@ def test_the_benchmark_times_training_steps_of_a_config(
     assert os.environ['MMGATE_MS_DEFORM_ATTN'] == 'torch' and 'MMGATE_PLUG_ATTENTION' not in os.environ
 
 
-@pytest.mark.parametrize(
-    'config',
-    [
-        'plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes',
-        'plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128',
-    ],
-    ids=['boxes', 'classes'],
-)
-def test_predictions_are_measured_as_training_steps_are(config: str) -> None:
-    path = str(ROOT / f'configs/{config}.py')
-    options = dict(size=(64, 96), batch=2, repetitions=1, device='cpu', inference=True)
-    rows = list(benchmark_training(path, path, **options))
-    assert {(row.op, row.mode, row.x) for row in rows} == {('inference', 'prediction', '64x96_b2')}
-    assert {row.provider.partition(', ')[2] for row in rows} == {'', 'auto'}
-    assert {row.metric for row in rows} == {'time', 'throughput', 'peak memory', 'operators'}
+def test_speedups_are_for_training() -> None:
     with pytest.raises(ConfigError, match='speedups and train change the training step'):
-        next(benchmark_training(path, path, speedups=('groups',), **options))
+        next(benchmark_training(DETR, DETR, speedups=('groups',), inference=True))
 
 
 def test_an_untrained_model_finds_objects_at_the_images_size() -> None:
@@ -106,12 +93,11 @@ def test_mask2formers_classes_have_another_name() -> None:
 
 
 def test_speedups_are_measured_alone_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = str(ROOT / 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py')
     compiled = []
     monkeypatch.setattr('mmgate.speed.hooks.CompileHook.before_train', lambda self, run: compiled.append(run))
     options = dict(size=(64, 96), batch=1, repetitions=1, device='cpu', processor_time=True)
     speedups = ('groups', 'matcher', 'all')
-    rows = [r for r in benchmark_training(path, path, speedups=speedups, **options) if r.metric == 'time']
+    rows = [r for r in benchmark_training(DETR, DETR, speedups=speedups, **options) if r.metric == 'time']
     assert [row.provider.partition(', ')[2] for row in rows] == ['', 'auto', *speedups]
     assert len(compiled) == 1 and all(row.y_50 > 0 for row in rows)
 

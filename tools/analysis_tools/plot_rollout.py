@@ -30,10 +30,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> None:
     """Parse arguments, run the models, draw a picture for each image."""
+    args = parser().parse_args(argv)
     from mmgate.analysis.figures.maps import draw_maps
     from mmgate.analysis.loading import load_models, picture_names, write_csv
 
-    args = parser().parse_args(argv)
     shown: dict[str, list[tuple[str, Any, Any, str]]] = {}
     for loaded in load_models(args, ['attention'], 'A rollout'):
         for batch in loaded.inputs(args):

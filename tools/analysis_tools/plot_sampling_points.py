@@ -9,6 +9,7 @@ import argparse
 import logging
 import os
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> None:
     """Parse arguments, run the models, draw a picture and write a table for each image."""
-    from contextlib import nullcontext
-
+    args = parser().parse_args(argv)
     import mmgate
     from mmgate.analysis.figures.sampling import draw_sampling
     from mmgate.analysis.loading import class_names, load_models, picture_names, write_csv
@@ -46,7 +46,6 @@ def main(argv: list[str]) -> None:
     from mmgate.errors import ConfigError
     from mmgate.gating import gated_modules
 
-    args = parser().parse_args(argv)
     if args.difference and len(args.against) > 1:
         raise ConfigError('--difference is of two models; leave the third away.')
     if args.difference and args.level is not None and args.part != 'encoder':

