@@ -157,7 +157,7 @@ def errors(
                 difference = run(*cast(inputs, (dtypes or {}).get(name))).double() - expected
         except Exception:  # for which measuring it gives the reason
             continue
-        found[name] = 1e6 * float(difference.square().mean().sqrt() / expected.square().mean().sqrt())
+        found[name] = 1e6 * float(difference.square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-30))
     for name, error in found.items():
         key = (op, name, MODES[0], 'error', 'millionths', x)
         yield row_of(key, [error], [next(iter(found.values()))], inputs[0].device)

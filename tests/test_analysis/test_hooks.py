@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,6 @@ from mmgate.gate import Sizes
 from mmgate.gates.base.dense import DenseGate
 from mmgate.mm import cli
 from mmgate.mm.cli import build_runner
-from mmgate.registry import HOOKS
 
 DEMO = 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
 
@@ -47,11 +45,9 @@ class Runner(SimpleNamespace):
 
 AT_REST = {
     'plug': (PLUG, 0.0, True),
-    'plug_barely_moved': (PLUG, 0.009, True),
     'plug_moved': (PLUG, 0.02, False),
     'sdpa_around_1': (dict(SDPA, init='identity', scale=2.0), 0.0, True),
     'sdpa_moved': (dict(SDPA, init='identity', scale=2.0), 0.1, False),
-    'sdpa_from_a_half': (SDPA, 0.0, False),
     'dgsa_which_has_no_rest': (dict(type='DifferentialGatedMultiheadAttention'), 0.0, False),
 }
 
@@ -213,21 +209,3 @@ def test_the_hook_is_added_to_gated_models_alone_and_once(reason: str, tmp_path:
     cli.add_gate_statistics(runner)
     found = [hook.interval for hook in runner.hooks if type(hook).__name__ == 'GateStatisticsHook']
     assert found == ([7] if reason == 'its own' else [])
-
-
-def test_a_hook_writes_to_the_visualizer(tmp_path: Path) -> None:
-    """One step of training; gates start at 0, with a gradient."""
-    assert HOOKS.get('mmgate.GateStatisticsHook') is not None
-    cfg = one_step(tmp_path)
-    cfg.custom_hooks = [dict(type='mmgate.GateStatisticsHook', interval=1)]
-    runner = build_runner(cfg)
-    runner.train()
-    scalars: dict[str, float] = {}
-    for line in next(tmp_path.glob('*/vis_data/scalars.json')).read_text().splitlines():
-        scalars.update(json.loads(line))
-    prefix = 'gate/encoder.layers.0.self_attn'
-    assert scalars[f'{prefix}/mean'] == 0 and scalars[f'{prefix}/sparsity'] == 1
-    assert {f'{prefix}/std', f'{prefix}/grad_norm', 'gate/decoder.layers.1.cross_attn/mean'} <= set(scalars)
-    log = next(tmp_path.glob('*/*.log')).read_text()
-    assert log.count('no gate of 4 layers has moved beyond 0.01') == 1
-    assert not any(module._forward_hooks for module in runner.model.modules())

@@ -94,7 +94,7 @@ def record(
         The accumulators by path of the module and name; what did not run is missing.
     """
     wanted = None if names is None else {*([names] if isinstance(names, str) else names)}
-    hooks: dict[str, Callable[..., None]] = {}
+    hooks: dict[str, Any] = {}
     for path, module in model.named_modules():
         if (wanted is None or GEOMETRY in wanted) and _place_of(module):
             hooks[path] = _note_geometry
@@ -104,7 +104,8 @@ def record(
     states = [path for path, module in model.named_modules() if wanted and ACTIVATION in wanted and _attends(module)]
     with ExitStack() as stack:
         recording = stack.enter_context(mmgate.recording.record(model, wanted, accumulate=accumulate))
-        for path, hook in [*hooks.items(), *dict.fromkeys((_layer(model, path), _note_activation) for path in states)]:
+        layers = dict.fromkeys((_layer(model, path), _note_activation) for path in states)
+        for path, hook in [*hooks.items(), *layers]:
             stack.enter_context(model.get_submodule(path).register_forward_hook(hook, with_kwargs=True))
         yield recording
 

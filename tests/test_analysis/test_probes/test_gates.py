@@ -16,13 +16,9 @@ from mmgate.analysis.probes.gates import gate_statistics, mean_maps
 # options of the gate, what its map is of, the map's shape for two layers, and the gate that changes nothing
 GATES: dict[str, tuple[dict[str, Any], str, tuple[int, int], int | None]] = {
     'plug': (PLUG, 'pairs', (TOKENS, TOKENS), 0),
-    'plug_per_head': (dict(PLUG, heads='per_head'), 'pairs', (TOKENS, TOKENS), 0),
     'plug_without_residual': (dict(PLUG, residual=False, activation='none'), 'pairs', (TOKENS, TOKENS), 1),
     'sdpa': (SDPA, 'heads', (2, HEADS), 1),
-    'sdpa_headwise': (dict(SDPA, granularity='headwise'), 'heads', (2, HEADS), 1),
     'sdpa_additive': (dict(SDPA, form='additive'), 'heads', (2, HEADS), 0),
-    'dgsa': (dict(type='DifferentialGatedMultiheadAttention'), 'heads', (2, HEADS), None),
-    'differential_v2': (dict(type='DifferentialV2MultiheadAttention'), 'heads', (2, HEADS), 0),
     'differential_v2_identity': (
         dict(type='DifferentialV2MultiheadAttention', init='identity'),
         'heads',
