@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmgate.adapter import gated_modules
 from mmgate.checkpoints.gates_file import GatesFile, checksum, read_gates, write_gates
 from mmgate.errors import ConfigError, listed
 from mmgate.gate import Gate
 from mmgate.gates.base.map import IMAGE_SIDE
-from mmgate.gating import gated_modules
 from mmgate.hosts.around import needs_image_size
 from mmgate.hosts.table import adapter_for
 from mmgate.registry import MODELS

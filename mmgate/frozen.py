@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from mmgate._environment import log
+from mmgate.adapter import is_quantised
 from mmgate.errors import ConfigError, listed
 from mmgate.gate import gates_hidden
-from mmgate.gating import is_quantised
 from mmgate.wrappers import named_parts, unwrap_model
 
 # The number of modules that the warning names.

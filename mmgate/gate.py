@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
 from mmgate.former import OF_GATES, refuse_former
+from mmgate.registry import MODELS
 from mmgate.wrappers import name_in_states
 
 # The name of the child by which a gated module computes its gate.
@@ -222,16 +223,34 @@ def gate_classes(base: type[Gate] = Gate) -> Iterator[type[Gate]]:
         yield from gate_classes(derived)
 
 
-def gate_options(gate: type) -> dict[str, inspect.Parameter]:
-    """Return the options that a rule may set for a gate: its keyword-only arguments and those of its bases."""
+def gate_options(rule_type: Any) -> dict[str, inspect.Parameter]:
+    """Return the options that a rule of a type may set: keyword-only arguments of its gate and of that one's bases."""
     found: dict[str, inspect.Parameter] = {}
-    for cls in gate.__mro__:
+    for cls in (gate_of_type(rule_type) or rule_type).__mro__:
         if '__init__' in vars(cls):
             taken = inspect.signature(cls).parameters
             found = {**{name: one for name, one in taken.items() if one.kind is one.KEYWORD_ONLY}, **found}
             if all(one.kind is not one.VAR_KEYWORD for one in taken.values()):
                 break
     return found
+
+
+def gate_of_type(rule_type: Any) -> type[Gate] | None:
+    """Return the class of the gate that a rule's ``type`` says, or None if the type has no gate.
+
+    Args:
+        rule_type: A gate's class, or a registered function or class that builds attention with a gate, whose
+            ``gate_type`` is the class of that gate.
+    """
+    found = getattr(rule_type, 'gate_type', rule_type)
+    return found if inspect.isclass(found) and issubclass(found, Gate) else None
+
+
+def registered_gates() -> Iterator[Any]:
+    """Yield what is registered and may be a rule's ``type``: gates, and functions that build attention with one."""
+    for registered in MODELS.module_dict.values():
+        if gate_of_type(registered) is not None:
+            yield registered
 
 
 def is_gate_key(key: str) -> bool:

@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from mmgate.gating import Adapter, host_class, record_of
-from mmgate.hosts.table import adapter_for, full_name, gate_of_type, gates_for, held_attention
+from mmgate.adapter import Adapter, host_class, record_of
+from mmgate.errors import full_name
+from mmgate.gate import gate_of_type
+from mmgate.hosts.table import adapter_for, gates_for, held_attention
 from mmgate.wrappers import named_parts, own_model
 
 # The names that packages give to the sizes of attention.
@@ -123,7 +125,7 @@ def _was_chosen(module: nn.Module) -> bool:
     return record is not None and not record.child
 
 
-def inventory(model: nn.Module) -> str:
+def attention_in_words(model: nn.Module) -> str:
     """Return lines for an error message: each attention of a model with its class, and its gate or gates that fit."""
     lines = []
     for name, module in attention_modules(model):

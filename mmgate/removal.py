@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from mmgate._environment import log
+from mmgate.adapter import gated_modules
 from mmgate.errors import ConfigError, listed
-from mmgate.gating import gated_modules, gates_off, refuse_removal, remove_gate
+from mmgate.gating import gates_off, refuse_removal, remove_gate
 from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.start import forget_initialisation
 from mmgate.wrappers import own_model, without_wrappers

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from mmgate.adapter import Adapter, gated_modules
 from mmgate.gate import draw_gate, gates_hidden
-from mmgate.gating import Adapter, gated_modules
 
 
 def initialise_gates_last(model: nn.Module) -> None:

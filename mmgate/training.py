@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 
 from mmgate._environment import log
+from mmgate.adapter import gated_modules
 from mmgate.errors import ConfigError
 from mmgate.frozen import averaged_copies
 from mmgate.gate import Gate, named_gate_parameters
-from mmgate.gating import gated_modules
 from mmgate.wrappers import unwrap_model, without_wrappers
 
 TRAINS = ('gates', 'attention', 'all')

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from mmgate.adapter import gated_modules
 from mmgate.errors import OptionError
 from mmgate.gate import Gate
-from mmgate.gating import gated_modules
 from mmgate.rules import Rules
 from mmgate.start import draw_again
 from mmgate.swap import swap_attention

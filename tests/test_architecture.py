@@ -90,7 +90,8 @@ TESTED_BY = {
     'test_ops/test_dense/test_softmax.py': ('ops/dense/native_dense.py',),
     'test_ops/test_dense/test_triton_dense.py': ('ops/dense/dense_blocks.py', 'ops/dense/dense_kernels.py'),
     'test_process.py': ('registry.py',),
-    'test_swap.py': ('errors.py',),
+    'test_gating.py': ('adapter.py',),
+    'test_swap.py': ('errors.py', 'plan.py'),
     'test_speed/test_matching/test_head.py': ('speed/matching/__init__.py',),
     'test_tools/test_looks.py': (
         'analysis/figures/boxes.py',

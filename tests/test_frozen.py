@@ -18,9 +18,9 @@ from torch.optim.swa_utils import AveragedModel
 
 import mmgate
 from mmgate import frozen
+from mmgate.adapter import unused_names
 from mmgate.backbones.swin import SAGASwin
 from mmgate.errors import ConfigError
-from mmgate.gating import unused_names
 from mmgate.registry import MODELS
 
 AGENT = dict(type='AgentAttention', agent_num=4, map_size=(8, 8))

@@ -15,8 +15,8 @@ from torch.nn.utils import prune
 
 import mmgate
 from mmgate import removal
+from mmgate.adapter import is_off
 from mmgate.errors import ConfigError
-from mmgate.gating import is_off
 
 
 def test_a_mode_that_is_set_while_gates_are_disabled_stays() -> None:

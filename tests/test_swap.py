@@ -18,12 +18,12 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
 from mmgate import adapts, list_attention, restore_attention, swap_attention
+from mmgate.adapter import Adapter
 from mmgate.errors import ConfigError
 from mmgate.gate import Gate, Sizes
 from mmgate.gates import PLuGMultiScaleDeformableAttention
 from mmgate.gates.base.dense import DenseAdapter, DenseGate
 from mmgate.gates.plug import PLuGDeformableGate
-from mmgate.gating import Adapter
 from mmgate.hosts.table import _ADAPTERS
 
 VARIANTS = {  # name: parameters of the gates that PLuG adds to it
@@ -199,7 +199,7 @@ def test_a_host_and_what_lies_inside_it_are_not_both_replaced() -> None:
 def test_whatever_fits_leaves_out_what_the_gate_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """And says so."""
     said: list[str] = []
-    monkeypatch.setattr('mmgate.swap.log', said.append)
+    monkeypatch.setattr('mmgate.plan.log', said.append)
     model = nn.ModuleDict(dict(odd=nn.MultiheadAttention(16, 4, add_bias_kv=True), plain=nn.MultiheadAttention(16, 4)))
     assert swap_attention(model, dict(type='PLuGMultiheadAttention', path='**')) == ['plain']
     assert len(said) == 1 and said[0].startswith('mmgate: attention[0] leaves odd: ') and 'add_bias_kv' in said[0]

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmgate.adapter import make_gate
 from mmgate.errors import ConfigError, OptionError
 from mmgate.gate import Gate, gate_options
 from mmgate.gates.base.map import Size, map_of_image
-from mmgate.gating import make_gate
 from mmgate.hosts.table import adapter_for
 from mmgate.wrappers import named_part
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -15,9 +14,9 @@ from torch import nn
 
 from mmgate import _environment
 from mmgate._environment import log
-from mmgate.gate import Gate, gate_options
-from mmgate.gating import Adapter, host_class
-from mmgate.registry import MODELS
+from mmgate.adapter import Adapter, host_class
+from mmgate.errors import full_name
+from mmgate.gate import Gate, gate_of_type, registered_gates
 
 Host = type[nn.Module] | str
 
@@ -41,7 +40,7 @@ def adapts(
 ) -> Callable[[type[Adapter]], type[Adapter]]:
     """Register an adapter for one or more attention classes (hosts), as a decorator of the adapter.
 
-    It decorates the adapter, a subclass of :class:`~mmgate.gating.Adapter` whose ``forward`` has the
+    It decorates the adapter, a subclass of :class:`~mmgate.adapter.Adapter` whose ``forward`` has the
     host's signature and calls the gate. With ``like`` there is nothing to decorate: ``adapts(Gate, Sub, like=Base)``
     declares that ``Sub`` computes the same as ``Base``.
 
@@ -84,17 +83,6 @@ def adapts(
 def adapts_inside(gate: type[nn.Module], child: str, *hosts: Host) -> None:
     """Register wrapper classes: a rule that names one gates its child called ``child`` instead."""
     adapts(gate, *hosts)(Wrapper(child))  # type: ignore[arg-type]
-
-
-def gate_of_type(rule_type: Any) -> type[Gate] | None:
-    """Return the class of the gate that a rule's ``type`` says, or None if the type has no gate.
-
-    Args:
-        rule_type: A gate's class, or a registered function or class that builds attention with a gate, whose
-            ``gate_type`` is the class of that gate.
-    """
-    found = getattr(rule_type, 'gate_type', rule_type)
-    return found if inspect.isclass(found) and issubclass(found, Gate) else None
 
 
 def adapter_for(gate: type[Gate], host: nn.Module) -> tuple[type[Adapter], str] | None:
@@ -148,34 +136,6 @@ def host_names(gate: type) -> list[str]:
     """Return the names of all attention classes into which a gate fits."""
     hosts = dict.fromkeys(host for base, host in _ADAPTERS if base in gate.__mro__)
     return [host if isinstance(host, str) else full_name(host) for host in hosts]
-
-
-def has_hosts(gate: type[Gate]) -> bool:
-    """Return True if a gate fits any attention class.
-
-    Where it fits none so far, the adapters for all packages that are imported are imported first.
-    """
-    if not host_names(gate):
-        for package in _packages_with_adapters() & sys.modules.keys():
-            _import_file(package)
-    return bool(host_names(gate))
-
-
-def options_of(rule_type: Any) -> dict[str, inspect.Parameter]:
-    """Return the options that a rule of a type may set, see :func:`.gate_options`."""
-    return gate_options(gate_of_type(rule_type) or rule_type)
-
-
-def full_name(cls: type) -> str:
-    """Return the dotted name of a class with its module, since mmdet and mmseg have classes of equal names."""
-    return f'{cls.__module__}.{cls.__qualname__}'
-
-
-def registered_gates() -> Iterator[Any]:
-    """Yield what is registered and may be a rule's ``type``: gates, and functions that build attention with one."""
-    for registered in MODELS.module_dict.values():
-        if gate_of_type(registered) is not None:
-            yield registered
 
 
 @cache

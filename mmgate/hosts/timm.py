@@ -17,11 +17,12 @@ from timm.models.pvt_v2 import Attention as PVTAttention
 from timm.models.visformer import Attention as VisformerAttention
 from torch import Tensor, nn
 
+from mmgate.adapter import Adapter, is_off
 from mmgate.errors import ConfigError
-from mmgate.gate import Sizes, StateDict
+from mmgate.gate import CHILD, Sizes, StateDict
 from mmgate.gates.base.dense import DenseAdapter, DenseGate
 from mmgate.gates.base.map import MapAdapter, MapGate
-from mmgate.gating import CHILD, Adapter, freeze_unused, is_off
+from mmgate.gating import freeze_unused
 from mmgate.hosts.around import nearest_with, stride_of
 from mmgate.hosts.table import adapts
 from mmgate.hosts.window import GatedWindowMSA

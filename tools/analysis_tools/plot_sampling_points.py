@@ -18,6 +18,7 @@ from typing import Any
 from mmengine.logging import print_log
 
 import mmgate
+from mmgate.adapter import gated_modules
 from mmgate.analysis.figures.sampling import draw_difference, draw_sampling
 from mmgate.analysis.loading import LoadedModel, class_names, load_models, parser, picture_names, positive, write_csv
 from mmgate.analysis.probes.recording import predict
@@ -28,7 +29,6 @@ from mmgate.analysis.probes.sampling import (
     record_sampling,
 )
 from mmgate.errors import ConfigError
-from mmgate.gating import gated_modules
 from mmgate.mm import cli
 
 FAR = 0.1  # of the image's longer side: reference points of one query that are further apart are of two objects

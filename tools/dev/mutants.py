@@ -38,8 +38,10 @@ from trees import ROOT, copy_tree
 
 CORE = (
     'gate.py',
+    'adapter.py',
     'gating.py',
     'rules.py',
+    'plan.py',
     'swap.py',
     'gates/base/named.py',
     'start.py',

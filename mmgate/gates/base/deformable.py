@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from mmgate.adapter import Adapter
 from mmgate.gate import Gate, Sizes
 from mmgate.gates.base.mmcv_or_torch import MMCVMultiScaleDeformableAttention
 from mmgate.gates.base.named import attention_named
-from mmgate.gating import Adapter
 from mmgate.notes import note
 from mmgate.ops.backend import check_backend
 from mmgate.ops.deformable import attention_weights, ms_deform_attn, offset_locations

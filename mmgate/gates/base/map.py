@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate._environment import log
+from mmgate.adapter import Adapter
 from mmgate.errors import ConfigError, OptionError
 from mmgate.gate import Gate, Sizes, StateDict
 from mmgate.gates.base.mmcv_or_torch import build_dropout
 from mmgate.gates.base.named import attention_named
 from mmgate.gates.parts.options import height_and_width, integer, number
-from mmgate.gating import Adapter
 from mmgate.notes import note
 from mmgate.ops.layout import check_layout
 
