@@ -85,7 +85,7 @@ TESTED_BY = {
         'ops/deformable/deformable_kernels.py',
         'ops/triton_backend.py',
     ),
-    'test_ops/test_dense/test_chunked.py': ('ops/dense/reference.py', 'ops/dense/rows.py'),
+    'test_ops/test_dense/test_chunked.py': ('ops/dense/reference.py',),
     'test_ops/test_dense/test_dense.py': ('ops/dense/pairs.py',),
     'test_ops/test_dense/test_softmax.py': ('ops/dense/native_dense.py',),
     'test_ops/test_dense/test_triton_dense.py': ('ops/dense/dense_blocks.py', 'ops/dense/dense_kernels.py'),
