@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from mmgate.errors import ConfigError
+from mmgate.errors import ConfigError, full_name
 from mmgate.former import OF_ADAPTERS, refuse_former
-from mmgate.gate import CHILD, Gate, Sizes, StateDict, are_hidden, draw_gates, gates_hidden, random_stream
+from mmgate.gate import CHILD, Gate, Sizes, StateDict, are_hidden, gates_hidden, initialise_gates, random_stream
+from mmgate.wrappers import without_wrappers
 
 # The dtypes in which layers compute; quantised weights are stored in others.
 COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -36,7 +37,7 @@ class Adapter(nn.Module):
 
     Attributes:
         gate: Child that computes the gate.
-        gating: The record of a module that a rule has gated; else None.
+        gating: The record of a gated module.
         unused: Dotted names of the host's parameters, buffers and children that a gated forward does not use. They stay
             in the module and its state dict, frozen: the optimizer and DDP pass over them, the host's forward has them
             while the gate is off, and a checkpoint may lack them.
@@ -45,7 +46,6 @@ class Adapter(nn.Module):
     gate: Any
     unused: ClassVar[tuple[str, ...]] = ()
     gating: Any = None
-    switch: Switch | None = None
 
     if TYPE_CHECKING:
 
@@ -109,7 +109,8 @@ class Adapter(nn.Module):
     def _replicate_for_data_parallel(self) -> Any:
         replica: Any = super()._replicate_for_data_parallel()
         # It runs in another thread, which does not have this one's flag.
-        replica.switch = Switch(SimpleNamespace(off=is_off(self)))
+        if self.gating is not None:
+            replica.gating = replace(self.gating, switch=Switch(SimpleNamespace(off=is_off(self))))
         return replica
 
 
@@ -140,18 +141,20 @@ class Record:
         name: Name of the module in the model that was swapped.
         rule: Rule that gated it.
         child: Path to the module from the one that the rule chose; empty if the rule chose the module itself.
-        hidden: The host's plain attribute of the child's name, while the gate is in the module. timm's is None.
+        replaced: The host's plain attribute of the gate's name, while the gate is in the module. timm's is None.
         froze: The unused parameters that gating has frozen.
         lacks: The unused tensors that the last checkpoint of the host did not have.
+        switch: The switch of the gate.
     """
 
     adapter: type[Adapter]
     name: str
     rule: Mapping[str, Any]
     child: str = ''
-    hidden: dict[str, Any] = field(default_factory=dict)
+    replaced: dict[str, Any] = field(default_factory=dict)
     froze: list[str] = field(default_factory=list)
     lacks: list[str] = field(default_factory=list)
+    switch: Switch = field(default_factory=Switch)
 
     def chosen_name(self, name: str) -> str:
         """Return the name of the module that the rule named, which may be a wrapper around the gated one.
@@ -159,7 +162,9 @@ class Record:
         Args:
             name: The gated module's name in the same model.
         """
-        return f'.{name}'.removesuffix(f'.{self.child}')[1:] if self.child else name
+        # Wrappers may have come since.
+        suffixes = [f'.{child}' for child in (self.child, without_wrappers(self.child)) if child]
+        return next((f'.{name}'.removesuffix(one)[1:] for one in suffixes if f'.{name}'.endswith(one)), name)
 
 
 def make_gate(
@@ -190,9 +195,13 @@ def make_gate(
     methods = methods_of(adapter)
     if 'forward' not in methods and not methods & names_of(type(host)):
         raise TypeError(f'{adapter.__qualname__} has no forward, which calls the gate; write it.')
-    if getattr(host, CHILD, None) is not None:
-        cls = type(host)
-        raise ConfigError(f"this {cls.__module__}.{cls.__qualname__} has an attribute 'gate' already.")
+    for name in (CHILD, RECORD):
+        if getattr(host, name, None) is not None:
+            raise ConfigError(f'this {full_name(type(host))} has an attribute {name!r} already.')
+    own = _names_below(adapter, nn.Module) & (host._modules.keys() | host._parameters.keys() | host._buffers.keys())
+    # A class's attribute comes before what a module registers, for the host's own methods, too.
+    if own:
+        raise ConfigError(f'{adapter.__qualname__} and the {full_name(type(host))} both have {sorted(own)[0]!r}.')
     sizes = adapter.sizes(host)
     told = {} if model is None else adapter.around(model, path)
     if isinstance(sizes, Sizes):
@@ -200,36 +209,34 @@ def make_gate(
     return nn.ModuleDict({name: gate_type(replace(one, **told), **options) for name, one in sizes.items()})
 
 
-def drawn_gate(
+def initialised_gate(
     adapter: type[Adapter],
     host: Any,
     gate_type: type[Gate],
-    stream: str,
+    name: str,
     model: nn.Module | None = None,
-    path: str = '',
     /,
     **options: object,
 ) -> nn.Module:
-    """Make a gate as :func:`make_gate` does, draw it from a random stream, and move it to its host.
+    """Make a gate as :func:`make_gate` does, initialise it from the random stream of a name, and move it to its host.
 
     Args:
         adapter: Adapter of the host's family.
         host: Module to be gated.
         gate_type: Class of the gate.
-        stream: Name of the stream.
+        name: Name of the stream, and of the host in the model.
         model: The model around the host; None if there is none.
-        path: Name of the host in it.
         **options: Options of the gate.
     """
     # Not on the device of a ``with torch.device`` around: its generator would be moved.
-    with torch.device('cpu'), random_stream(stream):
-        gate = make_gate(adapter, host, gate_type, model, path, **options)
+    with torch.device('cpu'), random_stream(name):
+        gate = make_gate(adapter, host, gate_type, model, name, **options)
     around = [host] if model is None else [host, model]
     dtype = computed_dtype(*around)
-    # Starts have the host's precision, but are not drawn in 16 bits.
+    # Gates have the host's precision, but no random numbers of 16 bits.
     if dtype == torch.float64:
         gate.double()
-    draw_gates(stream, gate)
+    initialise_gates(name, gate)
     return gate.to(device=device_of(*around), dtype=dtype)
 
 
@@ -264,12 +271,17 @@ def methods_of(adapter: type[Adapter]) -> set[str]:
 
 def names_of(host: type[nn.Module]) -> set[str]:
     """Return the names that a host's class has beyond those of every module."""
-    return {name for base in _below(host, nn.Module) for name in vars(base)}
+    return _names_below(host, nn.Module)
 
 
 def _below(cls: type, below: type) -> tuple[type, ...]:
     """Return a class and those of its bases that come before ``below``."""
     return cls.__mro__[: cls.__mro__.index(below)]
+
+
+def _names_below(cls: type, base: type) -> set[str]:
+    """Return the names that a class has beyond those of one of its bases."""
+    return {name for one in _below(cls, base) for name in vars(one)}
 
 
 def _is_method(value: object) -> bool:
@@ -278,7 +290,7 @@ def _is_method(value: object) -> bool:
 
 def is_off(module: Adapter) -> bool:
     """Return True if the gate of a gated module is off in this thread."""
-    return module.switch is not None and getattr(module.switch.here, 'off', False)
+    return module.gating is not None and getattr(module.gating.switch.here, 'off', False)
 
 
 def record_of(module: nn.Module) -> Record | None:

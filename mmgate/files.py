@@ -169,7 +169,7 @@ def _places(model: nn.Module) -> dict[str, Rule]:
     places = {}
     for name, module in gated_modules(model):
         record = module.gating
-        path = f'.{without_wrappers(name)}'.removesuffix(f'.{without_wrappers(record.child)}')[1:]
+        path = record.chosen_name(without_wrappers(name))
         described = _described(record.rule)
         map_size = getattr(module.gates()[0], 'map_size', None)
         # The map in pre-training, which another model may not tell.

@@ -53,7 +53,7 @@ class Sizes:
             empty if gates do.
         over_channels: True if the channels of a head attend to each other, not the tokens.
         shifted: True if the host shifts its windows over the map.
-        map_size: Height and width of the map that the host sees at the image size which the model around it keeps;
+        host_map: Height and width of the map that the host sees at the image size which the model around it keeps;
             None if it keeps none.
         stride: Pixels of an image, along a side, for each token of the map; None if the model does not tell.
         class_tokens: Number of tokens before the map's: a class token, registers.
@@ -73,7 +73,7 @@ class Sizes:
     no_gate: str = ''
     over_channels: bool = False
     shifted: bool = False
-    map_size: tuple[int, int] | None = None
+    host_map: tuple[int, int] | None = None
     stride: int | None = None
     class_tokens: int = 0
 
@@ -118,7 +118,7 @@ class Gate(nn.Module):
             None.
         backend: Backend of the operator that is asked for.
         loaded: True once a state dict has filled any parameter of the gate. No initialisation then draws it anew.
-        drawn_as: Name of the random stream that the gate was last drawn from.
+        stream: Name of the random stream that the gate was last drawn from.
     """
 
     undecayed: tuple[str, ...] = ()
@@ -126,7 +126,7 @@ class Gate(nn.Module):
     operator: str | None = None
     backend = 'auto'
     loaded = False
-    drawn_as = ''
+    stream = ''
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -156,7 +156,7 @@ class Gate(nn.Module):
         before = any(parameter.is_meta for parameter in self.parameters())
         super()._apply(*args, **kwargs)
         if before and not any(parameter.is_meta for parameter in self.parameters()):
-            draw_gate(self.drawn_as, self)
+            initialise_gate(self.stream, self)
         return self
 
     def split_heads(self, x: Tensor) -> Tensor:
@@ -271,14 +271,14 @@ def undecayed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
                 yield f'{prefix}.{name}'.lstrip('.'), parameter
 
 
-def draw_gate(name: str, gate: Gate) -> None:
+def initialise_gate(name: str, gate: Gate) -> None:
     """Initialise a gate from a random stream that depends on its name, unless a state dict has filled it.
 
     It is drawn on the CPU, so that the numbers are the same on every device.
     """
     if gate.loaded:
         return
-    gate.drawn_as = name
+    gate.stream = name
     device = next((parameter.device for parameter in gate.parameters()), None)
     with random_stream(name):
         if device is None or device.type in ('cpu', 'meta'):
@@ -288,11 +288,11 @@ def draw_gate(name: str, gate: Gate) -> None:
             gate.to(device)
 
 
-def draw_gates(name: str, gates: nn.Module) -> None:
+def initialise_gates(name: str, gates: nn.Module) -> None:
     """Initialise the gates in a module, each from the random stream of a name and its own name in the module."""
     for inner, part in gates.named_modules():
         if isinstance(part, Gate):
-            draw_gate(f'{name}.{inner}', part)
+            initialise_gate(f'{name}.{inner}', part)
 
 
 @contextmanager

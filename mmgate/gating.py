@@ -36,10 +36,10 @@ def gate_module(host: Any, adapter: type[Adapter], gate: nn.Module, record: Reco
     """
     gate.train(host.training)
     if CHILD in vars(host):
-        record.hidden[CHILD] = vars(host).pop(CHILD)
+        record.replaced[CHILD] = vars(host).pop(CHILD)
     host.__class__ = gated_class(adapter, type(host))
     host._modules[CHILD] = gate
-    vars(host).update({RECORD: record, 'switch': Switch()})
+    vars(host)[RECORD] = record
     freeze_unused(host)
 
 
@@ -135,7 +135,6 @@ def remove_gate(module: Any) -> None:
     :func:`refuse_removal` says if that is possible.
     """
     record = vars(module).pop(RECORD)
-    del module.switch
     del module._modules[CHILD]
     unused = unused_tensors(module)
     # Not where others have frozen the host since, as PEFT does, and detectors their teacher.
@@ -143,7 +142,7 @@ def remove_gate(module: Any) -> None:
         for name in unused.keys() & record.froze:
             unused[name].requires_grad_(True)
     module.__class__ = type(module).adapter_and_host[1]
-    vars(module).update(record.hidden)
+    vars(module).update(record.replaced)
 
 
 @contextmanager
@@ -170,8 +169,8 @@ def _switches(model: nn.Module) -> Iterator[Switch]:
     left = [model]
     while left:
         module: Any = left.pop()
-        if isinstance(module, Adapter) and module.switch is not None:
-            yield module.switch
+        if isinstance(module, Adapter) and module.gating is not None:
+            yield module.gating.switch
         else:
             left += [child for child in module._modules.values() if child is not None]
 

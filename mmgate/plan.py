@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx, nn
 
 from mmgate._environment import log
-from mmgate.adapter import Adapter, drawn_gate, gated_modules, record_of, why_not_called
+from mmgate.adapter import Adapter, gated_modules, initialised_gate, record_of, why_not_called
 from mmgate.errors import ConfigError, OptionError, full_name
 from mmgate.gate import Gate
 from mmgate.hosts.table import adapted_base, adapter_for, gates_for, host_names
-from mmgate.listing import attention_in_words, is_called_attention
+from mmgate.listing import attention_in_words, looks_like_attention
 from mmgate.rules import Rule, as_lines
 from mmgate.wrappers import named_part, named_parts
 
@@ -83,10 +84,11 @@ def _plan(
     if not matched:
         raise ConfigError(f'{rule.where}: path {pattern!r} matches no module. {attention_in_words(model)}')
     whatever_fits = pattern.endswith('**')
+    gated = [part for _, part in gated_modules(model)]
     new: dict[str, Planned] = {}
     refusals: list[str] = []
     for name, module in matched.items():
-        present = _gate_in(model, module)
+        present = _gate_in(gated, module)
         found = None if present else adapter_for(rule.gate, module)
         if found is None:
             if not whatever_fits:
@@ -110,7 +112,7 @@ def _plan(
             new[name] = Planned(rule, name, child, host, adapter, _shared_gate(model, rule, name, path, other))
             continue
         try:
-            gate = drawn_gate(adapter, host, rule.gate, path, model, path, **rule.options)
+            gate = initialised_gate(adapter, host, rule.gate, path, model, **rule.options)
         except OptionError as error:
             raise OptionError(f'{rule.where}: {rule.name} in {name}: {error}') from error
         except ValueError as error:
@@ -131,7 +133,7 @@ def _plan(
 
 def _shared_gate(model: nn.Module, rule: Rule, name: str, path: str, other: Planned) -> nn.Module:
     """Return the gate of an attention that has another name, too; raise ConfigError if the two names differ."""
-    if other.rule.makes != rule.makes:
+    if other.rule.gate_and_options != rule.gate_and_options:
         raise ConfigError(f'{rule.where}: {name} is shared, and {other.rule} gates it otherwise; let both agree.')
     if other.adapter.around(model, path) != other.adapter.around(model, other.path):
         raise ConfigError(f'{rule.where}: {name} is shared with {other.name}, which sees another map.')
@@ -149,12 +151,11 @@ def _refuse_nested(model: nn.Module, names: Collection[str]) -> None:
             )
 
 
-def _gate_in(model: nn.Module, module: nn.Module) -> str | None:
+def _gate_in(gated: Sequence[Any], module: nn.Module) -> str | None:
     """Return the class name of a gate that a module, one around it or one inside it has already, or None."""
-    for _, gated in gated_modules(model):
-        inside = any(part is gated for part in module.modules())
-        if inside or any(part is module for part in gated.modules()):
-            return type(gated.gates()[0]).__name__
+    for one in gated:
+        if any(part is one for part in module.modules()) or any(part is module for part in one.modules()):
+            return type(one.gates()[0]).__name__
     return None
 
 
@@ -202,6 +203,6 @@ def _hint(rule: Rule, module: nn.Module) -> str:
     others = ', '.join(one.__name__ for one in gates_for(module))
     if others:
         return f' It takes {others}; another gate may fit a module inside or around it.'
-    if not is_called_attention(module):
+    if not looks_like_attention(module):
         return ''
     return f' No adapter knows that class. If it computes the same as another, declare it: {declared}...).'

@@ -115,9 +115,9 @@ def _as_vanilla(module: nn.Module) -> nn.Module:
         return module
     cls: Any = host_class(module)
     vanilla = cls.__new__(cls)
-    state = {name: value for name, value in vars(module).items() if name not in (RECORD, 'switch')}
+    state = {name: value for name, value in vars(module).items() if name != RECORD}
     state['_modules'] = {name: child for name, child in module._modules.items() if name != CHILD}
-    vars(vanilla).update({**state, **module.gating.hidden})
+    vars(vanilla).update({**state, **module.gating.replaced})
     return vanilla
 
 

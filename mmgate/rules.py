@@ -53,7 +53,7 @@ class Rule:
         return name_of_type(self.given)
 
     @property
-    def makes(self) -> tuple[object, object]:
+    def gate_and_options(self) -> tuple[object, object]:
         """The type and the options of its gates; equal for equal gates."""
         return self.gate, self.options
 
@@ -134,9 +134,8 @@ def gate_named(named: Any, where: str) -> type[Gate]:
         )
     gate = gate_of_type(rule_type)
     if gate is None:
-        raise OptionError(
-            f'{where}: {full_name(rule_type)} is not a gate, a subclass of mmgate.Gate with hosts by mmgate.adapts.'
-        )
+        said = full_name(rule_type) if isinstance(rule_type, type) else repr(rule_type)
+        raise OptionError(f'{where}: {said} is not a gate, a subclass of mmgate.Gate with hosts by mmgate.adapts.')
     return gate
 
 

@@ -55,7 +55,7 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     once: dict[int, Planned] = {}
     for one in planned.values():
         once.setdefault(id(one.host), one)  # several layers may share it
-    frozen = frozen_attention(model, {one.path: (one.host, one.rule.makes) for one in once.values()})
+    frozen = frozen_attention(model, {one.path: (one.host, one.rule.gate_and_options) for one in once.values()})
     _warn_of_start(model, once.values())
     # From here on nothing is refused.
     for one in once.values():

@@ -151,6 +151,8 @@ EARLIER = r"claimed by attention\[0\] \(path='other.attn', type='PLuGMultiScaleD
         (dict(RULE, path='other.mha.**'), ValueError, r"fits nothing that 'other.mha.\*\*' matches"),
         (dict(RULE, type='mmdet.ResNet'), TypeError, 'backbones.resnet.ResNet is not a gate.*mmgate.adapts'),
         (dict(RULE, type=nn.Linear), TypeError, 'torch.nn.modules.linear.Linear is not a gate'),
+        (dict(RULE, type=5), TypeError, '5 is not a gate'),
+        (dict(RULE, type=dict(type='SAGAAttention')), TypeError, 'is not a gate'),
         ([dict(RULE, path='other.attn'), dict(RULE, path='*.attn')], ValueError, EARLIER),
         (
             [FIRST, dict(SECOND, granularity='head')],
@@ -410,6 +412,15 @@ def test_a_host_with_an_attribute_of_the_gates_name_is_refused(kind: str) -> Non
     with pytest.raises(ConfigError, match=message):
         swap_attention(model, dict(path='attn', type='PLuGMultiheadAttention'))
     assert vars(model['attn']) == before
+
+
+@pytest.mark.parametrize('name', ['project', 'gates', 'gating'])
+def test_a_host_whose_names_an_adapter_would_hide_is_refused(name: str) -> None:
+    """A class's method comes before a child of the name, for the host's own code, too."""
+    model: Any = nn.ModuleDict(dict(attn=nn.MultiheadAttention(16, 4)))
+    setattr(model['attn'], name, nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=f"does not replace attn: .*'{name}'"):
+        swap_attention(model, dict(path='attn', type='PLuGMultiheadAttention'))
 
 
 @pytest.mark.parametrize('host, path', [(nn.MultiheadAttention, 'host'), (mmcv_attention, 'host.attn')])

@@ -30,7 +30,7 @@ from mmgate.gate import Sizes
 from mmgate.gates.base.dense import DenseAdapter, DenseGate, Inputs, is_vanilla
 from mmgate.hosts.interface_classes import CLASSES, WRITTEN_WITH
 from mmgate.hosts.table import adapts
-from mmgate.notes import noted
+from mmgate.notes import with_note
 from mmgate.ops.masks import merge_masks
 
 NAME = 'mmgate'  # of the attention implementation
@@ -252,7 +252,7 @@ def attend(
     scaled = query if scaling in (None, usual) else query * (scaling / usual)
     run = partial(module.gate.attend, scaled, key, value, inputs, bias)
     returns = is_vanilla(module.gate) and vars(module)['config']._attn_implementation == 'eager'
-    heads, weights = noted(module.gate, 'attention', run) if returns else (run(), None)
+    heads, weights = with_note(module.gate, 'attention', run) if returns else (run(), None)
     heads = heads if all_masked is None else heads.masked_fill(all_masked, 0.0)
     return heads.transpose(1, 2).contiguous(), weights
 

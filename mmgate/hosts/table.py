@@ -6,8 +6,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from os.path import dirname
-from pkgutil import iter_modules
 from typing import Any
 
 from torch import nn
@@ -19,11 +17,13 @@ from mmgate.errors import full_name
 from mmgate.gate import Gate, gate_of_type, registered_gates
 
 Host = type[nn.Module] | str
+# The packages for whose attention a file of this name has adapters.
+PACKAGES = frozenset(('mmcv', 'mmdet', 'mmpretrain', 'mmseg', 'projects', 'timm', 'torch', 'transformers'))
 
 
 @dataclass(frozen=True)
-class Wrapper:
-    """Table entry of a module that wraps another attention, such as mmcv's around torch's: the inner one is gated.
+class Holder:
+    """Table entry of a module that holds the attention to be gated, such as mmcv's around torch's.
 
     Attributes:
         child: Name of the child that is the attention.
@@ -32,7 +32,7 @@ class Wrapper:
     child: str
 
 
-_ADAPTERS: dict[tuple[type, type | str], type[Adapter] | Wrapper] = {}
+_ADAPTERS: dict[tuple[type, type | str], type[Adapter] | Holder] = {}
 
 
 def adapts(
@@ -72,7 +72,7 @@ def adapts(
     if like is not None:
         base: Any = like
         import_adapters(base)
-        known = _adapter(gate_class, like)
+        known = _entry(gate_class, like)
         if known is None:
             fits = ', '.join(host_names(gate_class)) or 'nothing'
             raise LookupError(f'{full_name(gate)} has no adapter for {full_name(like)}; it replaces {fits}.')
@@ -81,8 +81,8 @@ def adapts(
 
 
 def adapts_inside(gate: type[nn.Module], child: str, *hosts: Host) -> None:
-    """Register wrapper classes: a rule that names one gates its child called ``child`` instead."""
-    adapts(gate, *hosts)(Wrapper(child))  # type: ignore[arg-type]
+    """Register classes that hold attention: a rule that names one gates its child called ``child`` instead."""
+    adapts(gate, *hosts)(Holder(child))  # type: ignore[arg-type]
 
 
 def adapter_for(gate: type[Gate], host: nn.Module) -> tuple[type[Adapter], str] | None:
@@ -96,28 +96,28 @@ def adapter_for(gate: type[Gate], host: nn.Module) -> tuple[type[Adapter], str] 
     """
     known: Any = type(host)
     import_adapters(known)
-    entry = _adapter(gate, type(host))
-    if isinstance(entry, Wrapper):
+    entry = _entry(gate, type(host))
+    if isinstance(entry, Holder):
         inner = adapter_for(gate, host.get_submodule(entry.child))
         return None if inner is None else (inner[0], f'{entry.child}.{inner[1]}'.rstrip('.'))
     return None if entry is None else (entry, '')
 
 
 def held_attention(host: nn.Module, *, exactly: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of each attention inside a wrapper that is gated instead of the wrapper.
+    """Yield name and module of each attention in a module that a rule gates instead of that module.
 
     Args:
         host: A module, gated or not.
-        exactly: True leaves out subclasses of registered hosts, into which a rule puts no gate by the wrapper's name.
+        exactly: True leaves out subclasses of registered hosts, into which a rule puts no gate by this module's name.
     """
     vanilla = host_class(host)
     children = dict(host.named_children())
     found: dict[str, nn.Module] = {}
     for (gate_class, known), entry in _ADAPTERS.items():
-        if not isinstance(entry, Wrapper) or entry.child not in children:
+        if not isinstance(entry, Holder) or entry.child not in children:
             continue
         derived = inspect.isclass(known) and isinstance(host, known) and not exactly
-        if derived or _adapter(gate_class, vanilla) == entry:
+        if derived or _entry(gate_class, vanilla) == entry:
             found[entry.child] = children[entry.child]
     yield from found.items()
 
@@ -129,7 +129,7 @@ def gates_for(host: nn.Module) -> list[Any]:
 
 def adapted_base(gate: type[Gate], host: type) -> type | None:
     """Return the nearest base of a class into which a gate fits, or None."""
-    return next((base for base in host.__mro__[1:] if _adapter(gate, base) is not None), None)
+    return next((base for base in host.__mro__[1:] if _entry(gate, base) is not None), None)
 
 
 def host_names(gate: type) -> list[str]:
@@ -142,14 +142,8 @@ def host_names(gate: type) -> list[str]:
 def import_adapters(host: Any) -> None:
     """Import the adapters that may fit an attention class: those for the packages of its bases."""
     packages = {base.__module__.partition('.')[0] for base in host.__mro__}
-    for package in packages & _packages_with_adapters():
+    for package in packages & PACKAGES:
         _import_file(package)
-
-
-@cache
-def _packages_with_adapters() -> frozenset[str]:
-    """Return the names of this folder's files; one that is called like a package has the adapters for it."""
-    return frozenset(name for _, name, _ in iter_modules([dirname(__file__)]))
 
 
 @cache
@@ -161,7 +155,7 @@ def _import_file(package: str) -> None:
         log(f'mmgate has no adapters for {package} here: {problem}')
 
 
-def _adapter(gate: type, host: type) -> type[Adapter] | Wrapper | None:
+def _entry(gate: type, host: type) -> type[Adapter] | Holder | None:
     path = f'.{full_name(host)}'
     names = [name for _, name in _ADAPTERS if isinstance(name, str) and path.endswith(f'.{name}')]
     keys: list[type | str] = [host, *sorted(set(names), key=len, reverse=True)]

@@ -347,7 +347,7 @@ class MixedAttention(SizedByProjections, MapAdapter):  # type: ignore[override]
             )
         height, width = embedding.grid_size
         told = stride_of(embedding.img_size, (height, width))
-        return dict(map_size=(height, width), class_tokens=vit.num_prefix_tokens, **told)
+        return dict(host_map=(height, width), class_tokens=vit.num_prefix_tokens, **told)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project tokens to queries, keys and values ``(B, N, C)``, queries and keys normalised where timm does so."""
@@ -395,7 +395,7 @@ class MixedSwinBlock(MapAdapter):
         height, width = block.input_resolution
         swin = nearest_with(model, path, 'patch_embed')
         told = {} if swin is None else stride_of(swin.patch_embed.img_size, (height, width))
-        return dict(map_size=(height, width), **told)
+        return dict(host_map=(height, width), **told)
 
     @classmethod
     def check(cls, host: Any) -> None:

@@ -99,7 +99,7 @@ def test_every_gate_runs_in_its_hosts_block(case: str) -> None:
             continue
         gated = anatomy(model)
         changed = {f'{name}|class' for name, _ in gated_modules(model)}
-        changed |= {f'{name}|{hidden}' for name, part in gated_modules(model) for hidden in part.gating.hidden}
+        changed |= {f'{name}|{hidden}' for name, part in gated_modules(model) for hidden in part.gating.replaced}
         assert {place for place, one in before.items() if place not in gated or gated[place] is not one} == changed
         assert not model.load_state_dict(vanilla.state_dict(), strict=False).unexpected_keys
         actual = outputs(copy.deepcopy(model), block)

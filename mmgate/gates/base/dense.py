@@ -20,7 +20,7 @@ from mmgate.errors import ConfigError
 from mmgate.gate import Gate, Sizes
 from mmgate.gates.base.mmcv_or_torch import MultiheadAttention
 from mmgate.gates.base.named import attention_named, gate_alone
-from mmgate.notes import note, noted
+from mmgate.notes import note, with_note
 from mmgate.ops.layout import broadcasts_to, check_layout
 from mmgate.ops.masks import merge_masks
 from mmgate.ops.tracing import is_exporting
@@ -172,7 +172,7 @@ class GatedTorchAttention(DenseAdapter):
     """Adapter that lets dense gates into ``torch.nn.MultiheadAttention``.
 
     As in torch, attention weights are returned unless ``need_weights=False``. They are N x M maps, which the gates'
-    operators otherwise keep out of memory; mmcv's attention and its kin around torch's drop them, and get none.
+    operators otherwise keep out of memory; mmcv's attention and others around torch's drop them, and get none.
     """
 
     embed_dim: int
@@ -196,8 +196,8 @@ class GatedTorchAttention(DenseAdapter):
 
     @property
     def _is_wrapped(self) -> bool:
-        """True inside the attention of mmcv and its kin, which take the output alone and say so by no argument."""
-        return self.gating.child.rpartition('.')[2] == 'attn'
+        """True inside the attention of mmcv and others, which take the output alone and say so by no argument."""
+        return 'attn' in self.gating.child.split('.')
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
@@ -227,7 +227,7 @@ class GatedTorchAttention(DenseAdapter):
         """Attend with the gate; arguments and results are those of ``torch.nn.MultiheadAttention``, or unbatched.
 
         The heads are 0 in a row whose keys are all masked, and give it no gradient. ``need_weights`` is True by
-        default, but False inside mmcv's attention and its kin.
+        default, but False inside mmcv's attention and others around torch's.
 
         Returns:
             The output, and the weights ``(B, N, M)`` or ``(B, H, N, M)``, without dropout; or None for the weights if
@@ -275,7 +275,7 @@ class GatedTorchAttention(DenseAdapter):
         if need_weights is None:
             need_weights = not self._is_wrapped
         attend = partial(self.attend_merged, (q, k, v), inputs, self.out_proj, bias, all_masked)
-        output, weights = noted(self.gate, 'attention', attend) if need_weights else (attend(), None)
+        output, weights = with_note(self.gate, 'attention', attend) if need_weights else (attend(), None)
         if weights is not None:
             weights = weights if all_masked is None else weights.masked_fill(all_masked, 0.0)
             weights = weights.mean(1) if average_attn_weights else weights

@@ -9,7 +9,7 @@ from zlib import crc32
 import torch
 from torch import nn
 
-from mmgate.adapter import Adapter, Record, drawn_gate
+from mmgate.adapter import Adapter, Record, initialised_gate
 from mmgate.gate import Gate, gate_options
 from mmgate.gating import gate_module
 from mmgate.registry import MODELS
@@ -70,6 +70,6 @@ def gate_alone(
     """
     # It has no name yet. Layers that are built one after the other find other numbers here.
     stream = f'{child}.{crc32(torch.get_rng_state().numpy().data)}'
-    made = drawn_gate(adapter, host, gate, stream, **options)
+    made = initialised_gate(adapter, host, gate, stream, **options)
     gate_module(host, adapter, made, Record(adapter, child, rule, child))
     return host
