@@ -183,7 +183,7 @@ def refuse_to_split(sizes: Sizes, how: str) -> None:
 
     Args:
         sizes: Sizes of the host's attention.
-        how: Words for the message, such as ``'splits heads into two streams'``.
+        how: Words for the message, such as ``'splits heads in two'``.
     """
     if sizes.whole_heads:
         raise ConfigError(f'the gate {how}, but {sizes.whole_heads}.')

@@ -97,7 +97,7 @@ TIMM_MODELS, TIMM_ATTENTION = 'timm.models', 'timm.layers.attention'
 
 GLOBAL = 'timm.models.gcvit.GlobalContextVitBlock'
 
-STREAMS = 'splits heads into two streams'
+STREAMS = 'splits heads in two'
 # by type, how a gate acts that needs more than whole heads
 TWICE = {
     'DifferentialMultiheadAttention': STREAMS,
