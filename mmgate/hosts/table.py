@@ -123,6 +123,7 @@ def held_attention(host: nn.Module, *, exactly: bool = False) -> Iterator[tuple[
         exactly: True leaves out subclasses of registered hosts, into which a rule puts no gate by the wrapper's name.
     """
     vanilla = host_class(host)
+    import_adapters(vanilla)
     children = dict(host.named_children())
     found: dict[str, nn.Module] = {}
     for (gate_class, known), entry in _ADAPTERS.items():
@@ -173,6 +174,7 @@ def full_name(cls: type) -> str:
 
 def registered_gates() -> Iterator[Any]:
     """Yield what is registered and may be a rule's ``type``: gates, and functions that build attention with one."""
+    MODELS.import_from_location()
     for registered in MODELS.module_dict.values():
         if gate_of_type(registered) is not None:
             yield registered
