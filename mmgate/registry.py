@@ -1,11 +1,13 @@
 """mmgate's registries below mmengine's, so that ``type='mmgate.X'`` works in any config.
 
-Without mmengine, :data:`MODELS` holds mmgate's layers by name, and there are no other registries.
+The modules of components are imported at the first look into a registry. Without mmengine, :data:`MODELS` holds
+mmgate's layers by name, and there are no other registries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, TypeVar
 
 from mmgate._environment import torch_alone
@@ -30,7 +32,12 @@ class Names:
 
     def get(self, name: str) -> Callable[..., Any] | None:
         """Return the class or function registered under a name, with or without the scope ``mmgate.``, or None."""
+        self.import_from_location()
         return self.module_dict.get(name.removeprefix('mmgate.'))
+
+    def import_from_location(self) -> None:
+        """Import the modules that register what mmgate has; mmengine's registries have this method, too."""
+        import_module('mmgate.gates')
 
 
 MODELS: Any

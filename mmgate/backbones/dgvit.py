@@ -19,7 +19,7 @@ DGVIT = {'base': dict(embed_dims=256, num_layers=8, num_heads=8)}
 CHECKED_BY_HOST = 1
 
 
-@MODELS.register_module()
+@MODELS.register_module(force=True)
 class DGViT(VisionTransformer):
     """A ViT whose attention is M-DGSA (differential gated self-attention) and whose feed-forward network is SwiGLU.
 
