@@ -13,8 +13,6 @@ from helpers.properties import DTYPES, MEMORY, SPOILT, every_number_of_examples,
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmgate.ops.masks import merge_masks
-
 ARGUMENTS = r'\b(x|query|key|value|identity|reference_points|tokens)\b'
 
 
@@ -81,8 +79,3 @@ def test_masks_of_any_shape_are_right_or_refused(name: str, examples: int) -> No
         padding=st.one_of(st.just([2, 5]), st.lists(sizes, min_size=1, max_size=3)),
         kind=kinds,
     )
-
-
-def test_masks_of_different_keys() -> None:
-    with pytest.raises(ValueError, match=r'key_padding_mask \(2, 5\) and attn_mask \(1, 1, 3, 4\)'):
-        merge_masks(torch.zeros(3, 4), torch.zeros(2, 5, dtype=torch.bool), 2, 1, torch.float32)
