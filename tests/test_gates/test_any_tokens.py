@@ -50,9 +50,14 @@ def assert_right_or_refused(layer: torch.nn.Module, x: Any, hw_shape: tuple[int,
 
 
 @every_number_of_examples
+@pytest.mark.parametrize('biases', [True, False], ids=['biases', 'none'])
 @pytest.mark.parametrize('name', FAMILIES)
-def test_a_layer_is_right_on_any_tokens_or_refuses_them(name: str, examples: int) -> None:
+def test_a_layer_is_right_on_any_tokens_or_refuses_them(name: str, biases: bool, examples: int) -> None:
+    """Without biases, tokens at 0, as padding leaves them, stay at 0."""
     layer = build(name)
+    for key, parameter in () if biases else layer.named_parameters():
+        if key.endswith('bias') and not key.startswith(('gate.gml', 'sampling_offsets')):
+            torch.nn.init.zeros_(parameter)
     hold(min(examples, 100), lambda drawn: assert_right_or_refused(layer, *drawn), drawn=tokens(name))
 
 

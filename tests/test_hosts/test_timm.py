@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,9 +28,7 @@ from mmgate import (
     gate_parameters,
     gates_disabled,
     list_attention,
-    load_gates,
     restore_attention,
-    save_gates,
     swap_attention,
 )
 from mmgate.analysis.probes.recording import class_tokens, record
@@ -68,20 +65,6 @@ def test_a_model_starts_as_it_was_and_learns(name: str, rule: dict[str, Any]) ->
     assert len([part for part in copy.deepcopy(model).modules() if isinstance(part, Gate)]) == len(names)
     restore_attention(model)
     assert_same_anatomy(anatomy(model), before)
-
-
-def test_gates_that_are_off_are_in_the_model(tmp_path: Path) -> None:
-    """They are listed, saved and drawn; timm's forward sees no gate there."""
-    model, _ = build('vit')
-    swap_attention(model, dict(SDPA, path=PATHS['vit']))
-    listed = list_attention(model)
-    with gates_disabled(model):
-        assert list_attention(model) == listed
-        save_gates(model, tmp_path / 'gates.safetensors')
-        model.init_weights()
-        with pytest.raises(ConfigError, match='is gated already, by a SDPAGate'):
-            swap_attention(model, dict(PLUG, path=PATHS['vit']))
-        assert set(load_gates(model, tmp_path / 'gates.safetensors')) == set(gate_parameters(model))
 
 
 def test_a_checkpoint_of_timms_own_gates_loads_into_ours() -> None:

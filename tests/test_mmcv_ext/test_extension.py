@@ -10,7 +10,6 @@ import torch
 from conftest import assert_same, values_and_gradients
 from helpers.compiled_mmcv import compiled
 from helpers.samplings import make
-from torch import Tensor
 
 from mmgate.mmcv_ext import extension
 
@@ -47,19 +46,3 @@ def test_deformable_attention_with_any_weights(monkeypatch: pytest.MonkeyPatch, 
         )
     )
     assert_same(found, expected, rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
-def test_a_gpu_gives_the_same_deformable_attention() -> None:
-    inputs = make()[:5]
-
-    def by(device: str) -> list[Tensor]:
-        given = [x.to(device) for x in inputs]
-        output = extension.ms_deform_attn_forward(*given, 64)
-        grads = [torch.empty_like(given[i]) for i in (0, 3, 4)]
-        extension.ms_deform_attn_backward(*given, torch.ones_like(output), *grads, 64)
-        return [x.cpu() for x in (output, *grads)]
-
-    for found, expected in zip(by('cuda'), by('cpu'), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -7,23 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from mmgate.ops.layout import broadcasts_to, check_layout
+from mmgate.ops.layout import check_layout
 
 X = torch.zeros(2, 3, 4)
-
-
-def test_tensors_that_go_together_pass() -> None:
-    """An axis with ``|1`` may be 1, and a tensor whose axes may all be 1 may lack the leading ones."""
-    check_layout(
-        ('x', X, 'B N d'),
-        ('y', torch.zeros(2, 4), 'B d'),
-        ('one', torch.zeros(2, 1, 4), 'B N|1 d'),
-        ('left out', None, 'Z'),
-        ('bias', torch.zeros(3, 1), 'B|1 N|1 d|1'),
-        ('index', torch.zeros(5, 2, dtype=torch.long), 'P 2'),
-        filled='N d',
-        integer='index',
-    )
 
 
 @pytest.mark.parametrize(
@@ -53,15 +39,6 @@ def test_dtypes_may_differ_where_that_is_said_or_autocast_converts() -> None:
     check_layout(*mixed, one_dtype=False)
     with torch.autocast('cpu', torch.bfloat16):
         check_layout(*mixed)
-
-
-@pytest.mark.parametrize(
-    ('shape', 'full', 'fits'),
-    [((3, 1), (2, 3, 4), True), ((), (2,), True), ((2, 3), (3,), False), ((2, 3), (1, 3), False)],
-    ids=str,
-)
-def test_a_shape_broadcasts_to_another_or_not(shape: tuple[int, ...], full: tuple[int, ...], fits: bool) -> None:
-    assert broadcasts_to(shape, full) is fits
 
 
 def test_the_first_tensor_must_not_be_left_out() -> None:

@@ -22,17 +22,6 @@ from mmgate.ops.dense import chunked
 from mmgate.ops.tracing import hides_numbers, is_compiling, is_exporting, is_traced
 
 
-def test_jit_trace_is_an_export() -> None:
-    found: list[bool] = []
-
-    def call(x: Tensor) -> Tensor:
-        found.append(is_exporting())
-        return x + 1
-
-    torch.jit.trace(call, torch.ones(2), check_trace=False)
-    assert found == [True]
-
-
 def operators(call: Callable[..., Tensor], *inputs: Tensor | None) -> list[str]:
     """Return the names of the operators in the graph that torch.compile makes of a call."""
     found: list[str] = []

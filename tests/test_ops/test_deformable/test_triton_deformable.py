@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import traffic
 from conftest import DEVICES, assert_same, one_graph
 from helpers.samplings import (
     CASES,
@@ -271,15 +270,6 @@ def test_no_pixels_and_no_queries() -> None:
     assert torch.equal(output, torch.zeros(1, 5, 32))
     output.sum().backward()
     assert value.grad.shape == value.shape
-
-
-@pytest.mark.parametrize('device', DEVICES)
-@pytest.mark.parametrize('levels', [[(9, 2), (3, 1), (1, 1)], [(17, 5), (0, 3), (8, 4)], [(1, 7)]], ids=str)
-def test_tokens_go_down_the_columns_of_bands(levels: list[tuple[int, int]], device: str) -> None:
-    shapes = torch.tensor(levels)
-    areas = shapes.prod(1)
-    order = fused._tile_order(shapes.to(device), (areas.cumsum(0) - areas).to(device), int(areas.sum()))
-    assert torch.equal(order.cpu().long(), traffic.banded(levels))
 
 
 @pytest.mark.parametrize(
