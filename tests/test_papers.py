@@ -118,15 +118,16 @@ def test_recipes_are_those_that_configs_inherit(name: str, recipe: str) -> None:
 
 
 ANSWERS = [a for paper in ROWS.values() for t in paper['tables'].values() for a in t['rows'].values()]
-COMMANDS = {answer['run'] for answer in ANSWERS if isinstance(answer, dict) and 'run' in answer}
+PLANNED = {answer['run'] for answer in ANSWERS if isinstance(answer, dict) and 'run' in answer}  # by find_problems
+COMMANDS = set()
 for readme in ROOT.glob('projects/*/README.md'):
     named = re.findall(r'^(?:\w+=\w+ )?(python -m projects\.[^#\n\\]*?) *(?:#.*)?$', readme.read_text(), re.M)
     COMMANDS |= {command for command in named if 'report --' not in command}  # that of a run of the reader's
 
 
-@pytest.mark.parametrize('command', sorted(COMMANDS))
+@pytest.mark.parametrize('command', sorted(COMMANDS - PLANNED))
 def test_a_command_has_work_to_do_in_a_fresh_checkout(command: str) -> None:
-    """Scripts take the options that the page and the projects' READMEs name, and not all is done already."""
+    """Scripts take the options that the projects' READMEs name, as those of the page, and not all is done already."""
     try:
         assert papers.plan(command)
     except ModuleNotFoundError as error:

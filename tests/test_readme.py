@@ -188,9 +188,8 @@ def test_headings_that_links_name_are_there() -> None:
     assert missing == []
 
 
-def test_every_test_file_has_its_promise() -> None:
-    """On the page that says which promise is held by which file; its links are checked with the others."""
-    page = ROOT / 'tests/README.md'
-    linked = {(page.parent / link).resolve() for link in re.findall(r'\]\(([^)#:\s]+)\)', page.read_text())}
-    tests = {path.resolve() for path in (ROOT / 'tests').rglob('test_*.py') if 'downstream_project' not in path.parts}
-    assert sorted(str(path.relative_to(ROOT)) for path in tests - linked) == [], 'add a row to tests/README.md'
+def test_every_test_file_says_what_it_holds() -> None:
+    """In its first line, by which tests/README.md lists them."""
+    tests = [path for path in (ROOT / 'tests').rglob('test_*.py') if 'downstream_project' not in path.parts]
+    silent = [path for path in tests if not re.match(r'"""[^\n]+\.', path.read_text())]
+    assert silent == [], 'begin the file with a docstring of one line: its promise'
