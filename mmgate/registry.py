@@ -53,8 +53,9 @@ else:
         return Registry(parent.name, parent=parent, scope='mmgate', locations=locations)
 
     MODELS = _child(root.MODELS, 'gated', 'gates', 'backbones', 'speed.matching')
-    DATASETS = _child(root.DATASETS, 'datasets.svhn')
-    TRANSFORMS = _child(root.TRANSFORMS, 'datasets.noise')
+    # Those of projects.
+    DATASETS = _child(root.DATASETS, 'moved')
+    TRANSFORMS = _child(root.TRANSFORMS, 'moved')
     TASK_UTILS = _child(root.TASK_UTILS, 'speed.matching.assigner')
     HOOKS = _child(root.HOOKS, 'analysis.hooks', 'speed.hooks', 'mm.gates_hook')
     OPTIM_WRAPPER_CONSTRUCTORS = _child(root.OPTIM_WRAPPER_CONSTRUCTORS, 'mm.parameter_groups')

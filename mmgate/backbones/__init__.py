@@ -15,7 +15,6 @@ from mmgate.registry import MODELS
 # By file, the package that it is built on, and its backbones.
 FILES = {
     'cswin': ('mmengine', ['AgentCSwin']),
-    'dgvit': ('mmpretrain', ['DGViT']),
     'lvvit': ('mmpretrain', ['LVViT', 'TokenLabelHead']),
     'pvt': ('mmdet', ['AgentPVT', 'LinearPVT', 'LinearPVTv2', 'SAGAPVT', 'SAGAPVTv2']),
     'swin': ('mmdet', ['AgentSwin', 'LinearSwin', 'SAGASwin']),
