@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+# The variable of the environment by which checkpoints may run code.
+TRUST = 'MMGATE_TRUST_CHECKPOINT'
+
 
 def first_line(error: Exception) -> str:
     """Return an exception's class and the first line of its message, as a reason why something was left out."""
@@ -14,6 +17,11 @@ def listed(items: Sequence[str], most: int = 3, *, separator: str = ', ') -> str
     """Return the first items of a list for a message, and the number of the others."""
     others = f' and {len(items) - most} more' if len(items) > most else ''
     return separator.join(items[:most]) + others
+
+
+def full_name(cls: type) -> str:
+    """Return the dotted name of a class with its module, since mmdet and mmseg have classes of equal names."""
+    return f'{cls.__module__}.{cls.__qualname__}'
 
 
 class ConfigError(ValueError):

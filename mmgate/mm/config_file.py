@@ -13,15 +13,15 @@ from mmengine.config import Config, DictAction
 from mmengine.utils import import_modules_from_strings
 
 from mmgate._environment import EITHER, EXTRAS, why_not
-from mmgate.checkpoints.loading import TRUST
-from mmgate.errors import ConfigError
+from mmgate.errors import TRUST, ConfigError
 
 MMPRETRAIN = 'pip install "mmgate[pretrain]" (beside OpenMMLab\'s own packages: mmpretrain==1.2.0)'
 
 
 def config_parser(description: str | None) -> argparse.ArgumentParser:
     """Return an argument parser with the arguments for a config and for changes to it."""
-    parser = argparse.ArgumentParser(description=description)
+    raw = argparse.RawDescriptionHelpFormatter  # keeps the lines of a tool's docstring
+    parser = argparse.ArgumentParser(description=description, formatter_class=raw)
     parser.add_argument('config', help="config file, or 'package::path' of an installed package's config")
     changed = 'override settings: key=value, nested keys by dots, lists as key="[a,b]"'
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help=changed)

@@ -16,12 +16,12 @@ from helpers.image_sets import write_images
 from mmdet.structures.bbox import get_box_tensor
 from mmengine.config import Config
 from mmengine.structures import BaseDataElement
-from options import of_drawing
 from shapes import write_shapes
 from torch import nn
 
 import mmgate
 from mmgate.analysis import loading
+from mmgate.analysis.arguments import drawing_parser
 from mmgate.analysis.figures.maps import seen_part
 from mmgate.analysis.loading import UNTRAINED, load_models
 from mmgate.benchmarks import backbones
@@ -39,7 +39,7 @@ CONFIGS = dict(
 )
 VANILLA_DETR = 'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py'
 
-CLASSIFIERS = ('sdpa_gate/classification/sdpa-gate-vit', 'dgsa/classification/dgvit')
+CLASSIFIERS = ('configs/sdpa_gate/classification/sdpa-gate-vit', 'projects/dgsa/configs/dgvit')
 
 
 @pytest.fixture(scope='module')
@@ -112,7 +112,7 @@ def test_classifiers_have_a_first_token_and_heads(tmp_path: Path) -> None:
         image = np.random.default_rng(number).integers(0, 256, (32, 32, 3), np.uint8)
         cv2.imwrite(str(tmp_path / f'{number}.png'), image)
     given = ['--images', *(str(tmp_path / f'{number}.png') for number in range(4))]
-    gated, signed = (str(ROOT / f'configs/{name}_1xb64-40e_digits.py') for name in CLASSIFIERS)
+    gated, signed = (str(ROOT / f'{name}_1xb64-40e_digits.py') for name in CLASSIFIERS)
     for row in draw('plot_attention_sink', gated, tmp_path / 'sink', *given):
         assert float(row['sink_share']) >= float(row['first_token_share']) > 0
         assert float(row['maximum_activation']) >= float(row['first_token_activation']) > 0
@@ -133,8 +133,7 @@ def test_a_rollout_of_images_in_memory(name: str, tmp_path: Path, monkeypatch: p
     """M-DGSA's Figure 2, through smaller models: DGViT beside ViT, on the data set's first image."""
     write_images(name, tmp_path, monkeypatch)
     ours, vanilla = (
-        str(ROOT / f'configs/{config}_1xb128-100e_{name}.py')
-        for config in ('dgsa/classification/dgvit', 'vanilla/classification/vit')
+        str(ROOT / f'projects/dgsa/configs/{config}_1xb128-100e_{name}.py') for config in ('dgvit', 'vanilla/vit')
     )
     data = f'val_dataloader.dataset.data_root={tmp_path}'
     rows = draw('plot_rollout', ours, tmp_path / 'out', '--against', vanilla, UNTRAINED, '--cfg-options', data)
@@ -329,7 +328,7 @@ def test_images_are_not_flipped_and_true_boxes_lie_on_them(configs: dict[str, st
     cfg, changed = Config.fromfile(configs['detr']), str(tmp_path / 'changed.py')
     pipeline = cfg.val_dataloader.dataset.pipeline
     read, resize, annotations, pack = pipeline
-    args = of_drawing('').parse_args([changed, UNTRAINED, '--out', str(tmp_path), '--max-images', '1'])
+    args = drawing_parser('').parse_args([changed, UNTRAINED, '--out', str(tmp_path), '--max-images', '1'])
     truths = []
     for steps in ([read, resize, annotations], [read, annotations, resize, dict(type='RandomFlip', prob=1.0)]):
         pipeline[:] = [*steps, pack]
@@ -380,7 +379,7 @@ for name in sys.argv[1:]:
         runpy.run_path(f'tools/analysis_tools/{name}.py', run_name='__main__')
     except SystemExit as error:
         print(name, error.code, file=sys.stderr)
-print({'torch', 'mmengine', 'mmgate', 'numpy'} & {*sys.modules}, file=sys.stderr)
+print({'torch', 'mmdet', 'mmcv', 'matplotlib'} & {*sys.modules}, file=sys.stderr)
 """
     names += ['get_flops', 'list_attention', 'benchmark_ops', 'benchmark_training']
     said = run_python('-c', code, *names, cwd=ROOT).stderr.splitlines()

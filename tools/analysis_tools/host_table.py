@@ -12,14 +12,14 @@ from pathlib import Path
 from mmengine.config import Config
 
 import mmgate  # noqa: F401
+from mmgate.adapter import make_gate
 from mmgate.analysis.structure import build_structure, list_attention
 from mmgate.errors import ConfigError
+from mmgate.gate import gate_of_type, registered_gates
 from mmgate.gates.base.deformable import DeformableGate
 from mmgate.gates.base.dense import DenseGate
 from mmgate.gates.base.map import MapGate
-from mmgate.gating import make_gate
 from mmgate.hosts import adapter_for, gates_for
-from mmgate.hosts.table import gate_of_type, registered_gates
 from mmgate.mm import cli
 
 README = Path(__file__).parents[2] / 'configs/README.md'

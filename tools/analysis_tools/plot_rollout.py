@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from options import of_drawing, run
+from mmgate.analysis.arguments import drawing_parser, run
 
 HEADS = 'how much attention each place gets, from the class token where there is one, or in the mean over all queries.'
 ROLLOUT = (
@@ -19,7 +19,7 @@ ROLLOUT = (
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    options = of_drawing(__doc__)
+    options = drawing_parser(__doc__)
     part = 'self-attention over the image, through all layers (default), or the heads of one layer'
     options.add_argument('--part', choices=['image', 'heads'], default='image', help=part)
     options.add_argument('--layer', type=int, default=-1, help='whose heads are drawn (default: the last)')

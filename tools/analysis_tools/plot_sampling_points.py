@@ -14,14 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from options import of_drawing, positive, run
+from mmgate.analysis.arguments import drawing_parser, positive, run
 
 FAR = 0.1  # of the image's longer side: reference points of one query that are further apart are of two objects
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    options = of_drawing(__doc__)
+    options = drawing_parser(__doc__)
     options.add_argument('--part', choices=['decoder', 'encoder'], help='default: the decoder, if there is one')
     options.add_argument('--layer', type=int, default=-1, help='of that part (default: the last)')
     options.add_argument('--top-k', type=positive, default=3, help='queries with the best scores (decoder)')
@@ -39,12 +39,12 @@ def main(argv: list[str]) -> None:
     """Parse arguments, run the models, draw a picture and write a table for each image."""
     args = parser().parse_args(argv)
     import mmgate
+    from mmgate.adapter import gated_modules
     from mmgate.analysis.figures.sampling import draw_sampling
     from mmgate.analysis.loading import class_names, load_models, picture_names, write_csv
     from mmgate.analysis.probes.recording import predict
     from mmgate.analysis.probes.sampling import SamplingPoints, chosen_points, record_sampling
     from mmgate.errors import ConfigError
-    from mmgate.gating import gated_modules
 
     if args.difference and len(args.against) > 1:
         raise ConfigError('--difference is of two models; leave the third away.')

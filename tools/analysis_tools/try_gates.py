@@ -27,8 +27,8 @@ import mmgate  # noqa: F401
 from mmgate.analysis.loading import check_folder, positive, write_csv
 from mmgate.benchmarks.costs import costs_table, first_batch, measure_costs, run_seconds
 from mmgate.errors import ConfigError
+from mmgate.gate import gate_of_type
 from mmgate.gates import PLuGDeformableGate, PLuGGate
-from mmgate.hosts.table import gate_of_type
 from mmgate.mm import cli
 from mmgate.mm.config_file import (
     add_trust_option,

@@ -53,7 +53,7 @@ INTRODUCTION = """# The papers, row by row
 Every table and figure of the five papers. A row links the config that reproduces it with mmgate, or names the command,
 the option, or the reason why there is none. Figures are the papers'; ours are among
 [papers' claims, tried](when_gates_help.md#papers-claims-tried). `python tools/dev/papers.py` writes the page from
-[papers.yml](papers.yml) and `configs/*/metafile.yml`.
+[papers.yml](papers.yml) and the metafiles of configs and projects.
 """
 
 
@@ -64,8 +64,9 @@ def read_rows() -> dict[str, dict[str, Any]]:
 
 def read_models() -> dict[str, dict[str, Any]]:
     """Return the entries of all metafiles by name."""
-    index = yaml.safe_load((ROOT / 'model-index.yml').read_text())
-    entries = [entry for path in index['Import'] for entry in yaml.safe_load((ROOT / path).read_text())['Models']]
+    listed = yaml.safe_load((ROOT / 'model-index.yml').read_text())['Import']
+    paths = [*(ROOT / path for path in listed), *sorted(ROOT.glob('projects/*/metafile.yml'))]
+    entries = [entry for path in paths for entry in yaml.safe_load(path.read_text())['Models']]
     return {entry['Name']: entry for entry in entries}
 
 
@@ -237,8 +238,6 @@ def _load(path: Path) -> ModuleType:
         if str(ROOT) not in sys.path:
             sys.path.insert(0, str(ROOT))
         return importlib.import_module('.'.join(relative.with_suffix('').parts))
-    if str(path.parent) not in sys.path:  # for what scripts of its folder share
-        sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 
 import mmgate.recording
-from mmgate.errors import ConfigError
+from mmgate.adapter import Adapter, host_class, is_off
+from mmgate.errors import ConfigError, full_name
 from mmgate.gate import Gate
 from mmgate.gates.base.map import MapAdapter
-from mmgate.gating import Adapter, host_class, is_off
-from mmgate.hosts.table import full_name
 from mmgate.notes import GATES, Kept, Note, Recording, note
-from mmgate.recording import plain_adapter
+from mmgate.recording import vanilla_adapter
 
 GEOMETRY = 'geometry'
 ACTIVATION = 'activation'
@@ -130,7 +129,7 @@ def _note_geometry(module: nn.Module, args: Any, kwargs: Any, output: Any) -> No
 def _attends(module: nn.Module) -> bool:
     """Return True for a module that attends, of which anything may be noted."""
     gated = isinstance(module, Adapter) or any(isinstance(child, Gate) for child in module.children())
-    return gated or bool(_ATTENTION.search(type(module).__name__)) or plain_adapter(module) is not None
+    return gated or bool(_ATTENTION.search(type(module).__name__)) or vanilla_adapter(module) is not None
 
 
 def _layer(model: nn.Module, path: str) -> str:

@@ -155,7 +155,8 @@ def test_settings_that_changed_are_named(study: Any, tmp_path: Path, change: dic
 
 
 # Those of compare_adapters.py are read by its test.
-STUDIES = sorted(x for x in (ROOT / 'configs/studies').glob('*.py') if not x.stem.startswith('adapt_'))
+FOLDERS = (ROOT / 'configs/studies', *ROOT.glob('projects/*/configs/studies'))
+STUDIES = sorted(x for folder in FOLDERS for x in folder.glob('*.py') if not x.stem.startswith('adapt_'))
 
 OTHER_DATA = ('digits', 'pvt_shapes_256', 'bccd', 'camvid', 'facemask')
 
