@@ -97,6 +97,7 @@ TESTED_BY = {
     'test_swap.py': ('errors.py', 'plan.py'),
     'test_speed/test_matching/test_head.py': ('speed/matching/__init__.py',),
     'test_tools/test_looks.py': (
+        'analysis/arguments.py',
         'analysis/figures/layers.py',
         'benchmarks/backbones.py',
     ),

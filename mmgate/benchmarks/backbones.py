@@ -50,7 +50,7 @@ def backbone(cfg: Config) -> nn.Module:
     if model.get('backbone') is None:
         raise ConfigError(f'{cfg.filename} has no model.backbone.')
     model.backbone.init_cfg = None
-    built: nn.Module = MODELS.build(model) if 'attention' in model else MODELS.build(model.backbone)
+    built: Any = MODELS.build(model) if 'attention' in model else MODELS.build(model.backbone)
     built = getattr(built, 'backbone', built)
     built.init_weights()
     return built
