@@ -92,6 +92,7 @@ TESTED_BY = {
     'test_process.py': ('registry.py',),
     'test_swap.py': ('errors.py',),
     'test_speed/test_matching/test_head.py': ('speed/matching/__init__.py',),
+    'test_tools/test_analysis_tools/test_try_gates.py': ('analysis/trials/page.py', 'benchmarks/gate_trial.py'),
     'test_tools/test_looks.py': (
         'analysis/figures/boxes.py',
         'analysis/figures/layers.py',

@@ -1,21 +1,15 @@
-"""The converters write the layouts that the recipes on real images read, and adapters are compared on them."""
+"""The converters write the layouts that the recipes on real images read."""
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
 import cv2
 import pytest
-import torch
-from conftest import ROOT, needs_mmpretrain, tool
 from helpers.made_data import bccd, camvid, write_facemask, write_segnet, write_voc
-from mmengine.config import Config
 
-from mmgate.analysis.loading import load_model
 from mmgate.errors import ConfigError
-from mmgate.mm import cli
 
 
 @pytest.fixture(scope='module')
@@ -26,65 +20,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     camvid.main([str(write_segnet(root / 'segnet')), str(root / 'data/camvid')])
     write_facemask(root / 'data/facemask')
     return root
-
-
-COMPARISON = """
-config = '{config}'
-checkpoint = 'start.pth'
-gates = [dict(type='{gate}', path='{path}')]
-parts = dict(
-    gates=dict(attention=gates, trains=['gates']),
-    statistics=dict(trains=[], statistics=True))
-rates = dict(default=[1e-3])
-steps = 1
-sweep = dict(train=dict(indices=[0]), test=dict(indices=[0], {held_out}))
-train = dict(two=dict(indices=2))
-tests = dict(there=dict({tested}))
-seeds = [0]
-metric = '{metric}'
-del gates
-"""
-COMPARED = dict(
-    camvid=(
-        'real/camvid/mask2former_lite0_1xb4-1k_camvid-day-160x128.py',
-        dict(
-            gate='PLuGMultiheadAttention',
-            path='decode_head.transformer_decoder.layers.*.self_attn',
-            held_out='',
-            tested="data_prefix=dict(img_path='images/test', seg_map_path='labels/test')",
-            metric='mIoU',
-        ),
-    ),
-    bccd=(
-        'studies/adapt_bccd/model.py',
-        dict(
-            gate='PLuGMultiScaleDeformableAttention',
-            path='encoder.layers.*.self_attn',
-            held_out="ann_file='annotations/train.json'",
-            tested='',
-            metric='coco/bbox_mAP',
-        ),
-    ),
-)
-
-
-@needs_mmpretrain
-@pytest.mark.parametrize('name', ['camvid', pytest.param('bccd', marks=pytest.mark.slow)])
-def test_adapters_are_compared(
-    name: str, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With a real model: it trains, is tested on a part of the images, and the table is printed."""
-    monkeypatch.chdir(data)
-    config = data / f'{name}.py'
-    base, settings = COMPARED[name]
-    config.write_text(f"_base_ = '{ROOT}/configs/{base}'\nmodel = dict(backbone=dict(init_cfg=None))")
-    torch.save(load_model(Config.fromfile(config), 'untrained').model.state_dict(), 'start.pth')
-    Path('study.py').write_text(COMPARISON.format(config=config, **settings))
-    assert cli.main(tool('compare_adapters').main, ['study.py', '--out', f'{name}/results.csv']) == 0
-    rows = list(csv.DictReader(Path(f'{name}/results.csv').read_text().splitlines()))
-    assert [row['stage'] for row in rows] == ['start', 'sweep', 'result', 'sweep', 'result']
-    assert all(0 <= float(row['there']) <= 100 for row in rows if row['stage'] != 'sweep')
-    assert '| statistics | 1 |' in capsys.readouterr().out
 
 
 def test_bccd(data: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Load models and images for the tools that draw attention, and parse the command line that these tools share."""
+"""Load models and images for the tools that draw attention and export models."""
 
 from __future__ import annotations
 
@@ -30,14 +30,13 @@ from mmgate.errors import ConfigError
 from mmgate.mm.config_file import (
     add_trust_option,
     check_checkpoint,
-    config_parser,
     innermost,
     merge_options,
     package_of,
     read_config,
     type_name,
 )
-from mmgate.mm.gate_options import add_gate_options, configured
+from mmgate.mm.gate_options import configured
 from mmgate.mm.load_report import load_weights
 
 UNTRAINED = 'untrained'
@@ -121,20 +120,6 @@ def _still(pipeline: Sequence[Any]) -> list[Any]:
     return sorted(steps, key=lambda step: (type_name(step).startswith('Pack'), type_name(step) == 'LoadAnnotations'))
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return an argument parser with the options that all drawing tools share; a tool adds more to it."""
-    shared = config_parser(description)
-    add_gate_options(shared)
-    add_inputs(shared)
-    beside = 'another model, drawn beside, as often as there are models; --cfg-options are of its config, too, '
-    beside += 'and --gate is of CONFIG alone'
-    pair: Any = dict(nargs=2, metavar=('CONFIG', 'CHECKPOINT'), action='append', default=[])
-    shared.add_argument('--against', help=beside, **pair)
-    shared.add_argument('--device', default='cpu', help='cpu (default) or cuda')
-    shared.add_argument('--out', required=True, help='folder for pictures and CSV files')
-    return shared
-
-
 def add_inputs(parser: argparse.ArgumentParser, *, split: str = 'val', count: int = 8) -> None:
     """Add arguments for a checkpoint and images to a parser; the default is the first ``count`` images of ``split``."""
     parser.add_argument('checkpoint', help=f"checkpoint file or URL; '{UNTRAINED}' for the model as it is initialised")
@@ -155,7 +140,7 @@ def positive(text: str) -> int:
 
 
 def load_models(args: argparse.Namespace, needs: Sequence[str], purpose: str) -> list[LoadedModel]:
-    """Build and return the models that the arguments of :func:`parser` name, set to test on whole images.
+    """Build and return the models that a drawing tool's arguments name, set to test on whole images.
 
     Args:
         args: The parsed command line.

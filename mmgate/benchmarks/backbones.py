@@ -2,20 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import csv
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from mmengine.config import Config
+from mmengine.registry import MODELS, init_default_scope
 from torch import Tensor, nn
 
 from mmgate.analysis.figures.style import COLOURS, legend, panels, save
+from mmgate.errors import ConfigError
+from mmgate.mm.config_file import package_of
 
 from .measure import MODES, Row, interleaved
 
 Accuracy = tuple[float, str]  # accuracy, and family of the model or ''
+
+
+def read_accuracies(path: Path, names: Iterable[str]) -> dict[str, Accuracy]:
+    """Return the accuracies in a CSV file, by the names of the configs.
+
+    Raises:
+        ConfigError: The file cannot be read, lacks a column or one of the ``names``, or has a value that is no number.
+    """
+    try:
+        with path.open(newline='') as file:
+            rows = list(csv.DictReader(file))
+        found = {Path(row['config']).name.removesuffix('.py'): row for row in rows}
+        accuracies = {name: (float(row['accuracy']), row.get('family') or '') for name, row in found.items()}
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f'{path} is no CSV file with columns config and accuracy, a number: {error!r}.') from error
+    missing = [name for name in names if name not in accuracies]
+    if missing:
+        raise ConfigError(f'{path} has no accuracy of {", ".join(missing)}; add a row for each.')
+    return accuracies
+
+
+def backbone(cfg: Config) -> nn.Module:
+    """Return a config's backbone with the gates of its rules, without downloading weights."""
+    init_default_scope(package_of(cfg) or 'mmdet')
+    model = deepcopy(cfg.model)
+    if model.get('backbone') is None:
+        raise ConfigError(f'{cfg.filename} has no model.backbone.')
+    model.backbone.init_cfg = None
+    built: nn.Module = MODELS.build(model) if 'attention' in model else MODELS.build(model.backbone)
+    built = getattr(built, 'backbone', built)
+    built.init_weights()
+    return built
 
 
 def benchmark_models(

@@ -16,12 +16,14 @@ from helpers.image_sets import write_images
 from mmdet.structures.bbox import get_box_tensor
 from mmengine.config import Config
 from mmengine.structures import BaseDataElement
+from options import of_drawing
 from shapes import write_shapes
 from torch import nn
 
 import mmgate
+from mmgate.analysis import loading
 from mmgate.analysis.figures.maps import seen_part
-from mmgate.analysis.loading import UNTRAINED, load_models, parser
+from mmgate.analysis.loading import UNTRAINED, load_models
 from mmgate.benchmarks import backbones
 from mmgate.benchmarks.measure import MODES
 from mmgate.gates import SDPAGate
@@ -224,7 +226,7 @@ def test_efficiency_of_what_rules_gate(configs: dict[str, str], tmp_path: Path) 
     (tmp_path / 'gated.py').write_text(
         f"_base_ = {configs['pvt']!r}\nmodel = dict(type='mmgate.Gated', host='mmdet.MaskRCNN', attention={rule!r})"
     )
-    built = tool('plot_efficiency').backbone(read_config(str(tmp_path / 'gated.py')))
+    built = backbones.backbone(read_config(str(tmp_path / 'gated.py')))
     assert any(isinstance(module, SDPAGate) for module in built.modules())
 
 
@@ -232,7 +234,7 @@ def test_points_on_a_photograph(configs: dict[str, str], tmp_path: Path, monkeyp
     """Every offset is (2, -1) pixels of its level, so the points of the image's middle are known."""
     module, image, (height, width) = tool('plot_sampling_points'), tmp_path / 'photo.jpg', (427, 640)  # as COCO's are
     cv2.imwrite(str(image), np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8))
-    built = module.load_models
+    built = loading.load_models
 
     def known(*args: Any, **options: Any) -> Any:
         found = built(*args, **options)
@@ -241,7 +243,7 @@ def test_points_on_a_photograph(configs: dict[str, str], tmp_path: Path, monkeyp
             attention.sampling_offsets.bias.data.view(-1, 2).copy_(torch.tensor([2.0, -1.0]))
         return found
 
-    monkeypatch.setattr(module, 'load_models', known)
+    monkeypatch.setattr(loading, 'load_models', known)
     module.main([configs['detr'], UNTRAINED, '--images', str(image), '--part', 'encoder', '--out', str(tmp_path)])
     rows = list(csv.DictReader((tmp_path / f'sampling_points_{image.stem}.csv').open()))
     assert len(rows) == 8 * 4 * 4 and (tmp_path / f'sampling_points_{image.stem}.png').stat().st_size > 10_000
@@ -279,7 +281,7 @@ def test_the_difference_that_gates_make(
     assert '0.00% of the attention moved' in capsys.readouterr().out
 
     module = tool('plot_sampling_points')
-    built = module.load_models
+    built = loading.load_models
 
     def drawn(*args: Any, **options: Any) -> Any:
         found = built(*args, **options)
@@ -293,7 +295,7 @@ def test_the_difference_that_gates_make(
             nn.init.normal_(parameter, std=0.5)
         return found
 
-    monkeypatch.setattr(module, 'load_models', drawn)
+    monkeypatch.setattr(loading, 'load_models', drawn)
     options = ['--max-images', '1', '--difference', '--queries', '3']
     tables = []
     for name, against in (('alone', []), ('pair', ['--against', configs['detr'], UNTRAINED])):
@@ -337,7 +339,7 @@ def test_images_are_not_flipped_and_true_boxes_lie_on_them(configs: dict[str, st
     cfg, changed = Config.fromfile(configs['detr']), str(tmp_path / 'changed.py')
     pipeline = cfg.val_dataloader.dataset.pipeline
     read, resize, annotations, pack = pipeline
-    args = parser('').parse_args([changed, UNTRAINED, '--out', str(tmp_path), '--max-images', '1'])
+    args = of_drawing('').parse_args([changed, UNTRAINED, '--out', str(tmp_path), '--max-images', '1'])
     truths = []
     for steps in ([read, resize, annotations], [read, annotations, resize, dict(type='RandomFlip', prob=1.0)]):
         pipeline[:] = [*steps, pack]

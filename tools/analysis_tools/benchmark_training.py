@@ -5,58 +5,58 @@ import sys
 from copy import deepcopy
 from pathlib import Path
 
-import torch
-from mmengine.logging import MMLogger
-
-from mmgate.benchmarks.measure import told, write_csv
-from mmgate.benchmarks.training import LOSS_SCALES, benchmark_training
-from mmgate.mm import cli
-from mmgate.mm.config_file import read_config
-from mmgate.mm.gate_options import add_gate_option, put_gates
-from mmgate.mm.speedups import SPEEDUPS
-from mmgate.training import TRAINS
+from options import TRAINS, add_gate, plain, run
 
 CONFIGS = Path(__file__).parents[2] / 'configs'
 OURS = CONFIGS / 'plug/deformable_detr/plug-deformable-detr-refine_r50_8xb4-50e_coco.py'
 
 
-def main(argv: list[str]) -> None:
-    """Parse arguments, measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = plain(__doc__)
     parser.add_argument('--peer', default='mmdet::deformable_detr/deformable-detr-refine_r50_16xb2-50e_coco.py')
     parser.add_argument('--ours', help="default: PLuG's Deformable DETR, and with --gate the peer's config")
-    add_gate_option(parser)
-    parser.add_argument(
-        '--inference', action='store_true', help='measure predictions, as tools/test.py makes them, not training steps'
-    )
+    add_gate(parser)
+    shown = 'measure predictions, as tools/test.py makes them, not training steps'
+    parser.add_argument('--inference', action='store_true', help=shown)
     parser.add_argument('--op', choices=['ms_deform_attn', 'plug_attention'], default='ms_deform_attn')
     parser.add_argument('--backends', nargs='+', default=['auto'], help="of ours, such as 'mmcv triton'")
-    parser.add_argument(
-        '--speedups',
-        nargs='+',
-        default=[],
-        choices=[*SPEEDUPS, 'all'],
-        help='of ours with the backend that it chooses, one at a time; all but graphs together: all',
-    )
+    shown = "of ours with the backend that it chooses, one at a time, such as 'groups'; all but graphs together: all"
+    parser.add_argument('--speedups', nargs='+', default=[], help=shown)
     parser.add_argument('--train', choices=TRAINS, default='all', help='what of ours trains')
     parser.add_argument('--size', type=int, nargs=2, default=[800, 1333], metavar=('HEIGHT', 'WIDTH'))
     parser.add_argument('--batch', type=int, help='images at a time (default: 2, and 1 with --inference)')
     parser.add_argument('--repetitions', type=int, default=20)
     parser.add_argument('--device', default='cuda')
-    parser.add_argument(
-        '--processor-time', action='store_true', help='of all threads: for a CPU that does other things beside'
-    )
-    parser.add_argument(
-        '--amp', nargs='?', choices=list(LOSS_SCALES), const='float16', help='mixed precision (float16 if not named)'
-    )
+    shown = 'of all threads: for a CPU that does other things beside'
+    parser.add_argument('--processor-time', action='store_true', help=shown)
+    shown = 'mixed precision (float16 if not named)'
+    parser.add_argument('--amp', nargs='?', choices=['float16', 'bfloat16'], const='float16', help=shown)
     parser.add_argument('--tf32', action='store_true', help='float32 products in TF32 on both sides')
     parser.add_argument('--out', type=Path, help='CSV (default: work_dirs/benchmark_training.csv or _inference.csv)')
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    """Parse arguments, measure, print and write."""
+    args = parser().parse_args(argv)
+    import torch
+    from mmengine.logging import MMLogger
+
+    from mmgate.benchmarks.measure import told, write_csv
+    from mmgate.benchmarks.training import benchmark_training
+    from mmgate.mm.config_file import read_config
+    from mmgate.mm.gate_options import put_gates
+    from mmgate.mm.speedups import SPEEDUPS
+
+    unknown = sorted(set(args.speedups) - {*SPEEDUPS, 'all'})
+    if unknown:
+        parser().error(f'--speedups {" ".join(unknown)}: give some of {", ".join(SPEEDUPS)}, or all')
     if args.device.startswith('cuda'):
         if not torch.cuda.is_available():
-            parser.error('torch sees no CUDA device; --device cpu measures there')
+            parser().error('torch sees no CUDA device; --device cpu measures there')
     elif args.amp:
-        parser.error('--amp is for CUDA, mmengine has it nowhere else here')
+        parser().error('--amp is for CUDA, mmengine has it nowhere else here')
     MMLogger.get_current_instance().setLevel('ERROR')
     ours = read_config(args.ours or (args.peer if args.gate else str(OURS)))
     optimizer = deepcopy(ours.get('optim_wrapper'))
@@ -74,4 +74,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == '__main__':
-    sys.exit(cli.main(main))
+    sys.exit(run(parser, main))

@@ -1,27 +1,31 @@
 """Count parameters and multiply-accumulates of a config's model, as papers on attention count them."""
 
+import argparse
 import json
 import sys
 from dataclasses import asdict
 
-from mmengine.logging import MMLogger
+from options import of_gated_config, run
 
-import mmgate  # noqa: F401  (mmgate:: and mmseg:: resolve from here on)
-from mmgate.analysis.complexity import count_config
-from mmgate.mm import cli
-from mmgate.mm.config_file import config_parser
-from mmgate.mm.gate_options import add_gate_options, configured
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = of_gated_config(__doc__)
+    parser.add_argument('--shape', type=int, nargs='+', default=[800, 1280], help='height and width, or one side')
+    parser.add_argument('--json', action='store_true', help='print numbers as JSON')
+    return parser
 
 
 def main(argv: list[str]) -> None:
     """Parse arguments, count and print."""
-    parser = config_parser(__doc__)
-    add_gate_options(parser)
-    parser.add_argument('--shape', type=int, nargs='+', default=[800, 1280], help='height and width, or one side')
-    parser.add_argument('--json', action='store_true', help='print numbers as JSON')
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     if len(args.shape) > 2 or min(args.shape) < 32:
-        parser.error('--shape takes a height and a width, or one side, of 32 pixels or more')
+        parser().error('--shape takes a height and a width, or one side, of 32 pixels or more')
+    from mmengine.logging import MMLogger
+
+    from mmgate.analysis.complexity import count_config
+    from mmgate.mm.gate_options import configured
+
     MMLogger.get_current_instance().setLevel('ERROR')
     height = args.shape[0]
     width = args.shape[-1]
@@ -40,4 +44,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == '__main__':
-    sys.exit(cli.main(main))
+    sys.exit(run(parser, main))

@@ -3,28 +3,28 @@
 Each line ends with a --gate that gates this module and those alike; another type of the line may be written instead.
 """
 
-import argparse
 import logging
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
-from mmengine.logging import MMLogger
+from options import of_gated_config, run
 
-from mmgate.analysis.structure import Attention, build_structure, list_attention, rules_to_paste
-from mmgate.gated import image_size_of
-from mmgate.gates.base.map import IMAGE_SIDE
-from mmgate.mm import cli
-from mmgate.mm.config_file import config_parser
-from mmgate.mm.gate_options import add_gate_options, configured
+parser = partial(of_gated_config, __doc__)
 
 
 def main(argv: list[str]) -> None:
     """Parse arguments and print a table."""
-    parser = config_parser(__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add_gate_options(parser)
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
+    from mmengine.logging import MMLogger
+
+    from mmgate.analysis.structure import build_structure, list_attention, rules_to_paste
+    from mmgate.gated import image_size_of
+    from mmgate.gates.base.map import IMAGE_SIDE
+    from mmgate.mm.gate_options import configured
+
     MMLogger.get_current_instance().setLevel(logging.WARNING)
     cfg = configured(args)
     model = build_structure(cfg)
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
     print_columns([('path', 'class', 'sizes', 'gates that fit', 'to paste'), *(_row(row, texts) for row in listed)])
 
 
-def _row(attention: Attention, texts: Mapping[str, str]) -> tuple[str, ...]:
+def _row(attention: Any, texts: Mapping[str, str]) -> tuple[str, ...]:
     sizes = ', '.join(f'{name}={size}' for name, size in attention.sizes.items())
     gates = f'gated by {attention.gate}' if attention.gate else ', '.join(attention.gates) or '-'
     text = texts.get(attention.path)
@@ -49,4 +49,4 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
 
 
 if __name__ == '__main__':
-    sys.exit(cli.main(main))
+    sys.exit(run(parser, main))

@@ -1,23 +1,29 @@
 """Draw the attention of each agent token on the image."""
 
+import argparse
 import sys
 from pathlib import Path
 
-import numpy as np
+from options import of_drawing, positive, run
 
-import mmgate  # noqa: F401
-from mmgate.analysis.figures.maps import crop_to_image, draw_maps
-from mmgate.analysis.loading import load_models, parser, picture_names, positive, write_csv
-from mmgate.analysis.probes.relevance import agent_maps, agent_rows
-from mmgate.mm import cli
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = of_drawing(__doc__)
+    parser.add_argument('--layer', type=int, default=0, help='which of the agent attentions (default: the first)')
+    parser.add_argument('--agents', type=positive, default=16, help='how many agents to draw, spread over the grid')
+    return parser
 
 
 def main(argv: list[str]) -> None:
     """Parse arguments, run the models, draw a picture for each image and model."""
-    options = parser(__doc__)
-    options.add_argument('--layer', type=int, default=0, help='which of the agent attentions (default: the first)')
-    options.add_argument('--agents', type=positive, default=16, help='how many agents to draw, spread over the grid')
-    args = options.parse_args(argv)
+    args = parser().parse_args(argv)
+    import numpy as np
+
+    from mmgate.analysis.figures.maps import crop_to_image, draw_maps
+    from mmgate.analysis.loading import load_models, picture_names, write_csv
+    from mmgate.analysis.probes.relevance import agent_maps, agent_rows
+
     for loaded in load_models(args, ['agents'], 'A picture of agents'):
         shown = [agent_maps(loaded.model, batch, args.layer) for batch in loaded.inputs(args)]
         names = picture_names(sample.img_path for _, _, sample in shown)
@@ -35,4 +41,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == '__main__':
-    sys.exit(cli.main(main))
+    sys.exit(run(parser, main))

@@ -1,18 +1,21 @@
 """Draw attention sinks, largest activations and the gates' sparsity layer by layer."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
-import mmgate  # noqa: F401
-from mmgate.analysis.figures.layers import draw_sinks
-from mmgate.analysis.loading import load_models, parser, write_csv
-from mmgate.analysis.probes.layers import sinks
-from mmgate.mm import cli
+from options import of_drawing, run
+
+parser = partial(of_drawing, __doc__)
 
 
 def main(argv: list[str]) -> None:
     """Parse arguments, run the models, draw and write the table."""
-    args = parser(__doc__).parse_args(argv)
+    args = parser().parse_args(argv)
+    from mmgate.analysis.figures.layers import draw_sinks
+    from mmgate.analysis.loading import load_models, write_csv
+    from mmgate.analysis.probes.layers import sinks
+
     models = load_models(args, ['attention'], 'A picture of attention sinks')
     found = [(loaded.name, sinks(loaded.model, loaded.inputs(args))) for loaded in models]
     out = draw_sinks(found, Path(args.out) / 'attention_sink.png')
@@ -21,4 +24,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == '__main__':
-    sys.exit(cli.main(main))
+    sys.exit(run(parser, main))

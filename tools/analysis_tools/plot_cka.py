@@ -1,18 +1,21 @@
 """Draw the similarity (CKA) of the layers' attention patterns over images, four or more of one size."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
-import mmgate  # noqa: F401
-from mmgate.analysis.figures.layers import draw_matrices
-from mmgate.analysis.loading import load_models, parser, write_csv
-from mmgate.analysis.probes.cka import attention_cka
-from mmgate.mm import cli
+from options import of_drawing, run
+
+parser = partial(of_drawing, __doc__)
 
 
 def main(argv: list[str]) -> None:
     """Parse arguments, run the models, draw and write the table."""
-    args = parser(__doc__).parse_args(argv)
+    args = parser().parse_args(argv)
+    from mmgate.analysis.figures.layers import draw_matrices
+    from mmgate.analysis.loading import load_models, write_csv
+    from mmgate.analysis.probes.cka import attention_cka
+
     models = load_models(args, ['attention'], 'A picture of CKA')
     found = [(loaded.name, *attention_cka(loaded.model, loaded.inputs(args))) for loaded in models]
     out = draw_matrices(found, Path(args.out) / 'cka.png', label='CKA over images')
@@ -26,4 +29,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == '__main__':
-    sys.exit(cli.main(main))
+    sys.exit(run(parser, main))

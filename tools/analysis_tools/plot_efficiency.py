@@ -6,34 +6,21 @@ Example: plot_efficiency.py VANILLA_CONFIG SAGA_CONFIG --sizes 224 512 1280 --ou
 """
 
 import argparse
-import csv
 import sys
-from collections.abc import Iterable
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
-from mmengine.config import Config
-from mmengine.logging import MMLogger
-from mmengine.registry import MODELS, init_default_scope
-from torch import nn
+from options import add_gate, plain, run
 
-import mmgate  # noqa: F401
-from mmgate.benchmarks.backbones import Accuracy, benchmark_models, draw_curves
-from mmgate.benchmarks.measure import MODES, throughput, told, write_csv
-from mmgate.errors import ConfigError
-from mmgate.mm import cli
-from mmgate.mm.config_file import package_of, read_config
-from mmgate.mm.gate_options import add_gate_option, put_gates
-
+MODES = ('forward', 'forward+backward')
 OPTIONS = ('batch', 'repetitions', 'modes', 'device', 'autocast', 'launches')  # of benchmark_models
 
 
-def main(argv: list[str]) -> None:
-    """Parse arguments, measure, draw, write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = plain(__doc__)
     parser.add_argument('configs', nargs='+', help="config files, or 'package::path'; the first is the peer")
-    add_gate_option(parser)
+    add_gate(parser)
     parser.add_argument('--sizes', type=int, nargs='+', default=[224, 512, 800, 1280], help='sides of square images')
     parser.add_argument('--batch', type=int, default=1, help='images at a time (default %(default)s)')
     parser.add_argument('--modes', nargs='+', choices=MODES, default=MODES[:1], help='each a panel (default: forward)')
@@ -44,56 +31,37 @@ def main(argv: list[str]) -> None:
     found = "CSV of each config's accuracy, columns config (its file's name), accuracy and, to join points, family"
     parser.add_argument('--accuracies', type=Path, help=f'{found}; drawn at the first of --sizes')
     parser.add_argument('--out', required=True, help='folder for picture and CSV')
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    """Parse arguments, measure, draw, write the table."""
+    args = parser().parse_args(argv)
+    from mmengine.logging import MMLogger
+
+    from mmgate.benchmarks import backbones
+    from mmgate.benchmarks.measure import throughput, told, write_csv
+    from mmgate.errors import ConfigError
+    from mmgate.mm.config_file import read_config
+    from mmgate.mm.gate_options import put_gates
+
     if min(args.batch, args.repetitions) < 1 or min(args.sizes) < 32:
         raise ConfigError('--batch and --repetitions take 1 or more, --sizes sides of 32 pixels or more.')
     MMLogger.get_current_instance().setLevel('ERROR')
-    builds = {Path(path).stem: partial(backbone, read_config(path)) for path in args.configs}
+    builds = {Path(path).stem: partial(backbones.backbone, read_config(path)) for path in args.configs}
     if len(builds) < len(args.configs):
         raise ConfigError('two configs have one file name, by which they are told apart; copy one to another name.')
     for path in args.configs if args.gate else ():
         cfg = read_config(path)
         put_gates(cfg, args.gate)
-        builds[f'{Path(path).stem}, gated'] = partial(backbone, cfg)
-    accuracies = read_accuracies(args.accuracies, builds) if args.accuracies else None
+        builds[f'{Path(path).stem}, gated'] = partial(backbones.backbone, cfg)
+    accuracies = backbones.read_accuracies(args.accuracies, builds) if args.accuracies else None
     options = {name: getattr(args, name) for name in OPTIONS}
-    measured = benchmark_models(builds, args.sizes, **options)
+    measured = backbones.benchmark_models(builds, args.sizes, **options)
     shown = (throughput(row, args.batch) if row.metric == 'time' else row for row in measured)
     out = Path(args.out) / 'efficiency.csv'
-    print(draw_curves(write_csv(told(shown), out), out.with_suffix('.png'), accuracies), out)
-
-
-def read_accuracies(path: Path, names: Iterable[str]) -> dict[str, Accuracy]:
-    """Return the accuracies in a CSV file, by the names of the configs.
-
-    Raises:
-        ConfigError: The file cannot be read, lacks a column or one of the ``names``, or has a value that is no number.
-    """
-    try:
-        with path.open(newline='') as file:
-            rows = list(csv.DictReader(file))
-        found = {Path(row['config']).name.removesuffix('.py'): row for row in rows}
-        accuracies = {name: (float(row['accuracy']), row.get('family') or '') for name, row in found.items()}
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f'{path} is no CSV file with columns config and accuracy, a number: {error!r}.') from error
-    missing = [name for name in names if name not in accuracies]
-    if missing:
-        raise ConfigError(f'{path} has no accuracy of {", ".join(missing)}; add a row for each.')
-    return accuracies
-
-
-def backbone(cfg: Config) -> nn.Module:
-    """Return a config's backbone with the gates of its rules, without downloading weights."""
-    init_default_scope(package_of(cfg) or 'mmdet')
-    model = deepcopy(cfg.model)
-    if model.get('backbone') is None:
-        raise ConfigError(f'{cfg.filename} has no model.backbone.')
-    model.backbone.init_cfg = None
-    built: nn.Module = MODELS.build(model) if 'attention' in model else MODELS.build(model.backbone)
-    built = getattr(built, 'backbone', built)
-    built.init_weights()
-    return built
+    print(backbones.draw_curves(write_csv(told(shown), out), out.with_suffix('.png'), accuracies), out)
 
 
 if __name__ == '__main__':
-    sys.exit(cli.main(main))
+    sys.exit(run(parser, main))

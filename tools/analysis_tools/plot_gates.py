@@ -1,19 +1,22 @@
 """Draw a model's gates: mean maps (colours centred on the value that changes nothing), layers, histogram."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
-import mmgate  # noqa: F401
-from mmgate.analysis.figures.gates import draw_gates
-from mmgate.analysis.loading import load_models, parser, write_csv
-from mmgate.analysis.probes.gates import gate_statistics, mean_maps
-from mmgate.mm import cli
-from mmgate.notes import GATES
+from options import of_drawing, run
+
+parser = partial(of_drawing, __doc__)
 
 
 def main(argv: list[str]) -> None:
     """Parse arguments, run the models, draw and write the table."""
-    args = parser(__doc__).parse_args(argv)
+    args = parser().parse_args(argv)
+    from mmgate.analysis.figures.gates import draw_gates
+    from mmgate.analysis.loading import load_models, write_csv
+    from mmgate.analysis.probes.gates import gate_statistics, mean_maps
+    from mmgate.notes import GATES
+
     models = load_models(args, [GATES], 'A picture of gates')
     found = [(loaded.name, gate_statistics(loaded.model, loaded.inputs(args))) for loaded in models]
     out = draw_gates(found, Path(args.out) / 'gates.png')
@@ -23,4 +26,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == '__main__':
-    sys.exit(cli.main(main))
+    sys.exit(run(parser, main))

@@ -1,18 +1,21 @@
 """Draw the rank of the matrix K^T V of linear attentions by layer: mean and spread over heads and images."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
-import mmgate  # noqa: F401
-from mmgate.analysis.figures.layers import draw_ranks
-from mmgate.analysis.loading import load_models, parser, write_csv
-from mmgate.analysis.probes.layers import kv_ranks
-from mmgate.mm import cli
+from options import of_drawing, run
+
+parser = partial(of_drawing, __doc__)
 
 
 def main(argv: list[str]) -> None:
     """Parse arguments, run the models, draw and write the table."""
-    args = parser(__doc__).parse_args(argv)
+    args = parser().parse_args(argv)
+    from mmgate.analysis.figures.layers import draw_ranks
+    from mmgate.analysis.loading import load_models, write_csv
+    from mmgate.analysis.probes.layers import kv_ranks
+
     models = load_models(args, ['kv'], 'A picture of the rank of K^T V')
     found = [(loaded.name, kv_ranks(loaded.model, loaded.inputs(args))) for loaded in models]
     out = draw_ranks(found, Path(args.out) / 'kv_rank.png')
@@ -20,4 +23,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == '__main__':
-    sys.exit(cli.main(main))
+    sys.exit(run(parser, main))

@@ -7,23 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-import mmgate  # noqa: F401
-from mmgate.analysis.figures.maps import crop_to_image, draw_maps, draw_queries
-from mmgate.analysis.loading import LoadedModel, class_names, load_models, parser, picture_names, positive, write_csv
-from mmgate.analysis.probes.recording import best_queries, predict
-from mmgate.analysis.probes.relevance import (
-    decoder_steps,
-    head_maps,
-    head_mean,
-    padded_size,
-    query_relevance,
-    record_maps,
-    relevance_map,
-)
-from mmgate.errors import ConfigError
-from mmgate.mm import cli
+from options import of_drawing, positive, run
 
 PARTS = ('image', 'queries', 'heads')
 HEADS = 'how much attention each place gets, from the class token where there is one, or in the mean over all queries.'
@@ -33,18 +17,26 @@ ROLLOUT = (
 )
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = of_drawing(__doc__)
+    part = 'self-attention over the image (default, if there is any), queries of a dense decoder, heads of one layer'
+    parser.add_argument('--part', choices=PARTS, help=part)
+    parser.add_argument('--top-k', type=positive, default=4, help='queries with the best scores (default 4)')
+    parser.add_argument('--queries', type=int, nargs='+', help='numbers of queries, instead of the best')
+    parser.add_argument('--layer', type=int, default=-1, help='whose heads are drawn (default: the last)')
+    sizes = 'let the sizes of signed weights (M-DGSA) count, so that heads that disagree do not cancel out'
+    parser.add_argument('--absolute', action='store_true', help=sizes)
+    return parser
+
+
 def main(argv: list[str]) -> None:
     """Parse arguments, run the models, draw a picture for each image."""
-    options = parser(__doc__)
-    part = 'self-attention over the image (default, if there is any), queries of a dense decoder, heads of one layer'
-    options.add_argument('--part', choices=PARTS, help=part)
-    options.add_argument('--top-k', type=positive, default=4, help='queries with the best scores (default 4)')
-    options.add_argument('--queries', type=int, nargs='+', help='numbers of queries, instead of the best')
-    options.add_argument('--layer', type=int, default=-1, help='whose heads are drawn (default: the last)')
-    sizes = 'let the sizes of signed weights (M-DGSA) count, so that heads that disagree do not cancel out'
-    options.add_argument('--absolute', action='store_true', help=sizes)
-    args = options.parse_args(argv)
-    shown: dict[str, list[tuple[LoadedModel, Any, Any, str]]] = {}
+    args = parser().parse_args(argv)
+    from mmgate.analysis.figures.maps import draw_maps, draw_queries
+    from mmgate.analysis.loading import class_names, load_models, picture_names, write_csv
+
+    shown: dict[str, list[tuple[Any, Any, Any, str]]] = {}
     for loaded in load_models(args, ['attention'], 'A rollout'):
         for batch in loaded.inputs(args):
             sample, computed, layer = _computed(loaded.model, batch, args)
@@ -68,6 +60,9 @@ def main(argv: list[str]) -> None:
 
 def _part(found: dict[str, Any], size: tuple[int, int]) -> str:
     """Return the first part that this model has."""
+    from mmgate.analysis.probes.relevance import decoder_steps, relevance_map
+    from mmgate.errors import ConfigError
+
     try:
         relevance_map(found, size)
     except ConfigError:
@@ -79,6 +74,16 @@ def _part(found: dict[str, Any], size: tuple[int, int]) -> str:
 
 def _computed(model: Any, batch: dict[str, Any], args: argparse.Namespace) -> tuple[Any, Any, str]:
     """Return the image's data sample, a map ``(h, w)``, those of queries or of heads ``(H, h, w)``, and the layer."""
+    from mmgate.analysis.probes.recording import best_queries, predict
+    from mmgate.analysis.probes.relevance import (
+        head_maps,
+        head_mean,
+        padded_size,
+        query_relevance,
+        record_maps,
+        relevance_map,
+    )
+
     if args.part == 'heads':
         layer, maps, sample = head_maps(model, batch, args.layer)
         return sample, maps, layer
@@ -94,6 +99,8 @@ def _computed(model: Any, batch: dict[str, Any], args: argparse.Namespace) -> tu
 
 def _panels(drawn: Any) -> tuple[int, Any]:
     """Return the number of columns of a picture, and titles and maps; the heads of each model begin below the image."""
+    from mmgate.analysis.figures.maps import crop_to_image
+
     if drawn[0][2].ndim == 2:
         return len(drawn) + 1, [(name, crop_to_image(values, sample)) for name, sample, values in drawn]
     most = max(len(maps) for *_, maps in drawn)
@@ -110,6 +117,10 @@ def _panels(drawn: Any) -> tuple[int, Any]:
 
 
 def _rows(drawn: Any) -> Any:
+    import numpy as np
+
+    from mmgate.analysis.figures.maps import crop_to_image
+
     for name, sample, computed in drawn:
         if not isinstance(computed, np.ndarray):
             parts = [(dict(query=x.number, label=x.label, score=x.score), 'relevance', x.relevance) for x in computed]
@@ -124,4 +135,4 @@ def _rows(drawn: Any) -> Any:
 
 
 if __name__ == '__main__':
-    sys.exit(cli.main(main))
+    sys.exit(run(parser, main))

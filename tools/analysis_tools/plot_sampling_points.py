@@ -15,46 +15,42 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmengine.logging import print_log
-
-import mmgate
-from mmgate.analysis.figures.sampling import draw_difference, draw_sampling
-from mmgate.analysis.loading import LoadedModel, class_names, load_models, parser, picture_names, positive, write_csv
-from mmgate.analysis.probes.recording import predict
-from mmgate.analysis.probes.sampling import (
-    SamplingPoints,
-    chosen_points,
-    compare_points,
-    record_sampling,
-)
-from mmgate.errors import ConfigError
-from mmgate.gating import gated_modules
-from mmgate.mm import cli
+from options import of_drawing, positive, run
 
 FAR = 0.1  # of the image's longer side: reference points of one query that are further apart are of two objects
-Shown = dict[str, list[tuple[str, SamplingPoints, Any]]]  # by image: model, its points, the data sample
+Drawn = list[tuple[str, Any, Any]]  # model, its points, the data sample
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = of_drawing(__doc__)
+    parser.add_argument('--part', choices=['decoder', 'encoder'], help='default: the decoder, if there is one')
+    parser.add_argument('--layer', type=int, default=-1, help='of that part (default: the last)')
+    parser.add_argument('--top-k', type=positive, default=3, help='queries with the best scores (decoder)')
+    parser.add_argument('--queries', type=int, nargs='+', help='their numbers, instead of the best (decoder)')
+    middle = 'encoder: pixel of the image (default: its middle)'
+    parser.add_argument('--pixel', type=float, nargs=2, metavar=('X', 'Y'), help=middle)
+    level = 'decoder: the points of this level alone; encoder: level of the query (default 0); 0 is the finest'
+    parser.add_argument('--level', type=int, help=level)
+    gain = 'weights that points gain and lose against the model of --against, or without it against the same model '
+    parser.add_argument('--difference', action='store_true', help=gain + 'with its gates switched off')
+    return parser
 
 
 def main(argv: list[str]) -> None:
     """Parse arguments, run the models, draw a picture and write a table for each image."""
-    options = parser(__doc__)
-    options.formatter_class = argparse.RawDescriptionHelpFormatter
-    options.add_argument('--part', choices=['decoder', 'encoder'], help='default: the decoder, if there is one')
-    options.add_argument('--layer', type=int, default=-1, help='of that part (default: the last)')
-    options.add_argument('--top-k', type=positive, default=3, help='queries with the best scores (decoder)')
-    options.add_argument('--queries', type=int, nargs='+', help='their numbers, instead of the best (decoder)')
-    middle = 'encoder: pixel of the image (default: its middle)'
-    options.add_argument('--pixel', type=float, nargs=2, metavar=('X', 'Y'), help=middle)
-    level = 'decoder: the points of this level alone; encoder: level of the query (default 0); 0 is the finest'
-    options.add_argument('--level', type=int, help=level)
-    gain = 'weights that points gain and lose against the model of --against, or without it against the same model '
-    options.add_argument('--difference', action='store_true', help=gain + 'with its gates switched off')
-    args = options.parse_args(argv)
+    args = parser().parse_args(argv)
+    from mmgate.analysis.figures.sampling import draw_sampling
+    from mmgate.analysis.loading import class_names, load_models, picture_names, write_csv
+    from mmgate.analysis.probes.recording import predict
+    from mmgate.analysis.probes.sampling import chosen_points, record_sampling
+    from mmgate.errors import ConfigError
+
     if args.difference and len(args.against) > 1:
         raise ConfigError('--difference is of two models; leave the third away.')
     if args.difference and args.level is not None and args.part != 'encoder':
         raise ConfigError('--difference is of a decoder on all levels; leave --level away, or give --part encoder.')
-    shown: Shown = {}
+    shown: dict[str, Drawn] = {}
     classes = {}
     chosen = {name: getattr(args, name) for name in ('part', 'layer', 'top_k', 'queries', 'pixel', 'level')}
     models = load_models(args, ['locations'], 'A picture of sampling points')
@@ -79,14 +75,16 @@ def main(argv: list[str]) -> None:
         print(out, write_csv(out.with_suffix('.csv'), rows))
 
 
-def _runs(
-    models: list[LoadedModel], difference: bool
-) -> Iterator[tuple[str, LoadedModel, Callable[[], AbstractContextManager[None]]]]:
+def _runs(models: list[Any], difference: bool) -> Iterator[tuple[str, Any, Callable[[], AbstractContextManager[None]]]]:
     """Yield the title of each run over the images, its model, and a context to run it in.
 
     Raises:
         ConfigError: A difference is asked for of one model, which has no gates.
     """
+    import mmgate
+    from mmgate.errors import ConfigError
+    from mmgate.gating import gated_modules
+
     alone = difference and len(models) == 1
     if alone and not any(True for _ in gated_modules(models[0].model)):
         raise ConfigError(f'{models[0].name} has no gates to switch off; give --against CONFIG CHECKPOINT.')
@@ -96,7 +94,13 @@ def _runs(
             yield f'{loaded.name}, gates off', loaded, partial(mmgate.gates_disabled, loaded.model)
 
 
-def _draw_difference(drawn: list[tuple[str, SamplingPoints, Any]], out: Path, of_two: bool) -> None:
+def _draw_difference(drawn: Drawn, out: Path, of_two: bool) -> None:
+    from mmengine.logging import print_log
+
+    from mmgate.analysis.figures.sampling import draw_difference
+    from mmgate.analysis.loading import write_csv
+    from mmgate.analysis.probes.sampling import compare_points
+
     (title, after, sample), (other, before, _) = drawn
     change = compare_points(before, after)
     if change.apart > FAR * max(sample.ori_shape[:2]):
@@ -114,4 +118,4 @@ def _draw_difference(drawn: list[tuple[str, SamplingPoints, Any]], out: Path, of
 
 
 if __name__ == '__main__':
-    sys.exit(cli.main(main))
+    sys.exit(run(parser, main))
