@@ -16,6 +16,11 @@ def listed(items: Sequence[str], most: int = 3, *, separator: str = ', ') -> str
     return separator.join(items[:most]) + others
 
 
+def full_name(cls: type) -> str:
+    """Return the dotted name of a class with its module, since mmdet and mmseg have classes of equal names."""
+    return f'{cls.__module__}.{cls.__qualname__}'
+
+
 class ConfigError(ValueError):
     """Error: the user's input is wrong; the message names the fault, the expected input and the remedy."""
 

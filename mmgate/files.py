@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmgate.adapter import gated_modules
 from mmgate.checkpoints.gates_file import GatesFile, checksum, read_gates, write_gates
 from mmgate.errors import ConfigError, listed
 from mmgate.gate import Gate
 from mmgate.gates.base.map import IMAGE_SIDE
-from mmgate.gating import gated_modules
 from mmgate.hosts.around import needs_image_size
 from mmgate.hosts.table import adapter_for
 from mmgate.registry import MODELS
@@ -169,7 +169,7 @@ def _places(model: nn.Module) -> dict[str, Rule]:
     places = {}
     for name, module in gated_modules(model):
         record = module.gating
-        path = f'.{without_wrappers(name)}'.removesuffix(f'.{without_wrappers(record.child)}')[1:]
+        path = record.chosen_name(without_wrappers(name))
         described = _described(record.rule)
         map_size = getattr(module.gates()[0], 'map_size', None)
         # The map in pre-training, which another model may not tell.

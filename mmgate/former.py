@@ -12,7 +12,7 @@ NOTED = 'mmgate.note(self, name, value) where the value is computed'
 # By the name of a declaration that is no longer read, what is written instead.
 OF_GATES = {
     'reset_gate': 'reset',
-    'two_streams': "refuse_to_split(sizes, 'splits heads into two streams') in the constructor",
+    'two_streams': "refuse_to_split(sizes, 'splits heads in two') in the constructor",
     'adds_queries': "refuse_to_split(sizes, 'adds a second set of queries') in the constructor",
     'adds_to_queries': 'self.scaled(...) around what attend adds to the queries',
     'attends_twice': 'refuse_to_split(sizes, ...) in the constructor',

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from mmgate._environment import log
+from mmgate.adapter import is_quantised
 from mmgate.errors import ConfigError, listed
 from mmgate.gate import gates_hidden
-from mmgate.gating import is_quantised
 from mmgate.wrappers import named_parts, unwrap_model
 
 # The number of modules that the warning names.
@@ -44,18 +44,19 @@ def frozen_in_training(model: nn.Module, modules: Mapping[str, nn.Module]) -> li
     """
     modes = [(module, module.training) for module in model.modules()]
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    # Not by a method that train_only_gates has set on the model, which warns once.
-    type(model).train(model)
-    frozen = [name for name, module in modules.items() if _is_frozen(module)] if _trains(model) else []
-    # Some layers derive weights for evaluation here.
-    for module, mode in modes:
-        if module.training and not mode:
-            module.train(False)
-    for module, mode in modes:
-        module.training = mode
-    for parameter, flag in flags:
-        parameter.requires_grad_(flag)
-    return frozen
+    try:
+        # Not by a method that train_only_gates has set on the model, which warns once.
+        type(model).train(model)
+        return [name for name, module in modules.items() if _is_frozen(module)] if _trains(model) else []
+    finally:
+        # Some layers derive weights for evaluation here.
+        for module, mode in modes:
+            if module.training and not mode:
+                module.train(False)
+        for module, mode in modes:
+            module.training = mode
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
 
 
 def warn_of_frozen(model: nn.Module, names: Sequence[str]) -> None:

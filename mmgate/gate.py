@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
 from mmgate.former import OF_GATES, refuse_former
+from mmgate.registry import MODELS
 from mmgate.wrappers import name_in_states
 
 # The name of the child by which a gated module computes its gate.
@@ -52,7 +53,7 @@ class Sizes:
             empty if gates do.
         over_channels: True if the channels of a head attend to each other, not the tokens.
         shifted: True if the host shifts its windows over the map.
-        map_size: Height and width of the map that the host sees at the image size which the model around it keeps;
+        host_map: Height and width of the map that the host sees at the image size which the model around it keeps;
             None if it keeps none.
         stride: Pixels of an image, along a side, for each token of the map; None if the model does not tell.
         class_tokens: Number of tokens before the map's: a class token, registers.
@@ -72,7 +73,7 @@ class Sizes:
     no_gate: str = ''
     over_channels: bool = False
     shifted: bool = False
-    map_size: tuple[int, int] | None = None
+    host_map: tuple[int, int] | None = None
     stride: int | None = None
     class_tokens: int = 0
 
@@ -117,7 +118,7 @@ class Gate(nn.Module):
             None.
         backend: Backend of the operator that is asked for.
         loaded: True once a state dict has filled any parameter of the gate. No initialisation then draws it anew.
-        drawn_as: Name of the random stream that the gate was last drawn from.
+        stream: Name of the random stream that the gate was last drawn from.
     """
 
     undecayed: tuple[str, ...] = ()
@@ -125,7 +126,7 @@ class Gate(nn.Module):
     operator: str | None = None
     backend = 'auto'
     loaded = False
-    drawn_as = ''
+    stream = ''
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -155,7 +156,7 @@ class Gate(nn.Module):
         before = any(parameter.is_meta for parameter in self.parameters())
         super()._apply(*args, **kwargs)
         if before and not any(parameter.is_meta for parameter in self.parameters()):
-            draw_gate(self.drawn_as, self)
+            initialise_gate(self.stream, self)
         return self
 
     def split_heads(self, x: Tensor) -> Tensor:
@@ -182,7 +183,7 @@ def refuse_to_split(sizes: Sizes, how: str) -> None:
 
     Args:
         sizes: Sizes of the host's attention.
-        how: Words for the message, such as ``'splits heads into two streams'``.
+        how: Words for the message, such as ``'splits heads in two'``.
     """
     if sizes.whole_heads:
         raise ConfigError(f'the gate {how}, but {sizes.whole_heads}.')
@@ -222,16 +223,34 @@ def gate_classes(base: type[Gate] = Gate) -> Iterator[type[Gate]]:
         yield from gate_classes(derived)
 
 
-def gate_options(gate: type) -> dict[str, inspect.Parameter]:
-    """Return the options that a rule may set for a gate: its keyword-only arguments and those of its bases."""
+def gate_options(rule_type: Any) -> dict[str, inspect.Parameter]:
+    """Return the options that a rule of a type may set: keyword-only arguments of its gate and of that one's bases."""
     found: dict[str, inspect.Parameter] = {}
-    for cls in gate.__mro__:
+    for cls in (gate_of_type(rule_type) or rule_type).__mro__:
         if '__init__' in vars(cls):
             taken = inspect.signature(cls).parameters
             found = {**{name: one for name, one in taken.items() if one.kind is one.KEYWORD_ONLY}, **found}
             if all(one.kind is not one.VAR_KEYWORD for one in taken.values()):
                 break
     return found
+
+
+def gate_of_type(rule_type: Any) -> type[Gate] | None:
+    """Return the class of the gate that a rule's ``type`` says, or None if the type has no gate.
+
+    Args:
+        rule_type: A gate's class, or a registered function or class that builds attention with a gate, whose
+            ``gate_type`` is the class of that gate.
+    """
+    found = getattr(rule_type, 'gate_type', rule_type)
+    return found if inspect.isclass(found) and issubclass(found, Gate) else None
+
+
+def registered_gates() -> Iterator[Any]:
+    """Yield what is registered and may be a rule's ``type``: gates, and functions that build attention with one."""
+    for registered in MODELS.module_dict.values():
+        if gate_of_type(registered) is not None:
+            yield registered
 
 
 def is_gate_key(key: str) -> bool:
@@ -252,14 +271,14 @@ def undecayed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
                 yield f'{prefix}.{name}'.lstrip('.'), parameter
 
 
-def draw_gate(name: str, gate: Gate) -> None:
+def initialise_gate(name: str, gate: Gate) -> None:
     """Initialise a gate from a random stream that depends on its name, unless a state dict has filled it.
 
     It is drawn on the CPU, so that the numbers are the same on every device.
     """
     if gate.loaded:
         return
-    gate.drawn_as = name
+    gate.stream = name
     device = next((parameter.device for parameter in gate.parameters()), None)
     with random_stream(name):
         if device is None or device.type in ('cpu', 'meta'):
@@ -269,11 +288,11 @@ def draw_gate(name: str, gate: Gate) -> None:
             gate.to(device)
 
 
-def draw_gates(name: str, gates: nn.Module) -> None:
+def initialise_gates(name: str, gates: nn.Module) -> None:
     """Initialise the gates in a module, each from the random stream of a name and its own name in the module."""
     for inner, part in gates.named_modules():
         if isinstance(part, Gate):
-            draw_gate(f'{name}.{inner}', part)
+            initialise_gate(f'{name}.{inner}', part)
 
 
 @contextmanager

@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from mmgate.gating import Adapter, host_class, record_of
-from mmgate.hosts.table import adapter_for, full_name, gate_of_type, gates_for, held_attention
+from mmgate.adapter import Adapter, host_class, record_of
+from mmgate.errors import full_name
+from mmgate.gate import gate_of_type
+from mmgate.hosts.table import adapter_for, gates_for, held_attention
 from mmgate.wrappers import named_parts, own_model
 
 # The names that packages give to the sizes of attention.
@@ -31,7 +33,7 @@ def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     hosts: list[str] = []
     for name, module in named_parts(model):
         is_host = isinstance(module, Adapter) or bool(gates_for(module))
-        if name in held or not (is_host or is_called_attention(module)):
+        if name in held or not (is_host or looks_like_attention(module)):
             continue
         # transformers' deformable attention holds its operator as a module.
         inner = any(name.startswith(f'{host}.') for host in hosts) and next(module.parameters(), None) is None
@@ -49,7 +51,7 @@ def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield name, module
 
 
-def is_called_attention(module: nn.Module) -> bool:
+def looks_like_attention(module: nn.Module) -> bool:
     """Return True if the name of a module's class ends as those of attention do."""
     return re.search(r'Attention$|Attn$|MSA$', type(module).__name__) is not None
 
@@ -118,12 +120,12 @@ def names_of_gates(attention: nn.Module) -> str:
 
 
 def _was_chosen(module: nn.Module) -> bool:
-    """Return True if a rule named a gated module itself rather than a wrapper around it."""
+    """Return True if a rule named a gated module itself rather than the module that holds it."""
     record = record_of(module)
     return record is not None and not record.child
 
 
-def inventory(model: nn.Module) -> str:
+def attention_in_words(model: nn.Module) -> str:
     """Return lines for an error message: each attention of a model with its class, and its gate or gates that fit."""
     lines = []
     for name, module in attention_modules(model):

@@ -107,7 +107,7 @@ def note(
 
 
 @outside_graphs
-def noted(owner: nn.Module, name: str, compute: Callable[[], Result]) -> tuple[Result, Tensor | None]:
+def with_note(owner: nn.Module, name: str, compute: Callable[[], Result]) -> tuple[Result, Tensor | None]:
     """Compute something; return it, and what ``owner`` noted by this name meanwhile, with its graph, or None.
 
     Attention returns its weights by this, also inside a compiled graph.

@@ -16,16 +16,17 @@ from typing import Any
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from mmgate.adapter import RECORD, Adapter, Record, host_class, is_off, make_gate
 from mmgate.errors import ConfigError
 from mmgate.gate import CHILD, Gate
 from mmgate.gates.base.deformable import DeformableGate
 from mmgate.gates.base.dense import DenseGate
-from mmgate.gating import RECORD, Adapter, Record, gated_class, host_class, is_off, make_gate
+from mmgate.gating import gated_class
 from mmgate.hosts.table import adapter_for
 from mmgate.notes import POINTS, WEIGHTS, Kept, Note, Recorder, Recording, in_graph, recording_by
 
 # By kind of attention without a gate, what it notes.
-PLAIN: dict[type[Gate], tuple[str, ...]] = {DeformableGate: POINTS, DenseGate: WEIGHTS}
+VANILLA: dict[type[Gate], tuple[str, ...]] = {DeformableGate: POINTS, DenseGate: WEIGHTS}
 FORWARD = 'forward'
 _lock = Lock()
 
@@ -86,12 +87,12 @@ def record(
         yield recorder.recording
 
 
-def plain_adapter(module: nn.Module) -> tuple[type[Gate], type[Adapter]] | None:
+def vanilla_adapter(module: nn.Module) -> tuple[type[Gate], type[Adapter]] | None:
     """Return the kind and the adapter with which attention without a gate, or whose gate is off, can be recorded."""
     if _is_on(module):
         return None
     vanilla = _as_vanilla(module)
-    for kind in PLAIN:
+    for kind in VANILLA:
         found = adapter_for(kind, vanilla)
         if found is not None and not found[1]:
             return kind, found[0]
@@ -114,9 +115,9 @@ def _as_vanilla(module: nn.Module) -> nn.Module:
         return module
     cls: Any = host_class(module)
     vanilla = cls.__new__(cls)
-    state = {name: value for name, value in vars(module).items() if name not in (RECORD, 'switch')}
+    state = {name: value for name, value in vars(module).items() if name != RECORD}
     state['_modules'] = {name: child for name, child in module._modules.items() if name != CHILD}
-    vars(vanilla).update({**state, **module.gating.hidden})
+    vars(vanilla).update({**state, **module.gating.replaced})
     return vanilla
 
 
@@ -127,7 +128,7 @@ class _NoFastPath(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Plain:
+class _Vanilla:
     """Method of a vanilla attention, for the time of a recording, that calls its adapter's ``forward`` instead.
 
     It does so in threads that record; in others it calls the class's own.
@@ -164,26 +165,26 @@ class _Plain:
                     del vars(self.module)[FORWARD]
 
 
-def _installed(module: nn.Module, names: set[str] | None) -> _Plain | None:
+def _installed(module: nn.Module, names: set[str] | None) -> _Vanilla | None:
     """Let a vanilla attention be recorded in this thread; None if nothing of it is wanted, or nothing can be."""
     with _lock:
         plain = vars(module).get(FORWARD)
         # transformers leaves a class's own method on the instance, which changes nothing.
         if plain is None or plain == MethodType(type(module).forward, module):
-            plain = _plain(module, names)
-        if not isinstance(plain, _Plain):
+            plain = _vanilla_method(module, names)
+        if not isinstance(plain, _Vanilla):
             return None
         plain.threads.append(get_ident())
         vars(module)[FORWARD] = plain
         return plain
 
 
-def _plain(module: nn.Module, names: set[str] | None) -> _Plain | None:
-    found = plain_adapter(module)
-    if found is None or not (names is None or names & {*PLAIN[found[0]]}):
+def _vanilla_method(module: nn.Module, names: set[str] | None) -> _Vanilla | None:
+    found = vanilla_adapter(module)
+    if found is None or not (names is None or names & {*VANILLA[found[0]]}):
         return None
     kind, adapter = found
     try:
-        return _Plain(module, adapter, make_gate(adapter, _as_vanilla(module), kind))
+        return _Vanilla(module, adapter, make_gate(adapter, _as_vanilla(module), kind))
     except ConfigError:
         return None

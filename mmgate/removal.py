@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from mmgate._environment import log
+from mmgate.adapter import gated_modules
 from mmgate.errors import ConfigError, listed
-from mmgate.gating import gated_modules, gates_off, refuse_removal, remove_gate
+from mmgate.gating import gates_off, refuse_removal, remove_gate
 from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.start import forget_initialisation
 from mmgate.wrappers import own_model, without_wrappers
@@ -25,10 +26,10 @@ OLDEST = (2, 7)
 def restore_attention(model: nn.Module) -> list[str]:
     """Make a gated model vanilla again: remove its gates; all other parameters keep their trained values.
 
-    A warning names the parameters of the host that rested while it was gated and that no checkpoint has filled.
+    A warning names the unused parameters of hosts that no checkpoint has filled.
 
     Returns:
-        The names of the modules, as :func:`swap_attention` returned them; none if nothing is gated.
+        The names of the modules that rules chose, one for each that layers share; none if nothing is gated.
 
     Raises:
         ConfigError: Something was put around a gated module after its gating (FSDP, a parametrization, a replaced
@@ -47,12 +48,12 @@ def restore_attention(model: nn.Module) -> list[str]:
     names = []
     for name, module in gated:
         lacking += [f'{name}.{one}' for one in module.gating.lacks]
-        names.append(without_wrappers(module.gating.chosen_name(name)))
+        names.append(module.gating.chosen_name(without_wrappers(name)))
         remove_gate(module)
     switch_nested_tensors(model)
     if lacking:
         log(
-            f'mmgate: no checkpoint has filled {listed(lacking)}, which rested while gates replaced them: they are as '
+            f'mmgate: no checkpoint has filled {listed(lacking)}, which gates have replaced: they are as '
             'the model was initialised.',
             logging.WARNING,
         )

@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from mmgate.errors import ConfigError, OptionError
+from mmgate.errors import ConfigError, OptionError, full_name
 from mmgate.former import refuse_former_options
-from mmgate.gate import Gate, gate_options
+from mmgate.gate import Gate, gate_of_type, gate_options, registered_gates
 from mmgate.gates.base.map import MapGate
-from mmgate.hosts.table import full_name, gate_of_type, has_hosts, registered_gates
 from mmgate.moved import how_to_import
 from mmgate.registry import MODELS
 
@@ -33,27 +32,30 @@ class Rule:
 
     Attributes:
         where: Name of the rule in messages, such as ``attention[0]``.
-        paths: Patterns of the modules' names, see :func:`path_regex`.
+        patterns: Patterns of the modules' names, with their regular expressions, see :func:`path_regex`.
         gate: Class of the gate that the rule's ``type`` says.
         options: Options of the gate.
         given: The rule as the config has it.
     """
 
     where: str
-    paths: tuple[str, ...]
+    patterns: Mapping[str, re.Pattern[str]]
     gate: type[Gate]
     options: Mapping[str, Any]
     given: Mapping[str, Any]
 
-    @property
-    def claim(self) -> str:
-        """The rule in the words of a message about two rules."""
+    def __str__(self) -> str:
         return f'{self.where} (path={self.given["path"]!r}, type={self.name!r})'
 
     @property
     def name(self) -> str:
         """The rule's ``type`` in the words of a message."""
         return name_of_type(self.given)
+
+    @property
+    def gate_and_options(self) -> tuple[object, object]:
+        """The type and the options of its gates; equal for equal gates."""
+        return self.gate, self.options
 
 
 def parse_rules(rules: Rules) -> list[Rule]:
@@ -68,7 +70,8 @@ def parse_rules(rules: Rules) -> list[Rule]:
         where = f'attention[{number}]'
         gate, options = _gate_and_options(rule, where)
         paths = (rule['path'],) if isinstance(rule['path'], str) else tuple(rule['path'])
-        parsed.append(Rule(where, paths, gate, options, dict(rule)))
+        patterns = {path: path_regex(path) for path in paths}
+        parsed.append(Rule(where, patterns, gate, options, dict(rule)))
     return parsed
 
 
@@ -130,10 +133,9 @@ def gate_named(named: Any, where: str) -> type[Gate]:
             'custom_imports.imports=my_project.attention.'
         )
     gate = gate_of_type(rule_type)
-    if gate is None or not has_hosts(gate):
-        raise OptionError(
-            f'{where}: {full_name(rule_type)} is not a gate: it has no adapter for any host; see mmgate.adapts.'
-        )
+    if gate is None:
+        said = full_name(rule_type) if isinstance(rule_type, type) else repr(rule_type)
+        raise OptionError(f'{where}: {said} is not a gate, a subclass of mmgate.Gate with hosts by mmgate.adapts.')
     return gate
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from mmgate.gate import draw_gate, gates_hidden
-from mmgate.gating import Adapter, gated_modules
+from mmgate.adapter import Adapter, gated_modules
+from mmgate.gate import gates_hidden, initialise_gate
 
 
 def initialise_gates_last(model: nn.Module) -> None:
@@ -50,13 +50,13 @@ def _init_weights(model: Any, own: Any, *args: Any, **kwargs: Any) -> None:
     if again:
         return
     for _, module in gated_modules(model):
-        draw_again(module)
+        initialise_again(module)
     # A gates file may also hold parameters of the host, which has just drawn them anew.
     if 'after_init_weights' in vars(model):
         vars(model)['after_init_weights']()
 
 
-def draw_again(module: Adapter) -> None:
+def initialise_again(module: Adapter) -> None:
     """Initialise the gates of a gated module that no state dict has filled, from the streams that they had at first."""
     for gate in module.gates():
-        draw_gate(gate.drawn_as, gate)
+        initialise_gate(gate.stream, gate)

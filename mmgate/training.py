@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-import re
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from mmgate._environment import log
+from mmgate.adapter import gated_modules
 from mmgate.errors import ConfigError
 from mmgate.frozen import averaged_copies
 from mmgate.gate import Gate, named_gate_parameters
-from mmgate.gating import gated_modules
+from mmgate.listing import looks_like_attention
 from mmgate.wrappers import unwrap_model, without_wrappers
 
 TRAINS = ('gates', 'attention', 'all')
@@ -142,7 +142,7 @@ def _rest(model: Any, mode: bool) -> nn.Module:
             # Heads and detectors look at their mode to know if they train, so that it stays. Dropout layers and batch
             # norms are leaves; attention may drop weights by a function.
             drops = not any(True for _ in module.children())
-            drops = drops or re.search(r'Attention$|Attn$|MSA$', type(module).__name__) is not None
+            drops = drops or looks_like_attention(module)
             if (drops and id(module) not in gated) or getattr(module, 'running_mean', None) is not None:
                 # The attribute, as eval() would reach a gate inside.
                 module.training = False

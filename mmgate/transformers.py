@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import nn
 
+from mmgate.adapter import gated_modules
 from mmgate.errors import OptionError
 from mmgate.gate import Gate
-from mmgate.gating import gated_modules
 from mmgate.rules import Rules
-from mmgate.start import draw_again
+from mmgate.start import initialise_again
 from mmgate.swap import swap_attention
 
 
@@ -57,4 +57,4 @@ def _start_gates(model: nn.Module, missing: set[str]) -> None:
         if isinstance(module, Gate):
             module.loaded = not missing & own
     for _, module in gated_modules(model):
-        draw_again(module)
+        initialise_again(module)

@@ -24,9 +24,9 @@ from torch import nn
 
 from mmgate import restore_attention
 from mmgate._environment import available
+from mmgate.adapter import gated_modules
 from mmgate.analysis.structure import build_structure
 from mmgate.gate import Gate, named_gate_parameters, undecayed_parameters
-from mmgate.gating import gated_modules
 
 NAMES = [str(path.relative_to(ROOT / 'configs')) for path in CONFIGS]
 METADATA = {model['Config'].removeprefix('configs/'): model['Metadata'] for model in MODELS}

@@ -18,9 +18,9 @@ from torch.optim.swa_utils import AveragedModel
 
 import mmgate
 from mmgate import frozen
+from mmgate.adapter import unused_names
 from mmgate.backbones.swin import SAGASwin
 from mmgate.errors import ConfigError
-from mmgate.gating import unused_names
 from mmgate.registry import MODELS
 
 AGENT = dict(type='AgentAttention', agent_num=4, map_size=(8, 8))
@@ -212,6 +212,19 @@ def test_what_a_layer_derives_for_evaluation_outlives_the_question(logged: list[
     model = nn.ModuleDict(dict(first=Derives(), second=Net())).eval()
     mmgate.swap_attention(model, dict(PLUG, path='second.backbone.attn'))
     assert torch.equal(model['first'].derived, torch.full((3,), 2.0)) and not model.training and not logged
+
+
+def test_a_model_whose_train_raises_stays_as_it_is() -> None:
+    class Refuses(nn.Module):
+        def train(self, mode: bool = True) -> Any:
+            if mode:
+                raise RuntimeError('no training here')
+            return super().train(mode)
+
+    model = nn.ModuleDict(dict(first=nn.Dropout(), second=Net(), third=Refuses())).eval()
+    with pytest.raises(RuntimeError, match='no training here'):
+        mmgate.swap_attention(model, dict(PLUG, path='second.backbone.attn'))
+    assert not any(part.training for part in model.modules()) and not mmgate.gate_parameters(model)
 
 
 def test_what_a_part_in_eval_mode_derives_outlives_the_question_in_training(logged: list[str]) -> None:

@@ -33,9 +33,9 @@ from torch.utils.checkpoint import checkpoint
 
 from mmgate import adapts, gate_parameters, gates_disabled, removal, restore_attention, swap_attention
 from mmgate import gating as mechanism
+from mmgate.adapter import Adapter, computed_dtype, gated_modules, host_class, is_off, unused_tensors
 from mmgate.errors import ConfigError
 from mmgate.gates.base.dense import DenseGate
-from mmgate.gating import Adapter, computed_dtype, gated_modules, host_class, is_off, unused_tensors
 from mmgate.hosts.table import _ADAPTERS
 
 C, H = 16, 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from torch import nn
 
@@ -10,7 +12,7 @@ from mmgate.errors import ConfigError
 
 
 @pytest.fixture
-def moved_name(monkeypatch: pytest.MonkeyPatch) -> str:
+def moved_name(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(moved, 'MOVED', {'projects.elsewhere': {'MODELS': ('MovedAttention',)}})
     moved.register_moved()
     yield 'MovedAttention'
@@ -21,6 +23,6 @@ def moved_name(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_config_and_a_rule_that_name_it_say_what_to_import(moved_name: str, scope: str) -> None:
     told = r"MovedAttention is registered by projects.elsewhere, .*imports=\['mmgate', 'projects.elsewhere'\]"
     with pytest.raises(ConfigError, match=told):
-        registry.MODELS.build(dict(type=scope + moved_name, depth=1))
+        registry.MODELS.build(dict(type=f'mmgate.{moved_name}', depth=1))
     with pytest.raises(ConfigError, match=told):
         swap_attention(nn.Sequential(nn.Identity()), dict(path='0', type=scope + moved_name))

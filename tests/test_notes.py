@@ -11,7 +11,7 @@ from conftest import one_graph
 from torch import Tensor, nn
 
 from mmgate import note, record
-from mmgate.notes import noted
+from mmgate.notes import with_note
 
 
 class Attention(nn.Module):
@@ -47,12 +47,12 @@ def test_a_note_is_formed_once_for_all_who_take_it_and_for_none_otherwise() -> N
         model(x)
     assert model[0].formed == 0 and not recording
     with record(model) as one, record(model, ['attention'], graph=True) as other:
-        _, asked = noted(model[0], 'attention', lambda: model(x))
+        _, asked = with_note(model[0], 'attention', lambda: model(x))
     assert model[0].formed == 1
     found = [one['0']['attention'].last, other['0']['attention'].last, asked]
     assert [x.requires_grad for x in found] == [False, True, True]
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], asked)
-    assert noted(model[0], 'values', lambda: model(x))[1] is None
+    assert with_note(model[0], 'values', lambda: model(x))[1] is None
     model(x)
     assert model[0].formed == 1 and len(one['0']['attention'].tensors) == 1
 
@@ -93,7 +93,7 @@ class Asking(nn.Module):
         self.inner = Attention()
 
     def forward(self, x: Tensor) -> Any:
-        return noted(self.inner, 'attention', lambda: self.inner(x))
+        return with_note(self.inner, 'attention', lambda: self.inner(x))
 
 
 @one_graph

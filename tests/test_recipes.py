@@ -17,8 +17,8 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import PARAM_SCHEDULERS
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
+from mmgate.adapter import unused_names
 from mmgate.analysis.structure import build_structure
-from mmgate.gating import unused_names
 from mmgate.mm.config_file import differences
 from mmgate.mm.speedups import SPEEDUPS
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers.finetuned import layers
+from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmdet.models.backbones.pvt import SpatialReductionAttention
 from torch import nn
 from torch.nn.utils import prune
 
 import mmgate
 from mmgate import removal
+from mmgate.adapter import is_off
 from mmgate.errors import ConfigError
-from mmgate.gating import is_off
 
 
 def test_a_mode_that_is_set_while_gates_are_disabled_stays() -> None:
@@ -132,3 +134,11 @@ def test_gates_come_off_beside_a_layer_that_others_have_changed() -> None:
     mmgate.swap_attention(model, dict(type='AgentAttention', agent_num=4, map_size=(8, 8), path='attn'))
     prune.identity(model.attn.sr, 'weight')
     assert mmgate.restore_attention(model) == ['attn'] and not mmgate.gate_parameters(model)
+
+
+def test_the_name_of_a_rule_comes_back_though_the_host_was_compiled_since() -> None:
+    model: Any = nn.ModuleDict(dict(outer=MultiheadAttention(16, 4)))
+    rule = dict(type='PLuGMultiheadAttention', path='outer')
+    assert mmgate.swap_attention(model, rule) == ['outer']
+    model['outer'].attn = torch.compile(model['outer'].attn)
+    assert mmgate.restore_attention(model) == ['outer']

@@ -21,9 +21,9 @@ from mmengine.runner import save_checkpoint
 from torch import Tensor, nn
 
 from mmgate import gate_parameters, restore_attention, swap_attention
-from mmgate.gating import gated_modules, make_gate
+from mmgate.adapter import gated_modules, make_gate
+from mmgate.gate import gate_of_type
 from mmgate.hosts import adapter_for, gates_for
-from mmgate.hosts.table import gate_of_type
 from mmgate.listing import attention_modules
 
 SEED = 3

@@ -18,12 +18,12 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
 from mmgate import adapts, list_attention, restore_attention, swap_attention
+from mmgate.adapter import Adapter
 from mmgate.errors import ConfigError
 from mmgate.gate import Gate, Sizes
 from mmgate.gates import PLuGMultiScaleDeformableAttention
 from mmgate.gates.base.dense import DenseAdapter, DenseGate
 from mmgate.gates.plug import PLuGDeformableGate
-from mmgate.gating import Adapter
 from mmgate.hosts.table import _ADAPTERS
 
 VARIANTS = {  # name: parameters of the gates that PLuG adds to it
@@ -151,6 +151,8 @@ EARLIER = r"claimed by attention\[0\] \(path='other.attn', type='PLuGMultiScaleD
         (dict(RULE, path='other.mha.**'), ValueError, r"fits nothing that 'other.mha.\*\*' matches"),
         (dict(RULE, type='mmdet.ResNet'), TypeError, 'backbones.resnet.ResNet is not a gate.*mmgate.adapts'),
         (dict(RULE, type=nn.Linear), TypeError, 'torch.nn.modules.linear.Linear is not a gate'),
+        (dict(RULE, type=5), TypeError, '5 is not a gate'),
+        (dict(RULE, type=dict(type='SAGAAttention')), TypeError, 'is not a gate'),
         ([dict(RULE, path='other.attn'), dict(RULE, path='*.attn')], ValueError, EARLIER),
         (
             [FIRST, dict(SECOND, granularity='head')],
@@ -199,7 +201,7 @@ def test_a_host_and_what_lies_inside_it_are_not_both_replaced() -> None:
 def test_whatever_fits_leaves_out_what_the_gate_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """And says so."""
     said: list[str] = []
-    monkeypatch.setattr('mmgate.swap.log', said.append)
+    monkeypatch.setattr('mmgate.plan.log', said.append)
     model = nn.ModuleDict(dict(odd=nn.MultiheadAttention(16, 4, add_bias_kv=True), plain=nn.MultiheadAttention(16, 4)))
     assert swap_attention(model, dict(type='PLuGMultiheadAttention', path='**')) == ['plain']
     assert len(said) == 1 and said[0].startswith('mmgate: attention[0] leaves odd: ') and 'add_bias_kv' in said[0]
@@ -410,6 +412,15 @@ def test_a_host_with_an_attribute_of_the_gates_name_is_refused(kind: str) -> Non
     with pytest.raises(ConfigError, match=message):
         swap_attention(model, dict(path='attn', type='PLuGMultiheadAttention'))
     assert vars(model['attn']) == before
+
+
+@pytest.mark.parametrize('name', ['project', 'gates', 'gating'])
+def test_a_host_whose_names_an_adapter_would_hide_is_refused(name: str) -> None:
+    """A class's method comes before a child of the name, for the host's own code, too."""
+    model: Any = nn.ModuleDict(dict(attn=nn.MultiheadAttention(16, 4)))
+    setattr(model['attn'], name, nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=f"does not replace attn: .*'{name}'"):
+        swap_attention(model, dict(path='attn', type='PLuGMultiheadAttention'))
 
 
 @pytest.mark.parametrize('host, path', [(nn.MultiheadAttention, 'host'), (mmcv_attention, 'host.attn')])

@@ -14,8 +14,8 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 import mmgate
+from mmgate.adapter import unused_names
 from mmgate.errors import ConfigError
-from mmgate.gating import unused_names
 
 
 @pytest.mark.parametrize('host, head', [('retinanet_pvtv2', 'bbox_head'), ('swin', 'decode_head')])

@@ -22,10 +22,10 @@ from mmengine.structures import BaseDataElement, InstanceData
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from mmgate.adapter import unused_names
 from mmgate.analysis.structure import build_structure
 from mmgate.gates.agent import AgentGate
 from mmgate.gates.base.deformable import DeformableGate
-from mmgate.gating import unused_names
 from mmgate.ops.custom_op import CAN_REGISTER
 
 PROPOSALS = 1000  # of a two-stage detector's box heads, as in mmdet's count

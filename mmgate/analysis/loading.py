@@ -25,10 +25,10 @@ from mmengine.registry import DATASETS, MODELS, init_default_scope
 from mmengine.utils import track_iter_progress
 from torch import nn
 
+from mmgate.analysis.arguments import UNTRAINED
 from mmgate.analysis.probes.recording import require
 from mmgate.errors import ConfigError
 from mmgate.mm.config_file import (
-    add_trust_option,
     check_checkpoint,
     innermost,
     merge_options,
@@ -39,7 +39,6 @@ from mmgate.mm.config_file import (
 from mmgate.mm.gate_options import configured
 from mmgate.mm.load_report import load_weights
 
-UNTRAINED = 'untrained'
 IMAGES = ('.jpg', '.jpeg', '.png', '.ppm', '.bmp', '.pgm', '.tif', '.tiff', '.webp')
 
 
@@ -118,25 +117,6 @@ def _still(pipeline: Sequence[Any]) -> list[Any]:
     steps = [deepcopy(step) for step in pipeline if type_name(step) != 'RandomFlip']
     # Annotations that are loaded after a resize keep the pixels of the image on disk.
     return sorted(steps, key=lambda step: (type_name(step).startswith('Pack'), type_name(step) == 'LoadAnnotations'))
-
-
-def add_inputs(parser: argparse.ArgumentParser, *, split: str = 'val', count: int = 8) -> None:
-    """Add arguments for a checkpoint and images to a parser; the default is the first ``count`` images of ``split``."""
-    parser.add_argument('checkpoint', help=f"checkpoint file or URL; '{UNTRAINED}' for the model as it is initialised")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument('--images', nargs='+', help='image files, folders of some, or patterns')
-    splits = ['train', 'val', 'test']
-    where.add_argument('--split', default=split, choices=splits, help='images of the data set (default %(default)s)')
-    parser.add_argument('--max-images', type=positive, default=count, help='of the split (default %(default)s)')
-    add_trust_option(parser)
-
-
-def positive(text: str) -> int:
-    """Convert the text of a command-line option to an int, and refuse it if it is below 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f'{text}: give 1 or more.')
-    return number
 
 
 def load_models(args: argparse.Namespace, needs: Sequence[str], purpose: str) -> list[LoadedModel]:

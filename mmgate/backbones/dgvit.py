@@ -8,8 +8,8 @@ from typing import Any
 from mmpretrain.models.backbones import VisionTransformer
 
 from mmgate.backbones.presets import preset
+from mmgate.gate import gate_options
 from mmgate.gates.parts.swiglu import SwiGLU
-from mmgate.hosts.table import options_of
 from mmgate.registry import MODELS
 from mmgate.swap import swap_attention
 
@@ -81,5 +81,5 @@ class DGViT(VisionTransformer):
 def _rule(attention: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Return the rule that gates the attention of one layer, with the layer's number if the type has that option."""
     gate_type = MODELS.get(attention['type'])
-    has_depth = gate_type is not None and 'depth' in options_of(gate_type)
+    has_depth = gate_type is not None and 'depth' in gate_options(gate_type)
     return {'path': f'layers.{number}.attn', **(dict(depth=number + 1) if has_depth else {}), **attention}

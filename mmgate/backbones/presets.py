@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmgate.errors import ConfigError
-from mmgate.hosts.table import options_of
+from mmgate.gate import gate_options
 from mmgate.registry import MODELS
 
 Options = Mapping[str, Any]
@@ -83,7 +83,7 @@ def stage_rules(
     rules = [{**rule, **one} for rule, one in zip(rules, options, strict=True)]
     for rule, agents in zip(rules, kind_agents, strict=False):
         gate = MODELS.get(rule['type'])
-        if gate is not None and 'pretrain_agent_num' in options_of(gate):
+        if gate is not None and 'pretrain_agent_num' in gate_options(gate):
             rule.setdefault('agent_num', agents)
             rule.setdefault('pretrain_agent_num', agents)
     return rules

@@ -31,8 +31,8 @@ from mmgate.analysis.trials.study import (
     run_tool,
 )
 from mmgate.errors import ConfigError, listed
+from mmgate.gate import gate_of_type
 from mmgate.gates import PLuGDeformableGate, PLuGGate
-from mmgate.hosts.table import gate_of_type
 from mmgate.mm import cli
 from mmgate.mm.config_file import check_checkpoint, differences, merge_options, read_config
 from mmgate.mm.gate_options import put_gates

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from mmgate._environment import log, why_not
+from mmgate.adapter import gated_modules, is_off
 from mmgate.errors import ConfigError, first_line
 from mmgate.gates.base.deformable import MultiScaleDeformableAttention
-from mmgate.gating import gated_modules, is_off, remove_gate
+from mmgate.gating import remove_gate
 from mmgate.listing import list_attention
 from mmgate.swap import swap_attention
 from mmgate.wrappers import unwrap_model

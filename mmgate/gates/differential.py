@@ -25,8 +25,8 @@ LAMBDAS = ('lambda_q1', 'lambda_k1', 'lambda_q2', 'lambda_k2')
 
 
 def check_streams(sizes: Sizes) -> None:
-    """Raise ConfigError if the heads of an attention cannot be split into two streams, half of the channels each."""
-    refuse_to_split(sizes, 'splits heads into two streams')
+    """Raise ConfigError if the heads of an attention cannot be split in two, half of the channels each."""
+    refuse_to_split(sizes, 'splits heads in two')
     if sizes.head_dim % 2:
         raise ConfigError(f'The head width {sizes.head_dim} must be even, half of it for each stream.')
 

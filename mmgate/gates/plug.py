@@ -81,6 +81,8 @@ class PLuGDeformableGate(DeformableGate):
             self.gate_shape = (self.gate_shape[0], sum(self.num_points))
         self.gate_proj = nn.Linear(sizes.input_widths[0], torch.Size(self.gate_shape).numel())
         self.gml = GatingModulation(gml, activation=activation, residual=residual, init=init)
+        if gml == 'none' and init == 'identity':
+            self.undecayed = ('gate_proj.bias',)
 
     @torch.no_grad()
     def reset(self) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmgate.adapter import make_gate
 from mmgate.errors import ConfigError, OptionError
 from mmgate.gate import Gate, gate_options
 from mmgate.gates.base.map import Size, map_of_image
-from mmgate.gating import make_gate
 from mmgate.hosts.table import adapter_for
 from mmgate.wrappers import named_part
 
@@ -94,7 +94,7 @@ def sizes_of_stage(backbone: Any, steps: Iterable[Any]) -> dict[str, Any]:
     told: dict[str, Any] = dict(stride=prod(stride for stride in strides if stride))
     image = getattr(backbone, 'pretrain_img_size', None) or getattr(steps[0], 'init_input_size', None)
     if image is not None:
-        told.update(map_size=map_of_image(image, told['stride']))
+        told.update(host_map=map_of_image(image, told['stride']))
     return told
 
 

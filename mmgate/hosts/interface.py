@@ -24,13 +24,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, __version__
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from mmgate.errors import ConfigError
+from mmgate.adapter import host_class, is_off
+from mmgate.errors import ConfigError, full_name
 from mmgate.gate import Sizes
-from mmgate.gates.base.dense import DenseAdapter, DenseGate, Inputs, is_plain
-from mmgate.gating import host_class, is_off
+from mmgate.gates.base.dense import DenseAdapter, DenseGate, Inputs, is_vanilla
 from mmgate.hosts.interface_classes import CLASSES, WRITTEN_WITH
-from mmgate.hosts.table import adapts, full_name
-from mmgate.notes import noted
+from mmgate.hosts.table import adapts
+from mmgate.notes import with_note
 from mmgate.ops.masks import merge_masks
 
 NAME = 'mmgate'  # of the attention implementation
@@ -247,13 +247,13 @@ def attend(
     query, key, value = projected
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         attention_mask = ~attention_mask
-    bias, dead = merge_masks(attention_mask, None, query.shape[0], query.shape[1], query.dtype)
+    bias, all_masked = merge_masks(attention_mask, None, query.shape[0], query.shape[1], query.dtype)
     usual = query.shape[-1] ** -0.5
     scaled = query if scaling in (None, usual) else query * (scaling / usual)
     run = partial(module.gate.attend, scaled, key, value, inputs, bias)
-    returns = is_plain(module.gate) and vars(module)['config']._attn_implementation == 'eager'
-    heads, weights = noted(module.gate, 'attention', run) if returns else (run(), None)
-    heads = heads if dead is None else heads.masked_fill(dead, 0.0)
+    returns = is_vanilla(module.gate) and vars(module)['config']._attn_implementation == 'eager'
+    heads, weights = with_note(module.gate, 'attention', run) if returns else (run(), None)
+    heads = heads if all_masked is None else heads.masked_fill(all_masked, 0.0)
     return heads.transpose(1, 2).contiguous(), weights
 
 

@@ -189,7 +189,7 @@ class MixedTokenAttention(MapAdapter):
             )
         height, width = vit.patch_resolution
         told = stride_of(getattr(vit, 'img_size', None), (height, width))
-        return dict(map_size=(height, width), class_tokens=vit.num_extra_tokens, **told)
+        return dict(host_map=(height, width), class_tokens=vit.num_extra_tokens, **told)
 
     def finish(self, x: Tensor) -> Tensor:
         """Project the mixed tokens, scale them by LayerScale, and apply the host's dropouts."""

@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmgate.errors import ConfigError
+from mmgate.errors import ConfigError, full_name
 from mmgate.gate import Sizes
 from mmgate.gates.base.deformable import DeformableAdapter, DeformableGate
 from mmgate.gates.base.dense import DenseGate
 from mmgate.hosts.points import sampled
 from mmgate.hosts.relative_positions import GatedRelativeAttention
-from mmgate.hosts.table import adapts, full_name
+from mmgate.hosts.table import adapts
 from mmgate.ops.deformable.levels import levels_on
 from mmgate.ops.deformable.uneven import axes_of_samples, points_of_levels
 

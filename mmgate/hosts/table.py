@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from os.path import dirname
-from pkgutil import iter_modules
 from typing import Any
 
 from torch import nn
 
 from mmgate import _environment
 from mmgate._environment import log
-from mmgate.gate import Gate, gate_options
-from mmgate.gating import Adapter, host_class
-from mmgate.registry import MODELS
+from mmgate.adapter import Adapter, host_class
+from mmgate.errors import full_name
+from mmgate.gate import Gate, gate_of_type, registered_gates
 
 Host = type[nn.Module] | str
+# The packages for whose attention a file of this name has adapters.
+PACKAGES = frozenset(('mmcv', 'mmdet', 'mmpretrain', 'mmseg', 'projects', 'timm', 'torch', 'transformers'))
 
 
 @dataclass(frozen=True)
-class Wrapper:
-    """Table entry of a module that wraps another attention, such as mmcv's around torch's: the inner one is gated.
+class Holder:
+    """Table entry of a module that holds the attention to be gated, such as mmcv's around torch's.
 
     Attributes:
         child: Name of the child that is the attention.
@@ -33,7 +32,7 @@ class Wrapper:
     child: str
 
 
-_ADAPTERS: dict[tuple[type, type | str], type[Adapter] | Wrapper] = {}
+_ADAPTERS: dict[tuple[type, type | str], type[Adapter] | Holder] = {}
 
 
 def adapts(
@@ -41,7 +40,7 @@ def adapts(
 ) -> Callable[[type[Adapter]], type[Adapter]]:
     """Register an adapter for one or more attention classes (hosts), as a decorator of the adapter.
 
-    It decorates the adapter, a subclass of :class:`~mmgate.gating.Adapter` whose ``forward`` has the
+    It decorates the adapter, a subclass of :class:`~mmgate.adapter.Adapter` whose ``forward`` has the
     host's signature and calls the gate. With ``like`` there is nothing to decorate: ``adapts(Gate, Sub, like=Base)``
     declares that ``Sub`` computes the same as ``Base``.
 
@@ -73,7 +72,7 @@ def adapts(
     if like is not None:
         base: Any = like
         import_adapters(base)
-        known = _adapter(gate_class, like)
+        known = _entry(gate_class, like)
         if known is None:
             fits = ', '.join(host_names(gate_class)) or 'nothing'
             raise LookupError(f'{full_name(gate)} has no adapter for {full_name(like)}; it replaces {fits}.')
@@ -82,19 +81,8 @@ def adapts(
 
 
 def adapts_inside(gate: type[nn.Module], child: str, *hosts: Host) -> None:
-    """Register wrapper classes: a rule that names one gates its child called ``child`` instead."""
-    adapts(gate, *hosts)(Wrapper(child))  # type: ignore[arg-type]
-
-
-def gate_of_type(rule_type: Any) -> type[Gate] | None:
-    """Return the class of the gate that a rule's ``type`` says, or None if the type has no gate.
-
-    Args:
-        rule_type: A gate's class, or a registered function or class that builds attention with a gate, whose
-            ``gate_type`` is the class of that gate.
-    """
-    found = getattr(rule_type, 'gate_type', rule_type)
-    return found if inspect.isclass(found) and issubclass(found, Gate) else None
+    """Register classes that hold attention: a rule that names one gates its child called ``child`` instead."""
+    adapts(gate, *hosts)(Holder(child))  # type: ignore[arg-type]
 
 
 def adapter_for(gate: type[Gate], host: nn.Module) -> tuple[type[Adapter], str] | None:
@@ -108,28 +96,28 @@ def adapter_for(gate: type[Gate], host: nn.Module) -> tuple[type[Adapter], str] 
     """
     known: Any = type(host)
     import_adapters(known)
-    entry = _adapter(gate, type(host))
-    if isinstance(entry, Wrapper):
+    entry = _entry(gate, type(host))
+    if isinstance(entry, Holder):
         inner = adapter_for(gate, host.get_submodule(entry.child))
         return None if inner is None else (inner[0], f'{entry.child}.{inner[1]}'.rstrip('.'))
     return None if entry is None else (entry, '')
 
 
 def held_attention(host: nn.Module, *, exactly: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of each attention inside a wrapper that is gated instead of the wrapper.
+    """Yield name and module of each attention in a module that a rule gates instead of that module.
 
     Args:
         host: A module, gated or not.
-        exactly: True leaves out subclasses of registered hosts, into which a rule puts no gate by the wrapper's name.
+        exactly: True leaves out subclasses of registered hosts, into which a rule puts no gate by this module's name.
     """
     vanilla = host_class(host)
     children = dict(host.named_children())
     found: dict[str, nn.Module] = {}
     for (gate_class, known), entry in _ADAPTERS.items():
-        if not isinstance(entry, Wrapper) or entry.child not in children:
+        if not isinstance(entry, Holder) or entry.child not in children:
             continue
         derived = inspect.isclass(known) and isinstance(host, known) and not exactly
-        if derived or _adapter(gate_class, vanilla) == entry:
+        if derived or _entry(gate_class, vanilla) == entry:
             found[entry.child] = children[entry.child]
     yield from found.items()
 
@@ -141,7 +129,7 @@ def gates_for(host: nn.Module) -> list[Any]:
 
 def adapted_base(gate: type[Gate], host: type) -> type | None:
     """Return the nearest base of a class into which a gate fits, or None."""
-    return next((base for base in host.__mro__[1:] if _adapter(gate, base) is not None), None)
+    return next((base for base in host.__mro__[1:] if _entry(gate, base) is not None), None)
 
 
 def host_names(gate: type) -> list[str]:
@@ -150,46 +138,12 @@ def host_names(gate: type) -> list[str]:
     return [host if isinstance(host, str) else full_name(host) for host in hosts]
 
 
-def has_hosts(gate: type[Gate]) -> bool:
-    """Return True if a gate fits any attention class.
-
-    Where it fits none so far, the adapters for all packages that are imported are imported first.
-    """
-    if not host_names(gate):
-        for package in _packages_with_adapters() & sys.modules.keys():
-            _import_file(package)
-    return bool(host_names(gate))
-
-
-def options_of(rule_type: Any) -> dict[str, inspect.Parameter]:
-    """Return the options that a rule of a type may set, see :func:`.gate_options`."""
-    return gate_options(gate_of_type(rule_type) or rule_type)
-
-
-def full_name(cls: type) -> str:
-    """Return the dotted name of a class with its module, since mmdet and mmseg have classes of equal names."""
-    return f'{cls.__module__}.{cls.__qualname__}'
-
-
-def registered_gates() -> Iterator[Any]:
-    """Yield what is registered and may be a rule's ``type``: gates, and functions that build attention with one."""
-    for registered in MODELS.module_dict.values():
-        if gate_of_type(registered) is not None:
-            yield registered
-
-
 @cache
 def import_adapters(host: Any) -> None:
     """Import the adapters that may fit an attention class: those for the packages of its bases."""
     packages = {base.__module__.partition('.')[0] for base in host.__mro__}
-    for package in packages & _packages_with_adapters():
+    for package in packages & PACKAGES:
         _import_file(package)
-
-
-@cache
-def _packages_with_adapters() -> frozenset[str]:
-    """Return the names of this folder's files; one that is called like a package has the adapters for it."""
-    return frozenset(name for _, name, _ in iter_modules([dirname(__file__)]))
 
 
 @cache
@@ -201,7 +155,7 @@ def _import_file(package: str) -> None:
         log(f'mmgate has no adapters for {package} here: {problem}')
 
 
-def _adapter(gate: type, host: type) -> type[Adapter] | Wrapper | None:
+def _entry(gate: type, host: type) -> type[Adapter] | Holder | None:
     path = f'.{full_name(host)}'
     names = [name for _, name in _ADAPTERS if isinstance(name, str) and path.endswith(f'.{name}')]
     keys: list[type | str] = [host, *sorted(set(names), key=len, reverse=True)]

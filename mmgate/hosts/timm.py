@@ -17,11 +17,12 @@ from timm.models.pvt_v2 import Attention as PVTAttention
 from timm.models.visformer import Attention as VisformerAttention
 from torch import Tensor, nn
 
+from mmgate.adapter import Adapter, is_off
 from mmgate.errors import ConfigError
-from mmgate.gate import Sizes, StateDict
+from mmgate.gate import CHILD, Sizes, StateDict
 from mmgate.gates.base.dense import DenseAdapter, DenseGate
 from mmgate.gates.base.map import MapAdapter, MapGate
-from mmgate.gating import CHILD, Adapter, freeze_unused, is_off
+from mmgate.gating import freeze_unused
 from mmgate.hosts.around import nearest_with, stride_of
 from mmgate.hosts.table import adapts
 from mmgate.hosts.window import GatedWindowMSA
@@ -346,7 +347,7 @@ class MixedAttention(SizedByProjections, MapAdapter):  # type: ignore[override]
             )
         height, width = embedding.grid_size
         told = stride_of(embedding.img_size, (height, width))
-        return dict(map_size=(height, width), class_tokens=vit.num_prefix_tokens, **told)
+        return dict(host_map=(height, width), class_tokens=vit.num_prefix_tokens, **told)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project tokens to queries, keys and values ``(B, N, C)``, queries and keys normalised where timm does so."""
@@ -394,7 +395,7 @@ class MixedSwinBlock(MapAdapter):
         height, width = block.input_resolution
         swin = nearest_with(model, path, 'patch_embed')
         told = {} if swin is None else stride_of(swin.patch_embed.img_size, (height, width))
-        return dict(map_size=(height, width), **told)
+        return dict(host_map=(height, width), **told)
 
     @classmethod
     def check(cls, host: Any) -> None:

@@ -44,7 +44,7 @@ class GatedReducedAttention(MapAdapter):
         for part in backbone.layers[stage].modules() if told else ():
             if hasattr(part, 'pos_shape'):
                 height, width = part.pos_shape
-                told['map_size'] = (int(height), int(width))
+                told['host_map'] = (int(height), int(width))
         return told
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

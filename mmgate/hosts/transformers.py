@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmgate.errors import ConfigError
+from mmgate.errors import ConfigError, full_name
 from mmgate.gate import Sizes
 from mmgate.gates.base.deformable import DeformableAdapter, DeformableGate
 from mmgate.gates.base.dense import DenseAdapter, DenseGate, Inputs
 from mmgate.hosts.interface import Form, InterfaceAdapter, attend
 from mmgate.hosts.points import points_of, sampled
-from mmgate.hosts.table import adapts, full_name
-from mmgate.notes import noted
+from mmgate.hosts.table import adapts
+from mmgate.notes import with_note
 from mmgate.ops.deformable.levels import levels_on
 from mmgate.ops.masks import merge_masks
 
@@ -135,9 +135,9 @@ class GatedMask2FormerAttention(DenseAdapter):
         inputs = (query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))  # (B, N|M, C)
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (self.gate.split_heads(project(x)) for project, x in zip(projections, inputs, strict=True))
-        bias, dead = merge_masks(attention_mask, None, q.shape[0], q.shape[1], q.dtype)
-        run = partial(self.attend_merged, (q, k, v), inputs, self.out_proj, bias, dead)
-        output, weights = noted(self.gate, 'attention', run) if output_attentions else (run(), None)
+        bias, all_masked = merge_masks(attention_mask, None, q.shape[0], q.shape[1], q.dtype)
+        run = partial(self.attend_merged, (q, k, v), inputs, self.out_proj, bias, all_masked)
+        output, weights = with_note(self.gate, 'attention', run) if output_attentions else (run(), None)
         return output.transpose(0, 1), weights
 
 
@@ -215,7 +215,7 @@ class GatedMultiscaleDeformableAttention(DeformableAdapter):
             level_start_index = areas.cumsum(0) - areas
         offsets, logits = sampled(self, query, reference_points)
         sampling = (query, value, spatial_shapes, level_start_index, offsets, logits, reference_points)
-        output, weights = noted(self.gate, 'weights', partial(self.sample, *sampling))
+        output, weights = with_note(self.gate, 'weights', partial(self.sample, *sampling))
         assert weights is not None  # sample notes them
         output = self.output_proj(output) if hasattr(self, 'output_proj') else output
         return output, weights.flatten(3) if hasattr(self, 'offset_scale') else weights

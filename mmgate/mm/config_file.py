@@ -21,7 +21,8 @@ MMPRETRAIN = 'pip install "mmgate[pretrain]" (beside OpenMMLab\'s own packages: 
 
 def config_parser(description: str | None) -> argparse.ArgumentParser:
     """Return an argument parser with the arguments for a config and for changes to it."""
-    parser = argparse.ArgumentParser(description=description)
+    raw = argparse.RawDescriptionHelpFormatter  # keeps the lines of a tool's docstring
+    parser = argparse.ArgumentParser(description=description, formatter_class=raw)
     parser.add_argument('config', help="config file, or 'package::path' of an installed package's config")
     changed = 'override settings: key=value, nested keys by dots, lists as key="[a,b]"'
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help=changed)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mmgate._environment import log
+from mmgate.adapter import unused_names
 from mmgate.checkpoints.loading import guarded_loaders
 from mmgate.errors import ConfigError, listed
 from mmgate.gate import is_gate_key, named_gate_parameters
-from mmgate.gating import unused_names
 from mmgate.wrappers import unwrap_model
 
 from .other_options import other_options

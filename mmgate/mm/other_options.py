@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from mmgate.adapter import gated_modules, record_of
 from mmgate.checkpoints.plain_config import plain_values
 from mmgate.errors import ConfigError, listed
-from mmgate.gating import CHILD, gated_modules, record_of
-from mmgate.hosts.table import options_of, registered_gates
+from mmgate.gate import CHILD, gate_options, registered_gates
 from mmgate.registry import MODELS
 from mmgate.rules import path_regex
 from mmgate.wrappers import unwrap_model, without_wrappers
@@ -116,7 +116,7 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[
     if gate_type is not other:
         yield f'type={other.__name__!r} in the checkpoint, {gate_type.__name__!r} here'
         return
-    for name, option in options_of(gate_type).items():
+    for name, option in gate_options(gate_type).items():
         before, now = (_plain(rule.get(name, option.default)) for rule in (there, here))
         if name not in OF_NO_CONSEQUENCE and before != now:
             yield f'{name}={before!r} in the checkpoint, {now!r} here'

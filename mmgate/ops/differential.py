@@ -1,6 +1,6 @@
 r"""Differential attention as functions: the difference of two softmax attentions over the same values.
 
-Layout: query (B, H, N, d) and key (B, H, M, d), each two streams of d' = d / 2; value (B, H, M, d);
+Layout: query (B, H, N, d) and key (B, H, M, d), each two halves of d' = d / 2; value (B, H, M, d);
 gate (B, H, N, 1); output (B, H, N, d). Where keys are shared, query and second_query have a whole d each.
 """
 

@@ -50,8 +50,8 @@ def merge_masks(
         bias = padding if bias is None else bias + padding
     if bias is None:
         return None, None
-    dead = (bias == float('-inf')).all(-1, keepdim=True)
-    return bias.masked_fill(dead, 0.0), dead
+    all_masked = (bias == float('-inf')).all(-1, keepdim=True)
+    return bias.masked_fill(all_masked, 0.0), all_masked
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -38,14 +38,14 @@ def _reduce(module: Any, protocol: SupportsIndex) -> tuple[Any, ...]:
         mixins.insert(0, vars(cls)['derived_by'])
         cls = cls.__bases__[1]
     # The base's class, or the pair of which the class of a gated module is made.
-    made_of = vars(cls).get('made_of', (cls,))
+    adapter_and_host = vars(cls).get('adapter_and_host', (cls,))
     state: Any = module.__getstate__()
-    return _new_instance, (made_of, mixins), state
+    return _new_instance, (adapter_and_host, mixins), state
 
 
-def _new_instance(made_of: tuple[Any, ...], mixins: list[tuple[Any, str]]) -> nn.Module:
+def _new_instance(adapter_and_host: tuple[Any, ...], mixins: list[tuple[Any, str]]) -> nn.Module:
     """Return an instance of a derived class without its state, which pickle sets; pickles name this function."""
-    cls: Any = made_of[0] if len(made_of) == 1 else gated_class(*made_of)
+    cls: Any = adapter_and_host[0] if len(adapter_and_host) == 1 else gated_class(*adapter_and_host)
     for mixin, prefix in mixins:
         cls = derived_class(mixin, cls, prefix)
     return cls.__new__(cls)

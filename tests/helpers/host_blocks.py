@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from helpers.projects import Attention, deformable_inputs
 from mmgate._environment import available
-from mmgate.hosts.table import _packages_with_adapters
+from mmgate.hosts.table import PACKAGES as PACKAGES_WITH_ADAPTERS
 from mmgate.rules import path_regex
 
 C, H, MAP = 32, 4, (8, 8)
@@ -97,7 +97,7 @@ TIMM_MODELS, TIMM_ATTENTION = 'timm.models', 'timm.layers.attention'
 
 GLOBAL = 'timm.models.gcvit.GlobalContextVitBlock'
 
-STREAMS = 'splits heads into two streams'
+STREAMS = 'splits heads in two'
 # by type, how a gate acts that needs more than whole heads
 TWICE = {
     'DifferentialMultiheadAttention': STREAMS,
@@ -280,7 +280,7 @@ BLOCKS: dict[str, Block] = {
     ),
 }
 
-PACKAGES = _packages_with_adapters() - {'transformers'}  # which has tests of its own
+PACKAGES = PACKAGES_WITH_ADAPTERS - {'transformers'}  # which has tests of its own
 
 
 def needs(host: str) -> Any:

@@ -10,9 +10,9 @@ import pytest
 from conftest import ROOT, needs_mmpretrain
 from helpers.image_sets import SETS, images_of, write_images
 from helpers.small_demo import DEMO
-from options import of_drawing
 from torch import nn
 
+from mmgate.analysis.arguments import drawing_parser
 from mmgate.analysis.figures.style import image_of
 from mmgate.analysis.loading import UNTRAINED, LoadedModel, class_names, picture_names
 from mmgate.mm.config_file import read_config
@@ -41,7 +41,7 @@ def test_an_image_in_memory_is_as_one_of_a_file(name: str, tmp_path: Path, monke
     cfg = read_config(str(ROOT / f'configs/dgsa/classification/dgvit_1xb128-100e_{name}.py'))
     cfg.val_dataloader.dataset.data_root = cfg.test_dataloader.dataset.data_root = str(tmp_path)
     for given in (['--max-images', '1'], ['--images', str(tmp_path / 'image.png')]):
-        args = of_drawing('').parse_args(['config.py', UNTRAINED, '--out', str(tmp_path), *given])
+        args = drawing_parser('').parse_args(['config.py', UNTRAINED, '--out', str(tmp_path), *given])
         (batch,) = LoadedModel(name, cfg, nn.Identity()).inputs(args)
         np.testing.assert_array_equal(batch['inputs'][0], expected.transpose(2, 0, 1))
         np.testing.assert_array_equal(image_of(batch['data_samples'][0]), expected)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers.published_cswin import SMALL, published_cswin, random_cswin
 
-from mmgate.gating import unused_names
+from mmgate.adapter import unused_names
 from mmgate.registry import MODELS
 
 

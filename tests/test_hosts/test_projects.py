@@ -14,9 +14,9 @@ from helpers.repositories import PLACES, Layer
 from torch import Tensor, nn
 
 from mmgate import adapts, gate_parameters, record, restore_attention, swap_attention
+from mmgate.adapter import Adapter
 from mmgate.gate import Gate, Sizes
 from mmgate.gates import PLuGMultiScaleDeformableAttention
-from mmgate.gating import Adapter
 from mmgate.hosts.table import _ADAPTERS, adapter_for, gates_for, host_names
 from mmgate.notes import POINTS
 

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from mmgate import restore_attention, swap_attention
 from mmgate._environment import available
-from mmgate.errors import ConfigError
-from mmgate.gate import named_gate_parameters
-from mmgate.gating import gated_modules
+from mmgate.adapter import gated_modules
+from mmgate.errors import ConfigError, full_name
+from mmgate.gate import gate_of_type, gate_options, named_gate_parameters
 from mmgate.hosts import gates_for
-from mmgate.hosts.table import _ADAPTERS, full_name, gate_of_type, options_of
+from mmgate.hosts.table import _ADAPTERS
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def trained(module: nn.Module, block: Block) -> set[str]:
 
 def some_options(gate: type) -> dict[str, Any]:
     options: dict[str, Any] = dict(agent_num=4) if gate.__name__ == 'AgentAttention' else {}
-    return options | (dict(map_size=MAP) if 'map_size' in options_of(gate) else {})
+    return options | (dict(map_size=MAP) if 'map_size' in gate_options(gate) else {})
 
 
 def test_every_host_has_its_block() -> None:
@@ -99,7 +99,7 @@ def test_every_gate_runs_in_its_hosts_block(case: str) -> None:
             continue
         gated = anatomy(model)
         changed = {f'{name}|class' for name, _ in gated_modules(model)}
-        changed |= {f'{name}|{hidden}' for name, part in gated_modules(model) for hidden in part.gating.hidden}
+        changed |= {f'{name}|{hidden}' for name, part in gated_modules(model) for hidden in part.gating.replaced}
         assert {place for place, one in before.items() if place not in gated or gated[place] is not one} == changed
         assert not model.load_state_dict(vanilla.state_dict(), strict=False).unexpected_keys
         actual = outputs(copy.deepcopy(model), block)

@@ -14,8 +14,8 @@ from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
+from mmgate.adapter import gated_modules
 from mmgate.errors import ConfigError
-from mmgate.gating import gated_modules
 from mmgate.mm.config_file import config_parser, read_config
 from mmgate.mm.gate_options import add_gate_options, configured, put_gates
 from mmgate.mm.speedups import speed_up

@@ -16,12 +16,12 @@ from helpers.image_sets import write_images
 from mmdet.structures.bbox import get_box_tensor
 from mmengine.config import Config
 from mmengine.structures import BaseDataElement
-from options import of_drawing
 from shapes import write_shapes
 from torch import nn
 
 import mmgate
 from mmgate.analysis import loading
+from mmgate.analysis.arguments import drawing_parser
 from mmgate.analysis.figures.maps import seen_part
 from mmgate.analysis.loading import UNTRAINED, load_models
 from mmgate.benchmarks import backbones
@@ -339,7 +339,7 @@ def test_images_are_not_flipped_and_true_boxes_lie_on_them(configs: dict[str, st
     cfg, changed = Config.fromfile(configs['detr']), str(tmp_path / 'changed.py')
     pipeline = cfg.val_dataloader.dataset.pipeline
     read, resize, annotations, pack = pipeline
-    args = of_drawing('').parse_args([changed, UNTRAINED, '--out', str(tmp_path), '--max-images', '1'])
+    args = drawing_parser('').parse_args([changed, UNTRAINED, '--out', str(tmp_path), '--max-images', '1'])
     truths = []
     for steps in ([read, resize, annotations], [read, annotations, resize, dict(type='RandomFlip', prob=1.0)]):
         pipeline[:] = [*steps, pack]

@@ -23,9 +23,9 @@ from helpers.replicas import replicated
 from transformers import PretrainedConfig
 
 import mmgate
+from mmgate.adapter import Adapter
 from mmgate.gate import Gate
 from mmgate.gates.plug import GRANULARITIES
-from mmgate.gating import Adapter
 from mmgate.hosts.transformers import DEFORMABLE as PREFIXES
 from mmgate.listing import attention_modules
 

@@ -20,8 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.vit.modeling_vit import ViTAttention
 
 import mmgate
+from mmgate.adapter import Adapter
 from mmgate.errors import ConfigError
-from mmgate.gating import Adapter
 from mmgate.hosts import adapter_for, gates_for
 from mmgate.hosts.interface import FORMS, OUTPUTS, Form, InterfaceAdapter, SelfAttention, fingerprint
 from mmgate.hosts.interface_classes import CLASSES

@@ -153,7 +153,7 @@ def test_every_layer_runs_where_packages_are_left_out(tmp_path: Path) -> None:
 
 def test_every_gate_is_exported_beside_its_attention() -> None:
     from mmgate import gates
-    from mmgate.hosts.table import registered_gates
+    from mmgate.gate import registered_gates
 
     ours = [kind for kind in registered_gates() if kind.__module__.startswith('mmgate.gates.')]
     found = {kind.gate_type.__name__ for kind in ours if kind is not gates.MultiScaleDeformableAttention}

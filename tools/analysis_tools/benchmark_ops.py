@@ -5,14 +5,14 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from options import plain, positive, run
+from mmgate.analysis.arguments import plain_parser, positive, run
 
 OPS = ('ms_deform_attn', 'plug_attention', 'gated_layers')
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = plain(__doc__)
+    parser = plain_parser(__doc__)
     parser.add_argument('--op', choices=OPS, default='ms_deform_attn')
     parser.add_argument('--device', choices=['cpu', 'cuda'], default='cpu')
     parser.add_argument('--out', type=Path, help='CSV to write (default: work_dirs/benchmark_OP_DEVICE.csv)')

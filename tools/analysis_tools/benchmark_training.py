@@ -5,7 +5,8 @@ import sys
 from copy import deepcopy
 from pathlib import Path
 
-from options import TRAINS, add_gate, plain, run
+from mmgate.analysis.arguments import plain_parser, run
+from mmgate.mm.gate_options import add_gate_option
 
 CONFIGS = Path(__file__).parents[2] / 'configs'
 OURS = CONFIGS / 'plug/deformable_detr/plug-deformable-detr-refine_r50_8xb4-50e_coco.py'
@@ -13,17 +14,17 @@ OURS = CONFIGS / 'plug/deformable_detr/plug-deformable-detr-refine_r50_8xb4-50e_
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = plain(__doc__)
+    parser = plain_parser(__doc__)
     parser.add_argument('--peer', default='mmdet::deformable_detr/deformable-detr-refine_r50_16xb2-50e_coco.py')
     parser.add_argument('--ours', help="default: PLuG's Deformable DETR, and with --gate the peer's config")
-    add_gate(parser)
+    add_gate_option(parser)
     shown = 'measure predictions, as tools/test.py makes them, not training steps'
     parser.add_argument('--inference', action='store_true', help=shown)
     parser.add_argument('--op', choices=['ms_deform_attn', 'plug_attention'], default='ms_deform_attn')
     parser.add_argument('--backends', nargs='+', default=['auto'], help="of ours, such as 'mmcv triton'")
     shown = "of ours with the backend that it chooses, one at a time, such as 'groups'; all but graphs together: all"
     parser.add_argument('--speedups', nargs='+', default=[], help=shown)
-    parser.add_argument('--train', choices=TRAINS, default='all', help='what of ours trains')
+    parser.add_argument('--train', choices=('gates', 'attention', 'all'), default='all', help='what of ours trains')
     parser.add_argument('--size', type=int, nargs=2, default=[800, 1333], metavar=('HEIGHT', 'WIDTH'))
     parser.add_argument('--batch', type=int, help='images at a time (default: 2, and 1 with --inference)')
     parser.add_argument('--repetitions', type=int, default=20)

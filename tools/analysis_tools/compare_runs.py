@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from options import plain, run
+from mmgate.analysis.arguments import plain_parser, run
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = plain(__doc__)
+    parser = plain_parser(__doc__)
     parser.add_argument('runs', nargs='+', help='WORK_DIR, or NAME=WORK_DIR,WORK_DIR,... for seeds in one order')
     parser.add_argument('--metric', help='default: box AP, mask AP, mIoU or accuracy, the first that all have')
     parser.add_argument('--out', required=True, help='folder for picture and CSV')

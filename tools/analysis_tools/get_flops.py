@@ -5,12 +5,12 @@ import json
 import sys
 from dataclasses import asdict
 
-from options import of_gated_config, run
+from mmgate.analysis.arguments import gated_parser, run
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = of_gated_config(__doc__)
+    parser = gated_parser(__doc__)
     parser.add_argument('--shape', type=int, nargs='+', default=[800, 1280], help='height and width, or one side')
     parser.add_argument('--json', action='store_true', help='print numbers as JSON')
     return parser

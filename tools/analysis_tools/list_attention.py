@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from options import of_gated_config, run
+from mmgate.analysis.arguments import gated_parser, run
 
-parser = partial(of_gated_config, __doc__)
+parser = partial(gated_parser, __doc__)
 
 
 def main(argv: list[str]) -> None:

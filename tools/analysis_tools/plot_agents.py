@@ -4,12 +4,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from options import of_drawing, positive, run
+from mmgate.analysis.arguments import drawing_parser, positive, run
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = of_drawing(__doc__)
+    parser = drawing_parser(__doc__)
     parser.add_argument('--layer', type=int, default=0, help='which of the agent attentions (default: the first)')
     parser.add_argument('--agents', type=positive, default=16, help='how many agents to draw, spread over the grid')
     return parser

@@ -10,7 +10,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from options import add_gate, plain, run
+from mmgate.analysis.arguments import plain_parser, run
+from mmgate.mm.gate_options import add_gate_option
 
 MODES = ('forward', 'forward+backward')
 OPTIONS = ('batch', 'repetitions', 'modes', 'device', 'autocast', 'launches')  # of benchmark_models
@@ -18,9 +19,9 @@ OPTIONS = ('batch', 'repetitions', 'modes', 'device', 'autocast', 'launches')  #
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = plain(__doc__)
+    parser = plain_parser(__doc__)
     parser.add_argument('configs', nargs='+', help="config files, or 'package::path'; the first is the peer")
-    add_gate(parser)
+    add_gate_option(parser)
     parser.add_argument('--sizes', type=int, nargs='+', default=[224, 512, 800, 1280], help='sides of square images')
     parser.add_argument('--batch', type=int, default=1, help='images at a time (default %(default)s)')
     parser.add_argument('--modes', nargs='+', choices=MODES, default=MODES[:1], help='each a panel (default: forward)')

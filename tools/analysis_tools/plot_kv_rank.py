@@ -4,9 +4,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from options import of_drawing, run
+from mmgate.analysis.arguments import drawing_parser, run
 
-parser = partial(of_drawing, __doc__)
+parser = partial(drawing_parser, __doc__)
 
 
 def main(argv: list[str]) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from options import of_drawing, positive, run
+from mmgate.analysis.arguments import drawing_parser, positive, run
 
 PARTS = ('image', 'queries', 'heads')
 HEADS = 'how much attention each place gets, from the class token where there is one, or in the mean over all queries.'
@@ -19,7 +19,7 @@ ROLLOUT = (
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = of_drawing(__doc__)
+    parser = drawing_parser(__doc__)
     part = 'self-attention over the image (default, if there is any), queries of a dense decoder, heads of one layer'
     parser.add_argument('--part', choices=PARTS, help=part)
     parser.add_argument('--top-k', type=positive, default=4, help='queries with the best scores (default 4)')

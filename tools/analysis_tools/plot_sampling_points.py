@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from options import of_drawing, positive, run
+from mmgate.analysis.arguments import drawing_parser, positive, run
 
 FAR = 0.1  # of the image's longer side: reference points of one query that are further apart are of two objects
 Drawn = list[tuple[str, Any, Any]]  # model, its points, the data sample
@@ -23,7 +23,7 @@ Drawn = list[tuple[str, Any, Any]]  # model, its points, the data sample
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = of_drawing(__doc__)
+    parser = drawing_parser(__doc__)
     parser.add_argument('--part', choices=['decoder', 'encoder'], help='default: the decoder, if there is one')
     parser.add_argument('--layer', type=int, default=-1, help='of that part (default: the last)')
     parser.add_argument('--top-k', type=positive, default=3, help='queries with the best scores (decoder)')
@@ -82,8 +82,8 @@ def _runs(models: list[Any], difference: bool) -> Iterator[tuple[str, Any, Calla
         ConfigError: A difference is asked for of one model, which has no gates.
     """
     import mmgate
+    from mmgate.adapter import gated_modules
     from mmgate.errors import ConfigError
-    from mmgate.gating import gated_modules
 
     alone = difference and len(models) == 1
     if alone and not any(True for _ in gated_modules(models[0].model)):

@@ -5,12 +5,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from options import add_processes, plain, positive, run
+from mmgate.analysis.arguments import add_processes, plain_parser, positive, run
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = plain(__doc__)
+    parser = plain_parser(__doc__)
     parser.add_argument('study', help='a file of configs/studies')
     parser.add_argument('--out', help='folder of the runs (default: work_dirs/<name of the study>[-<budget>])')
     parser.add_argument('--budget', help="one of the study's budgets, such as gpu")

@@ -8,16 +8,19 @@ import argparse
 import sys
 from pathlib import Path
 
-from options import TRAINS, add_gate, add_processes, add_trust, of_config, positive, run
+from mmgate.analysis.arguments import add_processes, positive, run
+from mmgate.mm.config_file import add_trust_option, config_parser
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = of_config(__doc__)
+    parser = config_parser(__doc__)
     parser.add_argument('--checkpoint', help='vanilla checkpoint that all runs go on from (default: from the start)')
     shown = 'a gate to try, by one rule, or by several with ; between them; give it again for another one'
-    add_gate(parser, required=True, help=shown)
-    parser.add_argument('--train', choices=TRAINS, help='what of the gated models trains (default: all)')
+    form = "'PATH=TYPE(option=value, ...)'"
+    parser.add_argument('--gate', action='append', required=True, metavar=form, help=shown)
+    trains = ('gates', 'attention', 'all')
+    parser.add_argument('--train', choices=trains, help='what of the gated models trains (default: all)')
     parser.add_argument('--seeds', type=positive, default=3, help='runs of each model (default %(default)s)')
     length = parser.add_mutually_exclusive_group()
     length.add_argument('--iters', type=positive, help='length of a run in iterations (default 500)')
@@ -31,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument('--out', help='folder of the trial (default: work_dirs/try_NAME)')
     parser.add_argument('--plan-only', action='store_true', help='stop after the costs and the plan')
     parser.add_argument('--verbose', action='store_true', help='show the output of the runs, else in their folders')
-    add_trust(parser)
+    add_trust_option(parser)
     return parser
 
 

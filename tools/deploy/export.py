@@ -6,7 +6,8 @@ from pathlib import Path
 from mmengine.logging import print_log
 
 import mmgate  # noqa: F401
-from mmgate.analysis.loading import add_inputs, check_folder, load_model
+from mmgate.analysis.arguments import add_inputs
+from mmgate.analysis.loading import check_folder, load_model
 from mmgate.deploy.export import export
 from mmgate.deploy.to_onnx import check_environment
 from mmgate.errors import ConfigError

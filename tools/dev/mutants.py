@@ -38,8 +38,10 @@ from trees import ROOT, copy_tree
 
 CORE = (
     'gate.py',
+    'adapter.py',
     'gating.py',
     'rules.py',
+    'plan.py',
     'swap.py',
     'gates/base/named.py',
     'start.py',
@@ -191,6 +193,9 @@ def tests_of(module: str) -> list[str]:
         name = folders[-1]
     named = folder / f'test_{name.lstrip("_")}.py'
     found = [named] if named.is_file() else []
+    if module in CORE and not folders:
+        core = {folder / f'test_{one}' for one in CORE if '/' not in one}
+        found += sorted(path for path in core - {named} if path.is_file())
     for _ in folders:
         found += sorted(set(folder.glob('test_*.py')) - {named})
         folder = folder.parent

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmgate.adapter import host_class, is_off
+from mmgate.errors import full_name
 from mmgate.gates.base.map import MapAdapter
-from mmgate.gating import host_class, is_off
-from mmgate.hosts.table import full_name
 from mmgate.notes import note
 
 GEOMETRY = 'geometry'

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import mmgate.recording
+from mmgate.adapter import Adapter
 from mmgate.analysis.probes.places import note_place, place_of
 from mmgate.errors import ConfigError
 from mmgate.gate import Gate
-from mmgate.gating import Adapter
 from mmgate.notes import GATES, Kept, Note, Recording, note
-from mmgate.recording import plain_adapter
+from mmgate.recording import vanilla_adapter
 
 ACTIVATION = 'activation'
 PREDICTIONS = 'predictions'
@@ -100,7 +100,7 @@ def record(
 def _attends(module: nn.Module) -> bool:
     """Return True for a module that attends, of which anything may be noted."""
     gated = isinstance(module, Adapter) or any(isinstance(child, Gate) for child in module.children())
-    return gated or bool(_ATTENTION.search(type(module).__name__)) or plain_adapter(module) is not None
+    return gated or bool(_ATTENTION.search(type(module).__name__)) or vanilla_adapter(module) is not None
 
 
 def _note_activation(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from mmgate.adapter import Adapter
 from mmgate.gate import Gate, Sizes
 from mmgate.gates.base.mmcv_or_torch import MMCVMultiScaleDeformableAttention
 from mmgate.gates.base.named import attention_named
-from mmgate.gating import Adapter
 from mmgate.notes import note
 from mmgate.ops.backend import check_backend
 from mmgate.ops.deformable import attention_weights, ms_deform_attn, offset_locations
@@ -235,10 +235,10 @@ class UnevenDeformableAttention(MMCVMultiScaleDeformableAttention):
     num_points: Any
 
     def __init__(self, *, num_points: Sequence[int], num_levels: int = 4, **options: Any) -> None:
+        self._counts = tuple(num_points)
         points = points_of_levels(num_points, num_levels)
         # With as many levels of one point mmcv's projections have the same outputs.
-        total = points * num_levels if isinstance(points, int) else sum(points)
-        super().__init__(num_levels=total, num_points=1, **options)
+        super().__init__(num_levels=sum(num_points), num_points=1, **options)
         self.num_levels = num_levels
         self.num_points = points
         self._start_offsets()
@@ -247,10 +247,8 @@ class UnevenDeformableAttention(MMCVMultiScaleDeformableAttention):
         """Initialise as mmcv does, with the points of a level 1, 2, ... pixels from the reference."""
         num_levels = self.num_levels
         num_points = self.num_points
-        counts = () if isinstance(num_points, int) else num_points
-        if counts:
-            self.num_levels = sum(counts)
-            self.num_points = 1
+        self.num_levels = sum(self._counts)
+        self.num_points = 1
         super().init_weights()
         self.num_levels = num_levels
         self.num_points = num_points
@@ -258,11 +256,12 @@ class UnevenDeformableAttention(MMCVMultiScaleDeformableAttention):
 
     @torch.no_grad()
     def _start_offsets(self) -> None:
-        # mmcv has put the points of levels with one point 1 pixel away.
-        if not isinstance(self.num_points, int):
-            bias = self.sampling_offsets.bias
-            steps = torch.cat([torch.arange(1, count + 1, device=bias.device) for count in self.num_points])  # (N,)
-            bias.view(self.num_heads, -1, 2).mul_(steps[:, None])
+        # mmcv puts the points of levels with one point 1 pixel away, also from its constructor.
+        if self.num_levels != len(self._counts):
+            return
+        bias = self.sampling_offsets.bias
+        steps = torch.cat([torch.arange(1, count + 1, device=bias.device) for count in self._counts])  # (N,)
+        bias.view(self.num_heads, -1, 2).mul_(steps[:, None])
 
 
 def build_deformable_attention(

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.adapter import Adapter, is_off
 from mmgate.errors import ConfigError
 from mmgate.gate import Gate, Sizes
 from mmgate.gates.base.mmcv_or_torch import MultiheadAttention
 from mmgate.gates.base.named import attention_named, gate_alone
-from mmgate.gating import Adapter, is_off
-from mmgate.notes import note, noted
+from mmgate.notes import note, with_note
 from mmgate.ops.layout import broadcasts_to, check_layout
 from mmgate.ops.masks import merge_masks
 from mmgate.ops.tracing import is_exporting
@@ -51,7 +51,7 @@ class DenseGate(Gate):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
-        if sizes.no_gate and not is_plain(self):
+        if sizes.no_gate and not is_vanilla(self):
             raise ConfigError(sizes.no_gate)
         self.qdim, self.kdim, self.vdim = sizes.input_widths
         usual = (sizes.query_width or self.head_dim) ** -0.5
@@ -140,10 +140,10 @@ class DenseAdapter(Adapter):
             ``(B, N, C)``. The heads are 0 in a row whose keys are all masked.
         """
         query = projected[0]
-        masks, dead = merge_masks(attn_mask, key_padding_mask, query.shape[0], query.shape[1], query.dtype)
+        masks, all_masked = merge_masks(attn_mask, key_padding_mask, query.shape[0], query.shape[1], query.dtype)
         if masks is not None:
             bias = masks if bias is None else bias + masks
-        return self.attend_merged(projected, inputs, out_proj, bias, dead, gate)
+        return self.attend_merged(projected, inputs, out_proj, bias, all_masked, gate)
 
     def attend_merged(
         self,
@@ -151,19 +151,19 @@ class DenseAdapter(Adapter):
         inputs: Inputs,
         out_proj: Callable[[Tensor], Tensor],
         bias: Tensor | None,
-        dead: Tensor | None,
+        all_masked: Tensor | None,
         gate: DenseGate | None = None,
     ) -> Tensor:
-        """Attend as :meth:`attend_gated` does, given the bias and the dead rows of :func:`.merge_masks`."""
+        """Attend as :meth:`attend_gated` does, given what :func:`.merge_masks` returns."""
         gate = self.gate if gate is None else gate
         query, key, value = projected
         heads = gate.attend(gate.scaled(query), key, value, inputs, bias)
-        if dead is not None:
-            heads = heads.masked_fill(dead, 0.0)
+        if all_masked is not None:
+            heads = heads.masked_fill(all_masked, 0.0)
         return gate.finish(out_proj(gate.merge_heads(heads)), query, inputs)
 
 
-def is_plain(gate: Any) -> bool:
+def is_vanilla(gate: Any) -> bool:
     """Return True for attention without a gate, with which a vanilla host is recorded."""
     return type(gate) is DenseGate
 
@@ -172,7 +172,7 @@ class GatedTorchAttention(DenseAdapter):
     """Adapter that lets dense gates into ``torch.nn.MultiheadAttention``.
 
     As in torch, attention weights are returned unless ``need_weights=False``. They are N x M maps, which the gates'
-    operators otherwise keep out of memory; mmcv's attention and its kin around torch's drop them, and get none.
+    operators otherwise keep out of memory; mmcv's attention and others around torch's drop them, and get none.
     """
 
     embed_dim: int
@@ -196,8 +196,8 @@ class GatedTorchAttention(DenseAdapter):
 
     @property
     def _is_wrapped(self) -> bool:
-        """True inside the attention of mmcv and its kin, which take the output alone and say so by no argument."""
-        return self.gating.child.rpartition('.')[2] == 'attn'
+        """True inside the attention of mmcv and others, which take the output alone and say so by no argument."""
+        return 'attn' in self.gating.child.split('.')
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
@@ -227,7 +227,7 @@ class GatedTorchAttention(DenseAdapter):
         """Attend with the gate; arguments and results are those of ``torch.nn.MultiheadAttention``, or unbatched.
 
         The heads are 0 in a row whose keys are all masked, and give it no gradient. ``need_weights`` is True by
-        default, but False inside mmcv's attention and its kin.
+        default, but False inside mmcv's attention and others around torch's.
 
         Returns:
             The output, and the weights ``(B, N, M)`` or ``(B, H, N, M)``, without dropout; or None for the weights if
@@ -263,10 +263,10 @@ class GatedTorchAttention(DenseAdapter):
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         inputs = (query, key, value)
         q, k, v = self.project(inputs)
-        for _ in range(k.shape[2] - key.shape[1] if is_plain(self.gate) else 0):  # which torch has appended
+        for _ in range(k.shape[2] - key.shape[1] if is_vanilla(self.gate) else 0):  # which torch has appended
             attn_mask = None if attn_mask is None else F.pad(attn_mask, (0, 1))
             key_padding_mask = None if key_padding_mask is None else F.pad(key_padding_mask, (0, 1))
-        bias, dead = merge_masks(attn_mask, key_padding_mask, q.shape[0], self.num_heads, q.dtype)
+        bias, all_masked = merge_masks(attn_mask, key_padding_mask, q.shape[0], self.num_heads, q.dtype)
         full = (*q.shape[:3], k.shape[2])
         if bias is not None and not is_exporting() and not broadcasts_to(bias.shape, full):
             masks = (mask for mask in (attn_mask, key_padding_mask) if mask is not None)
@@ -274,10 +274,10 @@ class GatedTorchAttention(DenseAdapter):
             raise ValueError(f'attn_mask and key_padding_mask must fit (B, H, N, M) = {tuple(full)}, got {shapes}.')
         if need_weights is None:
             need_weights = not self._is_wrapped
-        attend = partial(self.attend_merged, (q, k, v), inputs, self.out_proj, bias, dead)
-        output, weights = noted(self.gate, 'attention', attend) if need_weights else (attend(), None)
+        attend = partial(self.attend_merged, (q, k, v), inputs, self.out_proj, bias, all_masked)
+        output, weights = with_note(self.gate, 'attention', attend) if need_weights else (attend(), None)
         if weights is not None:
-            weights = weights if dead is None else weights.masked_fill(dead, 0.0)
+            weights = weights if all_masked is None else weights.masked_fill(all_masked, 0.0)
             weights = weights.mean(1) if average_attn_weights else weights
         output = output.transpose(0, 1)
         # A dropout that follows draws its numbers in the order of memory. In torch's module tokens come first there.
@@ -294,7 +294,7 @@ class GatedTorchAttention(DenseAdapter):
         projected = (F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
         gate = self.gate
         query, key, value = projected
-        if is_plain(gate):
+        if is_vanilla(gate):
             key = self._appended(key, self.bias_k)
             value = self._appended(value, self.bias_v)
         return gate.split_heads(query), gate.split_heads(key), gate.split_heads(value)

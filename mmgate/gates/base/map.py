@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate._environment import log
+from mmgate.adapter import Adapter
 from mmgate.errors import ConfigError, OptionError
 from mmgate.gate import Gate, Sizes, StateDict
 from mmgate.gates.base.mmcv_or_torch import build_dropout
 from mmgate.gates.base.named import attention_named
 from mmgate.gates.parts.options import height_and_width, integer, number
-from mmgate.gating import Adapter
 from mmgate.notes import note
 from mmgate.ops.layout import check_layout
 
@@ -54,7 +54,7 @@ class MapGate(Gate):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
         self.class_tokens = sizes.class_tokens
-        self.host_map = sizes.map_size
+        self.host_map = sizes.host_map
         self.scale = sizes.scale or self.head_dim**-0.5
         self.shifted = sizes.shifted
 
@@ -115,8 +115,8 @@ def map_in_training(sizes: Sizes, map_size: Size | None, image_size: int | Size 
         return height_and_width('map_size', map_size)
     if image_size is not None and sizes.stride is not None:
         return map_of_image(image_size, sizes.stride)
-    if image_size is None and sizes.map_size is not None:
-        return sizes.map_size
+    if image_size is None and sizes.host_map is not None:
+        return sizes.host_map
     if sizes.stride is not None:
         raise OptionError(
             'it needs the size of the images in pre-training, which this model does not keep. Write '

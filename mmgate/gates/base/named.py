@@ -9,8 +9,9 @@ from zlib import crc32
 import torch
 from torch import nn
 
-from mmgate.gate import Gate, draw_gates, gate_options, random_stream
-from mmgate.gating import Adapter, Record, computed_dtype, device_of, gate_module, make_gate
+from mmgate.adapter import Adapter, Record, initialised_gate
+from mmgate.gate import Gate, gate_options
+from mmgate.gating import gate_module
 from mmgate.registry import MODELS
 from mmgate.start import initialise_gates_last
 
@@ -69,9 +70,6 @@ def gate_alone(
     """
     # It has no name yet. Layers that are built one after the other find other numbers here.
     stream = f'{child}.{crc32(torch.get_rng_state().numpy().data)}'
-    with torch.device('cpu'), random_stream(stream):
-        made = make_gate(adapter, host, gate, **options)
-    made.to(device=device_of(host), dtype=computed_dtype(host))
-    draw_gates(stream, made)
+    made = initialised_gate(adapter, host, gate, stream, **options)
     gate_module(host, adapter, made, Record(adapter, child, rule, child))
     return host

@@ -1,11 +1,18 @@
-"""Backend of PLuG attention that works in chunks of queries, so that no whole N x M map is in memory.
+r"""Backend of PLuG attention that works in chunks of queries, so that no whole N x M map is in memory.
 
-The gradient in ``rows.py`` takes less time and memory than chunks under autograd. Dropout, a learnt bias, any other
-modulation than a module, and torch.compile need the latter.
+It is an autograd function whose backward pass computes each chunk again, in less time and memory than chunks under
+autograd. Dropout, a learnt bias, any other modulation than a module, and torch.compile need the latter.
+With S = QK^T / sqrt(d), f = 1 + G (or G), L = S f + mask, P = softmax(L), O = P V and delta = rowsum(dO O):
+
+    dV = P^T dO;  dL = P (dO V^T - delta);  df = sum over the heads that share f of dL S;  dS = f dL
+
+and with the gate on the weights, W = P f, O = W V:  dV = W^T dO;  df = dO V^T P;  dL = dS = P (f dO V^T - delta).
+Autograd does the rest, from df to the gate: it is elementwise, on one map for all heads that share f.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,11 +22,12 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from ..autocast import autocast_dtype, without_autocast
+from ..custom_op import first_derivatives, save_fields, saved_fields
 from ..tracing import is_compiling
 from . import reference
 from .pairs import Modulation, Pairs
-from .rows import AttentionInChunks, rows_of
-from .softmax import BY_TORCH, Softmax
+from .reference import gate_factor, raw_gates
+from .softmax import BY_TORCH, Softmax, sum_heads
 
 # Elements of (B, H, rows, M) that are in memory at a time. On a CPU they fit into its cache. On a GPU larger chunks
 # need fewer launches.
@@ -88,3 +96,156 @@ def _checkpointed(step: int, pairs: Pairs, modulation: Modulation) -> Tensor:
         else:
             outputs.append(attend_rows(*inputs))
     return torch.cat(outputs, -2)
+
+
+class Factor:
+    """Function that computes the factor of the logits from the gate's queries and keys, with a module's parameters.
+
+    Args:
+        modulation: Module that maps raw gates to gates.
+        names: Names of the parameters that are handed in, which replace the module's.
+        residual: True for the factor ``1 + G``, False for ``G``.
+    """
+
+    def __init__(self, modulation: Any, names: Sequence[str], residual: bool) -> None:
+        self.modulation = modulation
+        self.names = list(names)
+        self.residual = residual
+
+    def __call__(self, gate_query: Tensor, gate_key: Tensor, *parameters: Tensor) -> Tensor:
+        """Compute the factor that multiplies the logits, ``(B, H|1, N, M)``."""
+        given = dict(zip(self.names, parameters, strict=True))
+        return gate_factor(gate_query, gate_key, partial(functional_call, self.modulation, given), self.residual)
+
+    def scalars(self, *parameters: Tensor) -> list[float] | None:
+        """Return the gate's scalars a, b, c, e if the factor is ``1 + tanh((a r + b) (c r + e))``, else None."""
+        gate = (getattr(self.modulation, 'variant', None), getattr(self.modulation, 'activation', None))
+        if gate != ('product', 'tanh') or not self.residual or sorted(self.names) != ['bias', 'weight']:
+            return None
+        given = dict(zip(self.names, parameters, strict=True))
+        return torch.stack([given['weight'], given['bias']], 1).flatten().tolist()
+
+
+class AttentionInChunks(torch.autograd.Function):
+    """Autograd function that computes PLuG attention in chunks of queries.
+
+    ``apply(step, softmax, names, *pairs, *parameters)`` computes ``step`` rows at a time. The pairs are the fields of
+    :class:`.pairs.Pairs`, without dropout and with a bias that gets no gradient; the parameters are the modulation's,
+    by ``names``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, step: int, softmax: Softmax, names: Sequence[str], *arguments: Any) -> Tensor:
+        """Compute the output ``(B, H, N, e)``, chunk by chunk of queries."""
+        pairs = Pairs(*arguments[: len(Pairs._fields)])
+        parameters = arguments[len(Pairs._fields) :]
+        query, key, value, gate_query, gate_key = pairs[:5]
+        factor = Factor(pairs.modulation, names, pairs.residual)
+        is_before = pairs.position == 'pre_softmax'
+        output = torch.empty((*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device)
+        chunks = _Chunks(step, query, key)
+        forms_factor = softmax.forms_factor and is_before and query.dtype == chunks.dtype
+        scalars = factor.scalars(*parameters) if forms_factor else None
+        for rows in chunks:
+            gate_rows = gate_query[:, :, rows]
+            if scalars is None:
+                f = factor(gate_rows, gate_key, *parameters).to(chunks.dtype).contiguous()
+            else:
+                f = raw_gates(gate_rows, gate_key)
+            logits = chunks.product(0, query[:, :, rows], key, query.shape[-1] ** -0.5)
+            weights = softmax.forward(logits, f if is_before else None, rows_of(pairs.bias, rows), logits, scalars)
+            if not is_before:
+                weights = weights.mul_(f)
+            output[:, :, rows] = weights.to(value.dtype) @ value
+        save_fields(ctx, pairs, output, *parameters)
+        ctx.step = step
+        ctx.softmax = softmax
+        ctx.names = names
+        return output
+
+    @staticmethod
+    @first_derivatives
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of queries, keys, values, the gate's queries and keys, and the gate's parameters."""
+        pairs, (output, *parameters) = saved_fields(ctx, Pairs)
+        query, key, value, gate_query, gate_key = pairs[:5]
+        factor = Factor(pairs.modulation, ctx.names, pairs.residual)
+        is_before = pairs.position == 'pre_softmax'
+        scale = query.shape[-1] ** -0.5
+        chunks = _Chunks(ctx.step, query, key)
+        inputs = (query, key, value, gate_query, gate_key, *parameters)
+        # Sums over the chunks have at least 32 bits.
+        grads = [torch.zeros_like(x, dtype=chunks.dtype) for x in inputs]
+        grad_query, grad_key, grad_value, grad_gate_query, grad_gate_key, *grad_parameters = grads
+        for rows in chunks:
+            leaves = [x.detach().requires_grad_() for x in (gate_query[:, :, rows], gate_key, *parameters)]
+            with torch.enable_grad():
+                gate = factor(*leaves)
+            f = gate.detach().to(chunks.dtype).contiguous()
+            q = query[:, :, rows]
+            grad = grad_output[:, :, rows]
+            logits = chunks.product(0, q, key, scale)
+            bias = rows_of(pairs.bias, rows)
+            weights = ctx.softmax.forward(logits, f if is_before else None, bias, chunks.like(1, logits))
+            delta = (grad * output[:, :, rows]).sum(-1, keepdim=True, dtype=chunks.dtype)
+            grad_weights = chunks.product(2, grad, value, 1.0)
+            if is_before:
+                grad_value += weights.to(grad.dtype).transpose(-1, -2) @ grad
+                grad_logits, grad_factor = ctx.softmax.backward(logits, f, weights, grad_weights, delta)
+            else:
+                grad_factor = sum_heads(torch.mul(grad_weights, weights, out=logits), gate)
+                grad_value += (weights * f).to(grad.dtype).transpose(-1, -2) @ grad
+                grad_logits = grad_weights.mul_(f).sub_(delta).mul_(weights)
+            narrow = grad_logits.to(q.dtype)
+            grad_query[:, :, rows] = narrow @ key * scale
+            grad_key += narrow.transpose(-1, -2) @ q * scale
+            of_gate = torch.autograd.grad(gate, leaves, grad_factor.to(gate.dtype), allow_unused=True)
+            grad_gate_query[:, :, rows] = of_gate[0]
+            for total, part in zip((grad_gate_key, *grad_parameters), of_gate[1:], strict=True):
+                if part is not None:
+                    total += part
+        found = [total.to(x.dtype) for total, x in zip(grads, inputs, strict=True)]
+        others = (None,) * (len(Pairs._fields) - 5)
+        return None, None, None, *found[:5], *others, *found[5:]
+
+
+class _Chunks:
+    """Iterator over chunks of queries (slices), with three buffers of a chunk's map that all chunks share.
+
+    New tensors for each chunk would fragment the heap, to several times the size of the tensors in use.
+    """
+
+    def __init__(self, step: int, query: Tensor, key: Tensor) -> None:
+        self.step = step
+        self.rows = query.shape[-2]
+        self.dtype = torch.float32 if query.dtype.itemsize < 4 else query.dtype
+        batch, heads = query.shape[:2]
+        self.buffers = query.new_empty(3, batch * heads * step * key.shape[-2], dtype=self.dtype)
+
+    def __iter__(self) -> Iterator[slice]:
+        for start in range(0, self.rows, self.step):
+            yield slice(start, min(start + self.step, self.rows))
+
+    def product(self, buffer: int, rows: Tensor, columns: Tensor, scale: float) -> Tensor:
+        """Compute ``rows columns^T scale``, ``(B, H, rows, M)``, in one of the buffers 0 to 2, and return it."""
+        out = self._view(buffer, (*rows.shape[:-1], columns.shape[-2]))
+        a = rows.flatten(0, 1)
+        b = columns.flatten(0, 1).transpose(-1, -2)
+        if a.dtype == self.dtype:
+            torch.baddbmm(out.flatten(0, 1), a, b, beta=0, alpha=scale, out=out.flatten(0, 1))
+        else:
+            # Scaled first, because the product may leave half precision.
+            out.copy_((a * scale @ b).view_as(out))
+        return out
+
+    def like(self, buffer: int, chunk: Tensor) -> Tensor:
+        """Return one of the buffers 0 to 2 as a tensor of the shape of ``chunk``."""
+        return self._view(buffer, chunk.shape)
+
+    def _view(self, buffer: int, shape: tuple[int, ...]) -> Tensor:
+        return self.buffers[buffer, : torch.Size(shape).numel()].view(shape)
+
+
+def rows_of(bias: Tensor | None, rows: slice) -> Tensor | None:
+    """Return the part of a bias for a chunk of queries; a bias that all queries share is returned whole."""
+    return bias if bias is None or bias.shape[-2] == 1 else bias[:, :, rows]

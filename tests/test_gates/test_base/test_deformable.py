@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mmgate import layers, swap_attention
 from mmgate.errors import ConfigError
 from mmgate.gates import PLuGMultiScaleDeformableAttention
-from mmgate.gates.base.deformable import DeformableGate
+from mmgate.gates.base.deformable import DeformableGate, UnevenDeformableAttention
 from mmgate.registry import MODELS
 
 
@@ -89,7 +89,11 @@ def test_a_list_of_numbers_of_points_starts_as_one_number_does(kind: type) -> No
 def test_equal_numbers_in_a_list_are_one_number() -> None:
     attention = layers.MultiScaleDeformableAttention(**SIZES | dict(num_points=[3, 3]))
     assert attention.num_points == 3
-    attention.load_state_dict(MultiScaleDeformableAttention(**SIZES).state_dict())
+    vanilla = MultiScaleDeformableAttention(**SIZES)
+    attention.load_state_dict(vanilla.state_dict())
+    direct = UnevenDeformableAttention(**SIZES | dict(num_points=[3, 3]))
+    assert direct.num_points == 3
+    torch.testing.assert_close(direct.sampling_offsets.bias, vanilla.sampling_offsets.bias)
 
 
 @pytest.mark.parametrize(

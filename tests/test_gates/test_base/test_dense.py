@@ -130,8 +130,8 @@ def test_identity_start_is_torchs_attention(name: str, mask: str, average: bool)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     assert gated(*x, need_weights=False, **MASKS[mask])[1] is None
     actual[0].square().sum().backward()
-    made_of = [p for n, p in gated.named_parameters() if n.startswith(('gate.gml', 'gate.gate_w', 'gate.lambda'))]
-    assert any(parameter.grad.abs().max() > 0 for parameter in made_of)
+    of_gate = [p for n, p in gated.named_parameters() if n.startswith(('gate.gml', 'gate.gate_w', 'gate.lambda'))]
+    assert any(parameter.grad.abs().max() > 0 for parameter in of_gate)
 
 
 def of_torch(**options: Any) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention]:

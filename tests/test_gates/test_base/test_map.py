@@ -45,7 +45,7 @@ def test_attention_over_a_map_heeds_a_scale_that_is_not_the_default() -> None:
         torch.testing.assert_close(layer(x, (3, 5)), layer.proj(heads.transpose(1, 2).flatten(2)))
 
 
-TOLD = Sizes(8, 2, map_size=(14, 7), stride=16)
+TOLD = Sizes(8, 2, host_map=(14, 7), stride=16)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ TOLD = Sizes(8, 2, map_size=(14, 7), stride=16)
         (TOLD, dict(image_size=(100, 33)), (7, 3)),
         (TOLD, dict(map_size=[3, 5]), (3, 5)),
         (TOLD, dict(map_size=(3, 5), image_size=384), (3, 5)),
-        (Sizes(8, 2, map_size=(4, 4)), {}, (4, 4)),
+        (Sizes(8, 2, host_map=(4, 4)), {}, (4, 4)),
         (Sizes(8, 2, stride=32), dict(image_size=224), (7, 7)),
         (Sizes(8, 2), dict(map_size=(2, 2)), (2, 2)),
     ],
@@ -72,7 +72,7 @@ def test_the_rule_says_the_map_in_training_before_the_model(sizes: Sizes, rule: 
     [
         (Sizes(8, 2, stride=16), {}, r'Write image_size=224 into .*image_size / 16'),
         (Sizes(8, 2), {}, r'around it tells its stride, for image_size. Write map_size=\(14, 14\)'),
-        (Sizes(8, 2, map_size=(4, 4)), dict(image_size=384), 'tells its stride'),
+        (Sizes(8, 2, host_map=(4, 4)), dict(image_size=384), 'tells its stride'),
         (TOLD, dict(image_size=(3, 4, 5)), r'image_size=\(3, 4, 5\) must be a height and a width'),
         (TOLD, dict(image_size=0), r'image_size\[0\]=0 must be an integer'),
     ],

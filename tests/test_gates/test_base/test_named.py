@@ -17,8 +17,8 @@ from torch import nn
 
 import mmgate
 from mmgate.errors import ConfigError
+from mmgate.gate import registered_gates
 from mmgate.gates.base.map import MapAttention
-from mmgate.hosts.table import registered_gates
 
 MAP = dict(map_size=(4, 4))
 # By case, the type, further arguments, its host's class and the arguments of a call.

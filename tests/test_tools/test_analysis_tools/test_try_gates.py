@@ -177,9 +177,8 @@ def test_refused_before_anything_is_measured(
 
 @pytest.mark.parametrize('path', sorted(TOOLS.glob('*.py')), ids=lambda path: path.stem)
 def test_help_imports_no_torch(path: Path) -> None:
-    """It takes a tenth of a second instead of several."""
+    """It takes half a second instead of several."""
     program = f'import runpy, sys; sys.argv = [{str(path)!r}, "--help"]; sys.path.insert(0, {str(path.parent)!r})\n'
     program += f'try: runpy.run_path({str(path)!r}, run_name="__main__")\n'
-    program += 'finally: assert "torch" not in sys.modules and "mmgate" not in sys.modules'
-    said = run_python('-c', program).stdout
-    assert 'usage: ' in said or path.stem == 'options'
+    program += 'finally: assert "torch" not in sys.modules'
+    assert 'usage: ' in run_python('-c', program).stdout
