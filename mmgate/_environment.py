@@ -1,4 +1,4 @@
-"""Check that the mm packages which mmgate plugs into are installed and can be imported."""
+"""Tell which packages are installed and can be imported."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import os
 import sys
 import traceback
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
-INSTALL = (
+CANNOT = (
+    'mmgate cannot be used here:\n{}\n'
     'mmgate plugs into mmengine, mmcv and mmdet or mmseg. Where there are none of them, type\n'
     '    pip install torch==2.13.0 && pip install "mmgate[mm]"\n'
     'Where the OpenMMLab packages are installed, repair those instead: the extra "mm" installs maintained forks under '
@@ -23,29 +25,30 @@ MULTIMODAL = 'mmpretrain.utils.dependency'  # has the flag by which mmpretrain i
 
 
 def check_environment() -> None:
-    """Raise one ImportError that lists all problems if mmgate cannot work here.
+    """Raise ImportError if mmgate cannot work here: without mmengine and mmcv, or with neither mmdet nor mmseg.
 
-    One of mmdet and mmseg is enough; a broken one is left out with a warning, and so is mmpretrain.
+    Packages are looked for, and not imported.
 
     Raises:
-        ImportError: mmengine, mmcv or ``mmcv.ops`` cannot be imported, or neither mmdet nor mmseg can.
+        ImportError: Packages are missing; the message lists all.
+    """
+    missing = [name for name in ('mmengine', 'mmcv') if find_spec(name) is None]
+    if not any(find_spec(name) for name in EITHER):
+        missing += EITHER
+    if missing:
+        raise ImportError(CANNOT.format('\n'.join(f'  - {name}: {_not_installed(name)}' for name in missing)))
+    _leave_multimodal_models_out()
+
+
+def check_mmcv() -> None:
+    """Import mmcv with its operators.
+
+    Raises:
+        ImportError: mmengine, mmcv or ``mmcv.ops`` cannot be imported; the message lists the reasons.
     """
     found = [problem for problem in map(why_not, ('mmengine', 'mmcv', 'mmcv.ops')) if problem]
-    _leave_multimodal_models_out()
-    packages = {}
-    for name in (*EXTRAS, *EITHER):  # mmdet and mmseg import mmpretrain
-        packages[name] = why_not(name)
-        if name in EXTRAS and _is_broken(name, packages[name]):
-            # mmdet and mmseg work without mmpretrain, but an error other than ImportError would break them. With None
-            # here the import raises ImportError.
-            sys.modules.setdefault(f'{name}.models', None)  # type: ignore[arg-type]
-    if all(packages[name] for name in EITHER):
-        found += filter(None, (packages[name] for name in EITHER))
     if found:
-        raise ImportError('\n'.join(['mmgate cannot be used here:', *(f'  - {line}' for line in found), INSTALL]))
-    for name, problem in packages.items():
-        if _is_broken(name, problem):
-            log(f'mmgate goes on without {problem}', logging.WARNING)
+        raise ImportError(CANNOT.format('\n'.join(f'  - {problem}' for problem in found)))
 
 
 def torch_alone() -> bool:
@@ -101,7 +104,9 @@ def _leave_multimodal_models_out() -> None:
         found = version('transformers')
     except PackageNotFoundError:
         return
-    if int(found.split('.')[0]) < 5 or 'mmpretrain.models' in sys.modules or why_not(MULTIMODAL):
+    if int(found.split('.')[0]) < 5 or 'mmpretrain.models' in sys.modules or find_spec('mmpretrain') is None:
+        return
+    if why_not(MULTIMODAL):
         return
     sys.modules[MULTIMODAL].WITH_MULTIMODAL = False  # type: ignore[attr-defined]
     log(
@@ -109,10 +114,6 @@ def _leave_multimodal_models_out() -> None:
         f'5, and transformers {found} is installed. All else of mmpretrain works.',
         logging.WARNING,
     )
-
-
-def _is_broken(package: str, problem: str | None) -> bool:
-    return problem is not None and not problem.endswith(_not_installed(package))
 
 
 def _not_installed(module: str) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+# The variable of the environment by which checkpoints may run code.
+TRUST = 'MMGATE_TRUST_CHECKPOINT'
+
 
 def first_line(error: Exception) -> str:
     """Return an exception's class and the first line of its message, as a reason why something was left out."""

@@ -248,6 +248,7 @@ def gate_of_type(rule_type: Any) -> type[Gate] | None:
 
 def registered_gates() -> Iterator[Any]:
     """Yield what is registered and may be a rule's ``type``: gates, and functions that build attention with one."""
+    MODELS.import_from_location()
     for registered in MODELS.module_dict.values():
         if gate_of_type(registered) is not None:
             yield registered

@@ -8,7 +8,9 @@ from mmgate import registry
 from mmgate.errors import ConfigError
 
 # By the module of a project and by registry, the names that it registers; it does so with ``force=True``.
-MOVED: dict[str, dict[str, tuple[str, ...]]] = {}
+MOVED: dict[str, dict[str, tuple[str, ...]]] = {
+    'projects.dgsa': {'MODELS': ('DGViT',), 'DATASETS': ('SVHN',), 'TRANSFORMS': ('RandomNoise',)},
+}
 
 
 def how_to_import(name: str) -> str | None:

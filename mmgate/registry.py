@@ -1,11 +1,13 @@
 """mmgate's registries below mmengine's, so that ``type='mmgate.X'`` works in any config.
 
-Without mmengine, :data:`MODELS` holds mmgate's layers by name, and there are no other registries.
+The modules of components are imported at the first look into a registry. Without mmengine, :data:`MODELS` holds
+mmgate's layers by name, and there are no other registries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, TypeVar
 
 from mmgate._environment import torch_alone
@@ -30,7 +32,12 @@ class Names:
 
     def get(self, name: str) -> Callable[..., Any] | None:
         """Return the class or function registered under a name, with or without the scope ``mmgate.``, or None."""
+        self.import_from_location()
         return self.module_dict.get(name.removeprefix('mmgate.'))
+
+    def import_from_location(self) -> None:
+        """Import the modules that register what mmgate has; mmengine's registries have this method, too."""
+        import_module('mmgate.gates')
 
 
 MODELS: Any
@@ -46,8 +53,9 @@ else:
         return Registry(parent.name, parent=parent, scope='mmgate', locations=locations)
 
     MODELS = _child(root.MODELS, 'gated', 'gates', 'backbones', 'speed.matching')
-    DATASETS = _child(root.DATASETS, 'datasets.svhn')
-    TRANSFORMS = _child(root.TRANSFORMS, 'datasets.noise')
+    # Those of projects.
+    DATASETS = _child(root.DATASETS, 'moved')
+    TRANSFORMS = _child(root.TRANSFORMS, 'moved')
     TASK_UTILS = _child(root.TASK_UTILS, 'speed.matching.assigner')
     HOOKS = _child(root.HOOKS, 'analysis.hooks', 'speed.hooks', 'mm.gates_hook')
     OPTIM_WRAPPER_CONSTRUCTORS = _child(root.OPTIM_WRAPPER_CONSTRUCTORS, 'mm.parameter_groups')

@@ -22,6 +22,7 @@ CROSSING = {
     'test_gates/test_dropout.py',
     'test_gates/test_numbers.py',
     'test_metafiles.py',
+    'test_processes.py',
     'test_ops/test_any_arguments.py',
     'test_ops/test_random_problems.py',
     'test_paper_commands.py',
@@ -73,6 +74,8 @@ TESTED_BY = {
         'gates/linear/polaformer.py',
         'gates/linear/rala.py',
     ),
+    'test_doctor.py': ('benchmarks/backends.py',),
+    'test_environment.py': ('__init__.py',),
     'test_ops/test_any_arguments.py': ('ops/differential.py',),
     'test_ops/test_deformable/test_deformable.py': (
         'ops/deformable/grid_sample.py',

@@ -12,6 +12,7 @@ from conftest import ROOT, run_python
 from torch import Tensor
 
 from mmgate import doctor
+from mmgate.benchmarks import backends
 from mmgate.ops import backend as choice
 from mmgate.ops import triton_backend
 from mmgate.ops.backend import Backend
@@ -83,8 +84,8 @@ def test_what_is_wrong_or_fails_is_said(
 
 
 def test_times_are_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, 'SECONDS', 0.0)
-    monkeypatch.setattr(doctor, 'large_examples', lambda *args: {'tiny': doctor.small_example(*args)})
+    monkeypatch.setattr(backends, 'SECONDS', 0.0)
+    monkeypatch.setattr(backends, 'large_examples', lambda *args: {'tiny': backends.small_example(*args)})
     assert doctor.main(['--device', 'cpu', '--time']) == 0
     timed = capsys.readouterr().out.partition('ms forward, forward+backward')[2]
     assert re.search(r'ms_deform_attn +float32 +tiny +grid_sample +[\d.e+]+ +[\d.e+]+\n', timed)
@@ -93,7 +94,7 @@ def test_times_are_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 @pytest.mark.parametrize('op', choice.OPERATORS)
 def test_sizes_that_are_timed_are_real_ones(op: str) -> None:
-    examples = doctor.large_examples(op, 'bfloat16', torch.device('cpu'))
+    examples = backends.large_examples(op, 'bfloat16', torch.device('cpu'))
     assert len(examples) == 2 and all(x.inputs[0].dtype is torch.bfloat16 for x in examples.values())
     assert max(x.inputs[0].numel() for x in examples.values()) >= 2**21
 
@@ -106,11 +107,11 @@ def test_a_build_that_fails_is_said(
     monkeypatch.setenv('CXX', 'false')
     assert doctor.main(['--build']) == 1 and 'is not compiled: false fails' in capsys.readouterr().out
     monkeypatch.delenv('CXX')
-    monkeypatch.setattr(doctor.library.build, 'COMPILERS', ('no-such-compiler',))
+    monkeypatch.setattr(backends.library.build, 'COMPILERS', ('no-such-compiler',))
     assert doctor.main(['--build']) == 1 and 'there is no C++ compiler' in capsys.readouterr().out
-    monkeypatch.setattr(doctor.library.build, 'build', lambda: (tmp_path / 'native.so').write_text('no library'))
+    monkeypatch.setattr(backends.library.build, 'build', lambda: (tmp_path / 'native.so').write_text('no library'))
     assert doctor.main(['--build']) == 1 and 'native.so does not load' in capsys.readouterr().out
-    doctor.library.load.cache_clear()
+    backends.library.load.cache_clear()
 
 
 def test_torch_alone_is_enough(tmp_path: Path) -> None:

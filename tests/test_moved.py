@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
+from conftest import needs_mmpretrain
 from torch import nn
 
 from mmgate import moved, registry, swap_attention
@@ -26,3 +28,12 @@ def test_a_config_and_a_rule_that_name_it_say_what_to_import(moved_name: str, sc
         registry.MODELS.build(dict(type=f'mmgate.{moved_name}', depth=1))
     with pytest.raises(ConfigError, match=told):
         swap_attention(nn.Sequential(nn.Identity()), dict(path='0', type=scope + moved_name))
+
+
+@needs_mmpretrain
+@pytest.mark.parametrize('project', moved.MOVED)
+def test_a_project_registers_its_names(project: str) -> None:
+    import_module(project)
+    for attribute, names in moved.MOVED[project].items():
+        for name in names:
+            assert getattr(registry, attribute).get(f'mmgate.{name}').__module__.startswith(f'{project}.')

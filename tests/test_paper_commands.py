@@ -19,6 +19,7 @@ from mmgate.mm import cli
 VANILLA, PLUG = 'vanilla/classification/{}_8xb128-300e_in1k', 'plug/classification/plug-{}_8xb128-300e_in1k'
 SAGA, FLATTEN = 'saga/classification/saga-{}_8xb128-300e_in1k', 'linear/classification/flatten-{}_8xb128-300e_in1k'
 POLA = 'linear/classification/polaformer-{}_8xb128-300e_in1k'
+DGSA = 'projects/dgsa/configs'
 DETR = '{}deformable-detr_r50_8xb4-50e_coco'
 SWIN_AGENT = 'agent/classification/agent-swin-t_8xb128-300e_in1k'
 # By the beginning of a command's title on the page: the models of each figure, as many as the command takes.
@@ -32,7 +33,7 @@ MODELS = {
         [f'vanilla/deformable_detr/{DETR.format("")}', f'plug/deformable_detr/{DETR.format("plug-")}'],
     ],
     'rollout, DGViT and ViT': [
-        [f'dgsa/classification/dgvit_1xb128-100e_{data}', f'vanilla/classification/vit-matched_1xb128-100e_{data}']
+        [f'../{DGSA}/dgvit_1xb128-100e_{data}', f'../{DGSA}/vanilla/vit-matched_1xb128-100e_{data}']
         for data in ('cifar100', 'svhn')
     ],
     'accuracy and runtime': [[VANILLA.format('swin-t'), SWIN_AGENT]],

@@ -75,7 +75,8 @@ def test_the_page_on_the_public_interface_names_all_of_it() -> None:
     text = (ROOT / 'docs/extend.md').read_text()
     public = {*mmgate.__all__} - {'Gated', '__version__'}
     assert [name for name in sorted(public) if not re.search(rf'\b{name}\b', text)] == []
-    assert set(re.findall(r'(?<![/\w])mmgate\.([A-Za-z]\w*)', text)) <= public
+    modules = {'registry', 'gates', 'ops', 'backbones'}
+    assert set(re.findall(r'(?<![/\w])mmgate\.([A-Za-z]\w*)', text)) <= public | modules
 
 
 def test_its_python_swaps_and_undoes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,9 +189,8 @@ def test_headings_that_links_name_are_there() -> None:
     assert missing == []
 
 
-def test_every_test_file_has_its_promise() -> None:
-    """On the page that says which promise is held by which file; its links are checked with the others."""
-    page = ROOT / 'tests/README.md'
-    linked = {(page.parent / link).resolve() for link in re.findall(r'\]\(([^)#:\s]+)\)', page.read_text())}
-    tests = {path.resolve() for path in (ROOT / 'tests').rglob('test_*.py') if 'downstream_project' not in path.parts}
-    assert sorted(str(path.relative_to(ROOT)) for path in tests - linked) == [], 'add a row to tests/README.md'
+def test_every_test_file_says_what_it_holds() -> None:
+    """In its first line, by which tests/README.md lists them."""
+    tests = [path for path in (ROOT / 'tests').rglob('test_*.py') if 'downstream_project' not in path.parts]
+    silent = [path for path in tests if not re.match(r'"""[^\n]+\.', path.read_text())]
+    assert silent == [], 'begin the file with a docstring of one line: its promise'

@@ -97,8 +97,6 @@ VANILLA_PVT = dict(type='mmdet.PyramidVisionTransformer', **PVT)
 VANILLA_SWIN = dict(type='mmdet.SwinTransformer', **SWIN)
 VIT = dict(arch='deit-tiny', drop_rate=0.1)
 PLUG = 'PLuGMultiheadAttention'
-DGVIT = dict(type='mmgate.DGViT', num_layers=2, embed_dims=32, num_heads=2)
-
 
 LV_VIT = dict(num_layers=2, embed_dims=32, num_heads=2, img_size=64, residual_scale=2)
 VITAE = dict(depths=(1, 0, 1), conv_dims=(16, 16, 32), embed_dims=(32, 32, 64), groups=16)
@@ -124,11 +122,6 @@ PARTNERS: dict[str, tuple[dict, dict]] = {
     'LinearSwin': (VANILLA_SWIN, dict(type='mmgate.LinearSwin', attention=dict(type='MLLAAttention'), **SWIN)),
     'LinearSwin-vanilla': (VANILLA_SWIN, dict(type='mmgate.LinearSwin', **SWIN)),
     'AgentCSwin': (dict(agent_nums=(None,) * 4, **CSWIN), CSWIN),
-    'DGViT': (dict(attention=None, **DGVIT), DGVIT),
-    'DGViT-differential': (
-        dict(attention=None, **DGVIT),
-        dict(attention=dict(type='DifferentialMultiheadAttention'), **DGVIT),
-    ),
     'LVViT': (
         dict(type='mmgate.LVViT', **LV_VIT),
         dict(

@@ -1,36 +1,48 @@
-"""Backbones with Agent, SAGA and other attention; most are mmdet's or mmpretrain's with their attention gated."""
+"""Backbones with Agent, SAGA and other attention; most are mmdet's or mmpretrain's with their attention gated.
+
+A backbone's file, and the package that it is built on, are imported at its first use.
+"""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from importlib import import_module
-from typing import NoReturn
+from typing import Any
 
-from mmgate._environment import available
+from mmgate._environment import why_not
 from mmgate.registry import MODELS
 
 # By file, the package that it is built on, and its backbones.
 FILES = {
     'cswin': ('mmengine', ['AgentCSwin']),
-    'dgvit': ('mmpretrain', ['DGViT']),
     'lvvit': ('mmpretrain', ['LVViT', 'TokenLabelHead']),
     'pvt': ('mmdet', ['AgentPVT', 'LinearPVT', 'LinearPVTv2', 'SAGAPVT', 'SAGAPVTv2']),
     'swin': ('mmdet', ['AgentSwin', 'LinearSwin', 'SAGASwin']),
     'vitae': ('mmpretrain', ['ViTAE']),
 }
-__all__: list[str] = []
+_FILE_OF = {name: file for file, (_, names) in FILES.items() for name in names}
+__all__ = list(_FILE_OF)
 
 
-def _absent(name: str, package: str, **_: object) -> NoReturn:
-    raise ImportError(f"{name} is built on a class of {package}'s, which cannot be imported here; install it.")
+def __getattr__(name: str) -> Any:
+    if name not in _FILE_OF:
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    file = _FILE_OF[name]
+    package = FILES[file][0]
+    problem = why_not(package)
+    if problem:
+        raise ImportError(f"{name} is built on a class of {package}'s, which cannot be imported here; {problem}.")
+    return getattr(import_module(f'{__name__}.{file}'), name)
 
 
-for _file, (_package, _names) in FILES.items():
-    if available(_package):
-        _module = import_module(f'{__name__}.{_file}')
-        globals().update({_name: getattr(_module, _name) for _name in _names})
-        __all__ += _names
-    else:
-        # A config that names one gets an error with the missing package.
-        for _name in _names:
-            MODELS.register_module(name=_name, module=partial(_absent, _name, _package))
+def _builder(name: str) -> Callable[..., Any]:
+    def build(**options: Any) -> Any:
+        return __getattr__(name)(**options)
+
+    build.__name__ = build.__qualname__ = name
+    return build
+
+
+# A config that names one imports its file, in which the class takes the function's entry.
+for _name in __all__:
+    MODELS.register_module(name=_name, module=_builder(_name))

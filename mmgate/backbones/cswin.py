@@ -60,7 +60,7 @@ class _Embedding(nn.Module):
         return self.norm(grid.flatten(2).transpose(1, 2)), (grid.shape[2], grid.shape[3])
 
 
-@MODELS.register_module()
+@MODELS.register_module(force=True)
 class AgentCSwin(PublishedWeights, BaseModule):
     """Backbone CSwin with agent attention in stages 1 and 2, cross-shaped windows in stage 3, the whole map in stage 4.
 

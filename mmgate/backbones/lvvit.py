@@ -39,7 +39,7 @@ class _Divided(nn.Module):
         return x / self.divisor
 
 
-@MODELS.register_module()
+@MODELS.register_module(force=True)
 class LVViT(VisionTransformer):
     """The backbone LV-ViT: a ViT with three convolutions before its patches and scaled-down residual branches.
 
@@ -157,7 +157,7 @@ def _exchange(maps: Tensor, box: Sequence[int]) -> Tensor:
     return exchanged
 
 
-@MODELS.register_module()
+@MODELS.register_module(force=True)
 class TokenLabelHead(VisionTransformerClsHead):
     """LV-ViT's head: a classifier on the class token, and a second one on every other token, trained with token labels.
 

@@ -92,7 +92,7 @@ class GatedPVT(PublishedWeights, PyramidVisionTransformer):
                 module.reset_parameters()
 
 
-@MODELS.register_module()
+@MODELS.register_module(force=True)
 class AgentPVT(GatedPVT):
     """Backbone PVT with agent attention in every stage; it takes the arguments of :class:`GatedPVT`.
 
@@ -105,7 +105,7 @@ class AgentPVT(GatedPVT):
     pretrain_agents = PRETRAIN_AGENTS
 
 
-@MODELS.register_module()
+@MODELS.register_module(force=True)
 class SAGAPVT(GatedPVT):
     """Backbone PVT with SAGA (gated linear attention) in every stage; it takes the arguments of :class:`GatedPVT`.
 
@@ -115,7 +115,7 @@ class SAGAPVT(GatedPVT):
     attention_type = 'SAGAAttention'
 
 
-@MODELS.register_module()
+@MODELS.register_module(force=True)
 class SAGAPVTv2(SAGAPVT, PyramidVisionTransformerV2):
     """Backbone PVTv2 with SAGA (gated linear attention) in every stage; it takes the arguments of :class:`GatedPVT`."""
 
@@ -123,7 +123,7 @@ class SAGAPVTv2(SAGAPVT, PyramidVisionTransformerV2):
     convolves = True
 
 
-@MODELS.register_module()
+@MODELS.register_module(force=True)
 class LinearPVT(GatedPVT):
     """Backbone PVT with the attention that ``attention`` names; it takes the arguments of :class:`GatedPVT`.
 
@@ -132,7 +132,7 @@ class LinearPVT(GatedPVT):
     """
 
 
-@MODELS.register_module()
+@MODELS.register_module(force=True)
 class LinearPVTv2(LinearPVT, PyramidVisionTransformerV2):
     """Backbone PVTv2 with the attention that ``attention`` names, or its own; arguments as in :class:`GatedPVT`."""
 

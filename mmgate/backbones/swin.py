@@ -128,7 +128,7 @@ class GatedSwin(PublishedWeights, SwinTransformer):
         return self
 
 
-@MODELS.register_module()
+@MODELS.register_module(force=True)
 class AgentSwin(GatedSwin):
     """Backbone Swin with agent attention over the whole map in its early blocks; arguments as :class:`GatedSwin`.
 
@@ -142,7 +142,7 @@ class AgentSwin(GatedSwin):
     swapped_blocks = AGENT_SWIN_BLOCKS
 
 
-@MODELS.register_module()
+@MODELS.register_module(force=True)
 class SAGASwin(GatedSwin):
     """Backbone Swin with SAGA (gated linear attention) over the whole map in stages 1 to 3; see :class:`GatedSwin`.
 
@@ -154,7 +154,7 @@ class SAGASwin(GatedSwin):
     swapped_blocks = SAGA_SWIN_BLOCKS
 
 
-@MODELS.register_module()
+@MODELS.register_module(force=True)
 class LinearSwin(GatedSwin):
     """Backbone Swin with the attention that ``attention`` names in stages 1 and 2, as in FLatten-Swin.
 

@@ -151,7 +151,7 @@ class _NormalCell(nn.Module):
         return _grid(self.ffn(self.norm2(tokens), identity=tokens), x)
 
 
-@MODELS.register_module()
+@MODELS.register_module(force=True)
 class ViTAE(BaseModule):
     """The backbone ViTAE: three stages, each of a reduction cell and normal cells, for images of any size.
 

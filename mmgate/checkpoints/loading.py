@@ -15,14 +15,13 @@ from typing import Any
 from mmengine.runner.checkpoint import CheckpointLoader
 
 from mmgate._environment import log
-from mmgate.errors import ConfigError, UntrustedCheckpoint
+from mmgate.errors import TRUST, ConfigError, UntrustedCheckpoint
 
 from .allowed import ForbiddenContent
 from .download import download
 from .plain_config import what_runs
 from .unpickler import load_file
 
-TRUST = 'MMGATE_TRUST_CHECKPOINT'
 HOW_TO_TRUST = f'If you trust whoever made it, pass --trust-checkpoint, or set {TRUST}=1'
 
 

@@ -1,4 +1,7 @@
-"""The command lines of tools/train.py and tools/test.py, and what their options change in a config."""
+"""The command lines of tools/train.py and tools/test.py, and what their options change in a config.
+
+torch and mmengine's Runner are imported after the arguments are parsed, so that ``--help`` does not wait for them.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,14 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from mmengine.config import Config, ConfigDict
-from mmengine.device import get_device
-from mmengine.registry import RUNNERS, init_default_scope
-from mmengine.runner import FlexibleRunner, Runner, find_latest_checkpoint
-from torch import distributed, nn
 
-from mmgate.checkpoints.loading import guarded_loaders
 from mmgate.errors import ConfigError
-from mmgate.gate import Gate
-from mmgate.ops.backend import candidates
 
-from .class_names import ClassNamesHook
 from .config_file import (
     add_trust_option,
     check_checkpoint,
@@ -34,9 +29,10 @@ from .config_file import (
     type_name,
 )
 from .gate_options import add_gate_options, put_gates
-from .load_report import LoadReportHook
-from .processes import prepare_processes
-from .speedups import speed_up
+
+if TYPE_CHECKING:
+    from mmengine.runner import FlexibleRunner, Runner
+    from torch import nn
 
 STATISTICS = 'GateStatisticsHook'
 
@@ -52,8 +48,10 @@ def main(command: Callable[[list[str]], None], argv: list[str] | None = None) ->
         The exit status: 0, 2 after an error in the input, 130 after Ctrl-C.
     """
     try:
-        with guarded_loaders():
+        with nullcontext() if command in (train, test) else _guarded():
             command(sys.argv[1:] if argv is None else argv)
+        from torch import distributed
+
         if distributed.is_initialized():
             # Threads of gloo that outlive the interpreter abort the process; the model's wrapper holds their group.
             gc.collect()
@@ -65,6 +63,12 @@ def main(command: Callable[[list[str]], None], argv: list[str] | None = None) ->
         print('interrupted' if interrupted else f'error: {error}', file=sys.stderr)
         return 130 if interrupted else 2
     return 0
+
+
+def _guarded() -> AbstractContextManager[None]:
+    from mmgate.checkpoints.loading import guarded_loaders
+
+    return guarded_loaders()
 
 
 def train(argv: list[str]) -> None:
@@ -84,6 +88,16 @@ def train(argv: list[str]) -> None:
         '--resume', nargs='?', const='auto', help='go on from this checkpoint, or from the last one in the work dir'
     )
     args = _parse(parser, argv)
+    with _guarded():
+        _train(args)
+
+
+def _train(args: argparse.Namespace) -> None:
+    from mmengine.runner import find_latest_checkpoint
+
+    from .load_report import LoadReportHook
+    from .speedups import speed_up
+
     cfg = load_config(args)
     replaced = put_gates(cfg, args.gate, gates=args.gates, train=args.train)
     note = speed_up(cfg) if args.speedups else ''
@@ -101,7 +115,6 @@ def train(argv: list[str]) -> None:
     runner = build_runner(cfg)
     if cfg.get('load_from') or cfg.get('resume'):
         runner.register_hook(LoadReportHook(cfg.get('load_from') or f'the last checkpoint in {cfg.work_dir}'))
-    runner.register_hook(ClassNamesHook())
     add_gate_statistics(runner)
     if replaced:
         runner.logger.warning(replaced)
@@ -128,6 +141,13 @@ def test(argv: list[str]) -> None:
         'that were trained with other options',
     )
     args = _parse(parser, argv)
+    with _guarded():
+        _test(args)
+
+
+def _test(args: argparse.Namespace) -> None:
+    from .load_report import LoadReportHook
+
     cfg = load_config(args)
     package = package_of(cfg)
     pickled = args.out if package != 'mmseg' else None
@@ -147,7 +167,6 @@ def test(argv: list[str]) -> None:
     if note:
         runner.logger.warning(note)
     runner.register_hook(LoadReportHook(args.checkpoint, allow_mismatch=args.allow_mismatch, gates=args.gates))
-    runner.register_hook(ClassNamesHook())
     if pickled:
         if package == 'mmpretrain':
             from mmengine.evaluator import DumpResults as Dump
@@ -164,10 +183,12 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
         cfg: The config; ``runner_type`` names a registered runner, such as mmengine's FlexibleRunner.
 
     Raises:
-        ConfigError: A launcher or a backend cannot work here, or a rule does not fit the model.
+        ConfigError: A backend cannot work here, or a rule does not fit the model.
     """
+    from mmengine.registry import RUNNERS, init_default_scope
+    from mmengine.runner import FlexibleRunner, Runner
+
     init_default_scope(cfg.get('default_scope') or 'mmengine')
-    prepare_processes(cfg)
     runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
     if isinstance(runner, FlexibleRunner):  # else it builds the model only when it starts
         runner.model = runner.strategy.build_model(runner.model)
@@ -180,6 +201,10 @@ def add_gate_statistics(runner: Any) -> None:
 
     Sharded models are left out, whose modules have other names.
     """
+    from mmengine.runner import FlexibleRunner
+
+    from mmgate.gate import Gate
+
     named = any(type(hook).__name__ == STATISTICS for hook in runner.hooks)
     wanted = runner.cfg.get('gate_statistics', True) and not named and not isinstance(runner, FlexibleRunner)
     if wanted and any(isinstance(module, Gate) for module in runner.model.modules()):
@@ -193,6 +218,12 @@ def check_backends(model: nn.Module) -> None:
     Raises:
         ConfigError: A backend cannot run; the message has the gate's name and the reason.
     """
+    import torch
+    from mmengine.device import get_device
+
+    from mmgate.gate import Gate
+    from mmgate.ops.backend import candidates
+
     for name, module in model.named_modules():
         if not isinstance(module, Gate) or module.operator is None:
             continue

@@ -13,8 +13,7 @@ from mmengine.config import Config, DictAction
 from mmengine.utils import import_modules_from_strings
 
 from mmgate._environment import EITHER, EXTRAS, why_not
-from mmgate.checkpoints.loading import TRUST
-from mmgate.errors import ConfigError
+from mmgate.errors import TRUST, ConfigError
 
 MMPRETRAIN = 'pip install "mmgate[pretrain]" (beside OpenMMLab\'s own packages: mmpretrain==1.2.0)'
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmengine.config import Config
 from mmengine.logging import print_log
 
-from mmgate.checkpoints.gates_file import read_gates
 from mmgate.errors import ConfigError
-from mmgate.rules import FORM, check_rules, read_rules
-from mmgate.training import TRAINS
 
 from .config_file import merge_options, read_config, type_name
-from .parameter_groups import GateOptimWrapperConstructor, GroupedOptimWrapperConstructor
+
+if TYPE_CHECKING:
+    from .parameter_groups import GroupedOptimWrapperConstructor
 
 DEFAULT = 'DefaultOptimWrapperConstructor'
 
@@ -28,7 +27,9 @@ def add_gate_options(parser: argparse.ArgumentParser) -> None:
         '--gates', metavar='FILE', help='put the gates of a gates file on the model of CONFIG, instead of --gate'
     )
     parser.add_argument(
-        '--train', choices=TRAINS, help="what of a gated model trains: its gates, the gated modules, or all (CONFIG's)"
+        '--train',
+        choices=('all', 'gates', 'attention'),
+        help="what of a gated model trains: its gates, the gated modules, or all (CONFIG's)",
     )
 
 
@@ -38,7 +39,7 @@ def add_gate_option(parser: argparse.ArgumentParser) -> None:
         '--gate',
         action='append',
         default=[],
-        metavar=f"'{FORM}'",
+        metavar="'PATH=TYPE(option=value, ...)'",
         help='gate the modules at PATH of the model of CONFIG; may be given again. list_attention.py prints paths and '
         'types',
     )
@@ -77,6 +78,11 @@ def put_gates(cfg: Config, rules: Iterable[str], *, gates: str | None = None, tr
         ConfigError: A rule cannot be read or names no gate, the file holds no gates, both are given, ``train`` asks for
             gates and there are none, or the config has rules for a model that is not of the type ``mmgate.Gated``.
     """
+    from mmgate.checkpoints.gates_file import read_gates
+    from mmgate.rules import check_rules, read_rules
+
+    from .parameter_groups import GateOptimWrapperConstructor
+
     added = [rule for text in rules for rule in read_rules(text)]
     if added and gates:
         raise ConfigError(f'--gates {gates} places its gates; leave --gate away, or the file.')
@@ -122,6 +128,8 @@ def group_parameters(cfg: Config, constructor: type[GroupedOptimWrapperConstruct
 
     A config that has the constructor already, or that of gates, stays as it is.
     """
+    from .parameter_groups import GateOptimWrapperConstructor, GroupedOptimWrapperConstructor
+
     wrapper: Any = cfg.get('optim_wrapper') or {}
     given = type_path(wrapper.get('constructor') or DEFAULT)
     name = given.rpartition('.')[2]

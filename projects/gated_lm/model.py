@@ -1,15 +1,14 @@
 """A small decoder whose attention is gated by mmgate's SDPA gate, in the rows of the paper's Table 1."""
 
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.gate import Sizes, random_stream
-from mmgate.gates.parts.rms_norm import RMSNorm
-from mmgate.gates.parts.swiglu import SwiGLU
-from mmgate.gates.sdpa_gate import SDPAGate
+from mmgate import Sizes
+from mmgate.gates import SDPAGate
 
 # By the name of a row the options of SDPAGate; None: no gate.
 VARIANTS: dict[str, dict[str, Any] | None] = {
@@ -41,7 +40,7 @@ class CausalAttention(nn.Module):
         heads: Query heads H.
         kv_heads: Key and value heads Hk, of which H is a multiple.
         head_dim: Channels d of a head; at G5 H * d has to be C.
-        gate: Options of :class:`~mmgate.gates.sdpa_gate.SDPAGate`, or None.
+        gate: Options of :class:`~mmgate.gates.SDPAGate`, or None.
         norm_eps: Of an RMSNorm of each head's query and key; None: no such norm.
         bias: Whether the projections have a bias.
         rotated: Share of a head's channels that are rotated.
@@ -59,7 +58,7 @@ class CausalAttention(nn.Module):
         self.q_proj = nn.Linear(width, heads * head_dim, bias=bias)
         self.k_proj, self.v_proj = (nn.Linear(width, kv_heads * head_dim, bias=bias) for _ in range(2))
         self.o_proj = nn.Linear(heads * head_dim, width, bias=bias)
-        self.q_norm, self.k_norm = (RMSNorm(head_dim, norm_eps) if norm_eps else nn.Identity() for _ in range(2))
+        self.q_norm, self.k_norm = (nn.RMSNorm(head_dim, norm_eps) if norm_eps else nn.Identity() for _ in range(2))
         channels = torch.arange(0, int(head_dim * rotated), 2)
         self.register_buffer('frequencies', 1 / theta ** (channels / int(head_dim * rotated)), persistent=False)
         self.gate = None
@@ -96,6 +95,20 @@ class CausalAttention(nn.Module):
         return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
 
 
+class SwiGLU(nn.Module):
+    """``project(silu(a) * b)`` with ``[a; b] = expand(x)``, ``hidden`` channels together."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.expand = nn.Linear(width, hidden)
+        self.project = nn.Linear(hidden // 2, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output ``(B, N, C)`` for tokens ``(B, N, C)``."""
+        gate, value = self.expand(x).chunk(2, -1)
+        return self.project(F.silu(gate) * value)
+
+
 class Decoder(nn.Module):
     """Four blocks of attention and SwiGLU, each after a norm; the embedding is the last layer, too."""
 
@@ -108,16 +121,18 @@ class Decoder(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.attention, self.feed_forward = nn.ModuleList(), nn.ModuleList()
         for layer in range(4):
-            self.feed_forward.append(SwiGLU(width, 4 + wider / width))
-            with random_stream(f'attention {layer}'):
+            self.feed_forward.append(SwiGLU(width, 4 * width + wider))
+            with torch.random.fork_rng(devices=[]):  # so that a gate changes nothing that is drawn after it
+                torch.manual_seed((torch.initial_seed() + crc32(f'attention {layer}'.encode())) % 2**63)
                 self.attention.append(CausalAttention(*sizes, gate, rotated=rotated))
-        self.norms = nn.ModuleList(RMSNorm(width, eps=1e-6) for _ in range(9))
+        self.norms = nn.ModuleList(nn.RMSNorm(width, eps=1e-6) for _ in range(9))
 
     def forward(self, tokens: Tensor, look: bool = False) -> tuple[Tensor, list[tuple[Look | None, Tensor]]]:
         """Return logits ``(B, N, 257)`` for ``(B, N)``, and what each layer did with what came out of it."""
         x, layers = self.embedding(tokens), []
         for i, (attention, feed_forward) in enumerate(zip(self.attention, self.feed_forward, strict=True)):
             y, seen = attention(self.norms[2 * i](x), look)
-            x = feed_forward(self.norms[2 * i + 1](x + y), x + y)
+            x = x + y
+            x = x + feed_forward(self.norms[2 * i + 1](x))
             layers.append((seen, x))
         return self.norms[-1](x) @ self.embedding.weight.T, layers

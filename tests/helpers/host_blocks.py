@@ -12,7 +12,7 @@ import torch
 from conftest import filled
 from torch import Tensor, nn
 
-from helpers.projects import Attention, deformable_inputs
+from helpers.repositories import Attention, deformable_inputs
 from mmgate._environment import available
 from mmgate.hosts.table import PACKAGES as PACKAGES_WITH_ADAPTERS
 from mmgate.rules import path_regex
@@ -216,23 +216,16 @@ BLOCKS: dict[str, Block] = {
         )
         for kind, relative in dict(relative=True, plain=False).items()
     },
-    'ms_deform_attn.MSDeformAttn': Block(
-        'helpers.projects.DecoderLayer',
-        path='cross_attn',
-        call=[torch.Size([5, 2, C]), POINTS, MEMORY.transpose(0, 1), MASK],
-    ),
     **{
-        f'{host}{kind}': Block(
-            'helpers.repositories.Layer', name, call=[torch.Size([2, 5, C]), POINTS, MEMORY, SHAPES, MASK], **options
-        )
-        for host, name, kind, options in (
-            ('ms_deform_attn.MSDeformAttn', 'dino', ' dino', {}),
-            ('ms_deform_attn.MultiScaleDeformableAttention', 'grounding_dino', '', {}),
-            ('detrex.layers.multi_scale_deform_attn.MultiScaleDeformableAttention', 'detrex', '', {}),
-            ('rtdetr_decoder.MSDeformableAttention', 'rt_detr', '', {}),
-            ('rtdetrv2_decoder.MSDeformableAttention', 'rt_detr_v2', '', {}),
-            ('dfine_decoder.MSDeformableAttention', 'd_fine', '', {}),
-            ('ultralytics.nn.modules.transformer.MSDeformAttn', 'ultralytics', '', {}),
+        host: Block('helpers.repositories.Layer', name, call=[torch.Size([2, 5, C]), POINTS, MEMORY, SHAPES, MASK])
+        for host, name in (
+            ('ms_deform_attn.MSDeformAttn', 'dino'),
+            ('ms_deform_attn.MultiScaleDeformableAttention', 'grounding_dino'),
+            ('detrex.layers.multi_scale_deform_attn.MultiScaleDeformableAttention', 'detrex'),
+            ('rtdetr_decoder.MSDeformableAttention', 'rt_detr'),
+            ('rtdetrv2_decoder.MSDeformableAttention', 'rt_detr_v2'),
+            ('dfine_decoder.MSDeformableAttention', 'd_fine'),
+            ('ultralytics.nn.modules.transformer.MSDeformAttn', 'ultralytics'),
         )
     },
     f'{TIMM_ATTENTION}.Attention': Block(

@@ -97,10 +97,6 @@ def _rf_detr_vit(**options: Any) -> Any:
     return RfDetrDinov2Config(**options, image_size=56, patch_size=14, num_windows=2)
 
 
-def _vit(name: str) -> nn.Module:
-    return _build(name, '', **VIT, image_size=32, patch_size=8)
-
-
 _mask2former = partial(_masks, 'Mask2Former', feature_size=32, mask_feature_size=32)
 DEFORMABLE: dict[str, Callable[..., nn.Module]] = {
     'deformable_detr': partial(
@@ -120,16 +116,11 @@ DEFORMABLE: dict[str, Callable[..., nn.Module]] = {
 SWIN = dict(image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4)
 SEGFORMER = dict(hidden_sizes=[16, 16, 32, 32], num_attention_heads=[1, 2, 4, 4], depths=[1, 1, 1, 1])
 DENSE: dict[str, Callable[..., nn.Module]] = {
-    'vit': partial(_vit, 'ViT'),
-    'deit': partial(_vit, 'DeiT'),
-    'dinov2': partial(_vit, 'Dinov2'),
-    'dinov2_with_registers': partial(_vit, 'Dinov2WithRegisters'),
-    'dinov3': partial(_vit, 'DINOv3ViT'),
+    'vit': partial(_build, 'ViT', '', **VIT, image_size=32, patch_size=8),
     'swin': partial(_build, 'Swin', '', **SWIN),
     'segformer': partial(_build, 'Segformer', '', **SEGFORMER),
     'detr': partial(_detr, 'Detr', 'stage4'),
     'mask2former': _mask2former,
-    **{name: DEFORMABLE[name] for name in ('deformable_detr', 'rt_detr', 'rt_detr_v2', 'd_fine', 'deimv2', 'rf_detr')},
 }
 
 
@@ -147,8 +138,7 @@ def build(name: str, **options: Any) -> nn.Module:
 def feed(name: str, padded: bool = False) -> dict[str, Tensor]:
     """Return what the model called so takes, of two images of which one may be padded."""
     small = dict(rf_detr=(56, 56), deformable_detr=(64, 96), detr=(64, 96), mask2former=(64, 96), oneformer=(64, 96))
-    alone = dict.fromkeys(('vit', 'deit', 'dinov2', 'dinov2_with_registers', 'dinov3', 'swin'), (32, 32))
-    size = {**small, **alone}.get(name, (64, 64))
+    size = {**small, 'vit': (32, 32), 'swin': (32, 32)}.get(name, (64, 64))
     fed: dict[str, Tensor] = dict(pixel_values=torch.rand(2, 3, *size, generator=torch.Generator().manual_seed(0)))
     if 'grounding' in name:
         fed.update(input_ids=torch.tensor([[101, 1037, 1012, 102]]).expand(2, -1))

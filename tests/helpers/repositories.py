@@ -1,4 +1,4 @@
-"""Deformable attentions with the signatures that repositories on the web give them, by one plain sum of samples."""
+"""Attentions of repositories on the web that are cloned and not installed, with their signatures and plain sums."""
 
 from __future__ import annotations
 
@@ -8,6 +8,42 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+SHAPES, STARTS = torch.tensor([[4, 6], [2, 3]]), torch.tensor([0, 24])
+
+
+class Attention(nn.Module):
+    """As mmdet's projects/ViTDet has it: a map with a table of distances a side."""
+
+    __module__ = 'projects.ViTDet.vitdet.vit'
+
+    def __init__(self, dim: int, num_heads: int, use_rel_pos: bool, input_size: tuple[int, int]) -> None:
+        super().__init__()
+        self.num_heads, self.scale, self.use_rel_pos = num_heads, (dim // num_heads) ** -0.5, use_rel_pos
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        if use_rel_pos:
+            self.rel_pos_h, self.rel_pos_w = (
+                nn.Parameter(torch.randn(2 * size - 1, dim // num_heads)) for size in input_size
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, height, width, channels = x.shape
+        q, k, v = self.qkv(x).view(batch, height * width, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        logits = self.scale * q @ k.mT
+        if self.use_rel_pos:
+            for i in range(height * width):
+                for j in range(height * width):
+                    down, right = i // width - j // width, i % width - j % width
+                    entry = self.rel_pos_h[down + height - 1] + self.rel_pos_w[right + width - 1]
+                    logits[:, :, i, j] += q[:, :, i] @ entry
+        out = logits.softmax(-1) @ v
+        return self.proj(out.transpose(1, 2).reshape(batch, height, width, channels))
+
+
+def deformable_inputs(columns: int = 4) -> list[Tensor]:
+    """Return queries, reference points, memory, shapes, starts and a mask of padding."""
+    mask = torch.arange(30)[None] >= torch.tensor([[30], [25]])
+    return [torch.randn(2, 5, 32), torch.rand(2, 5, 2, columns), torch.randn(2, 30, 32), SHAPES, STARTS, mask]
 
 
 def summed(value: Tensor, shapes: Any, locations: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -28,15 +64,24 @@ def summed(value: Tensor, shapes: Any, locations: Sequence[Tensor], weights: Seq
 class Deformable(nn.Module):
     """Base: the projections, and a call by names that a subclass gives."""
 
-    def __init__(self, channels: int, heads: int, levels: int, points: int | list[int], *, values: bool = True) -> None:
+    def __init__(
+        self,
+        channels: int,
+        heads: int,
+        levels: int,
+        points: int | list[int],
+        *,
+        values: bool = True,
+        ratio: float = 1.0,
+    ) -> None:
         super().__init__()
         counts = points if isinstance(points, list) else [points] * levels
         self.heads, self.counts = heads, counts
         self.sampling_offsets = nn.Linear(channels, 2 * heads * sum(counts))
         self.attention_weights = nn.Linear(channels, heads * sum(counts))
         if values:
-            self.value_proj = nn.Linear(channels, channels)
-            self.output_proj = nn.Linear(channels, channels)
+            self.value_proj = nn.Linear(channels, int(channels * ratio))
+            self.output_proj = nn.Linear(int(channels * ratio), channels)
 
     def attended(self, query: Tensor, value: Tensor, points: Tensor, shapes: Any, scale: float = 0.5) -> Tensor:
         offsets = self.sampling_offsets(query).unflatten(-1, (self.heads, -1, 2)).split(self.counts, 3)
@@ -58,7 +103,7 @@ class Deformable(nn.Module):
 
 
 class MSDeformAttn(Deformable):
-    """As IDEA-Research's DINO has it."""
+    """As Deformable DETR and IDEA-Research's DINO have it, and with another ``ratio`` ViT-Adapter."""
 
     def __init__(
         self,
@@ -67,8 +112,9 @@ class MSDeformAttn(Deformable):
         n_heads: int = 4,
         n_points: int = 3,
         use_4D_normalizer: bool = False,
+        ratio: float = 1.0,
     ) -> None:
-        super().__init__(d_model, n_heads, n_levels, n_points)
+        super().__init__(d_model, n_heads, n_levels, n_points, ratio=ratio)
         self.d_model, self.n_levels, self.n_heads, self.n_points = d_model, n_levels, n_heads, n_points
         self.use_4D_normalizer = use_4D_normalizer
 

@@ -20,14 +20,12 @@ REAL = [(100, 134), (50, 67), (25, 34), (13, 17)]
 CASES: dict[str, dict[str, Any]] = {  # name: what differs from the default
     'default': dict(batch=2),
     'ungated': dict(gate=None),
-    'no_residual': dict(residual=False),
     'post_softmax': dict(position='post_softmax'),
     'post_softmax_no_residual': dict(position='post_softmax', residual=False),
     'gate_per_point': dict(gate=(1, 1, 1)),
     'gate_per_level': dict(gate=(0, 1, 0)),
-    'offsets_from_points': dict(reference=2),
+    'offsets_from_points': dict(reference=2, levels=[(4, 3)], points=3),
     'offsets_from_boxes': dict(reference=4, batch=2),
-    'one_level': dict(levels=[(4, 3)], points=3),
     'empty_last_level': dict(levels=[(2, 3), (0, 3)], reference=4),
     'dim_20': dict(dim=20),
     'huge_logits': dict(logit_scale=1e4),
@@ -35,6 +33,14 @@ CASES: dict[str, dict[str, Any]] = {  # name: what differs from the default
     'neighbours_sample_together': dict(levels=TINY, heads=1, spread=0.3),
     'neighbours_sample_the_same': dict(levels=[(6, 1), (3, 1)], heads=1, spread=0.0, dim=20, reference=2),
 }
+
+
+def case_of(name: str) -> tuple[dict[str, Any], dict[str, Any], float]:
+    """Return a case's arguments of :func:`make`, the operator's options, and a tolerance in float32."""
+    case = dict(CASES[name])
+    options = {key: case.pop(key) for key in ('residual', 'position') if key in case}
+    # a logit of 2 * 10^4 has a rounding of 10^-3, by which its weight is off
+    return case, options, 5e-3 if name == 'huge_logits' else 2e-5
 
 
 def make(

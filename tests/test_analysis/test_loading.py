@@ -38,7 +38,7 @@ def test_an_image_in_memory_is_as_one_of_a_file(name: str, tmp_path: Path, monke
     write_images(name, tmp_path, monkeypatch)
     (expected, _) = images_of(name, 'test')
     cv2.imwrite(str(tmp_path / 'image.png'), expected[..., ::-1])
-    cfg = read_config(str(ROOT / f'configs/dgsa/classification/dgvit_1xb128-100e_{name}.py'))
+    cfg = read_config(str(ROOT / f'projects/dgsa/configs/dgvit_1xb128-100e_{name}.py'))
     cfg.val_dataloader.dataset.data_root = cfg.test_dataloader.dataset.data_root = str(tmp_path)
     for given in (['--max-images', '1'], ['--images', str(tmp_path / 'image.png')]):
         args = drawing_parser('').parse_args(['config.py', UNTRAINED, '--out', str(tmp_path), *given])

@@ -24,10 +24,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import mmgate  # noqa: F401
-from mmgate.checkpoints.loading import TRUST, UntrustedCheckpoint, guarded_loaders
+from mmgate.checkpoints.loading import UntrustedCheckpoint, guarded_loaders
 from mmgate.checkpoints.tensors import read_checkpoint
 from mmgate.checkpoints.unpickler import torchs_own_is_safe
-from mmgate.errors import ConfigError
+from mmgate.errors import TRUST, ConfigError
 
 
 @pytest.fixture(autouse=True, params=['ours', "torch's"])

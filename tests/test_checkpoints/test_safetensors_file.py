@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
 from mmengine.runner.checkpoint import CheckpointLoader
 
 import mmgate  # noqa: F401
@@ -54,8 +53,3 @@ def test_who_lacks_safetensors_hears_of_it_before_a_training(tmp_path: Path, mon
     for use in (GatesCheckpointHook, lambda: read_gates(tmp_path / 'g.safetensors')):
         with pytest.raises(ConfigError, match=r"^no module named 'safetensors'\. .* pip install safetensors"):
             use()
-
-
-def test_safetensors_is_installed_with_mmgate() -> None:
-    requirements = (ROOT / 'pyproject.toml').read_text().split('\ndependencies = ')[1].split('\n')[0]
-    assert 'safetensors' in requirements

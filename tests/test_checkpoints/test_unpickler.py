@@ -15,7 +15,6 @@ import torch
 from helpers.pickles import Declared, legacy, zipped
 from torch import nn
 
-from mmgate.checkpoints import unpickler as unpickler_file
 from mmgate.checkpoints.loading import load_checkpoint_file
 from mmgate.checkpoints.tensors import read_checkpoint
 from mmgate.checkpoints.unpickler import torchs_own_is_safe
@@ -72,22 +71,6 @@ def test_no_tensor_lies_beyond_its_memory(
     write(tmp_path / 'a.pth', dict(state_dict=dict(weight=declared)))
     with pytest.raises(ConfigError):
         load(str(tmp_path / 'a.pth'))
-
-
-def test_a_storage_of_many_tensors_is_read_for_its_size_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-
-    class Reader:
-        def __init__(self, path: str) -> None:
-            self.get_record = lambda name: read.append(name) or found.get_record(name)  # type: ignore[func-returns-value]
-            found = archive(path)
-
-    archive = unpickler_file._archive
-    monkeypatch.setattr(unpickler_file, '_archive', Reader)
-    flat = torch.arange(9.0)
-    torch.save(dict(first=flat[:3], second=flat[3:], third=flat[1:4]), tmp_path / 'a.pth')
-    assert torch.equal(read_checkpoint(str(tmp_path / 'a.pth'))['third'], flat[1:4])
-    assert read == ['data/0']
 
 
 STATE = b'}X\x06\x00\x00\x00markedK\x01s'

@@ -13,8 +13,6 @@ from helpers.properties import DTYPES, MEMORY, SPOILT, every_number_of_examples,
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmgate.ops.masks import merge_masks
-
 ARGUMENTS = r'\b(x|query|key|value|identity|reference_points|tokens)\b'
 
 
@@ -52,9 +50,14 @@ def assert_right_or_refused(layer: torch.nn.Module, x: Any, hw_shape: tuple[int,
 
 
 @every_number_of_examples
+@pytest.mark.parametrize('biases', [True, False], ids=['biases', 'none'])
 @pytest.mark.parametrize('name', FAMILIES)
-def test_a_layer_is_right_on_any_tokens_or_refuses_them(name: str, examples: int) -> None:
+def test_a_layer_is_right_on_any_tokens_or_refuses_them(name: str, biases: bool, examples: int) -> None:
+    """Without biases, tokens at 0, as padding leaves them, stay at 0."""
     layer = build(name)
+    for key, parameter in () if biases else layer.named_parameters():
+        if key.endswith('bias') and not key.startswith(('gate.gml', 'sampling_offsets')):
+            torch.nn.init.zeros_(parameter)
     hold(min(examples, 100), lambda drawn: assert_right_or_refused(layer, *drawn), drawn=tokens(name))
 
 
@@ -81,8 +84,3 @@ def test_masks_of_any_shape_are_right_or_refused(name: str, examples: int) -> No
         padding=st.one_of(st.just([2, 5]), st.lists(sizes, min_size=1, max_size=3)),
         kind=kinds,
     )
-
-
-def test_masks_of_different_keys() -> None:
-    with pytest.raises(ValueError, match=r'key_padding_mask \(2, 5\) and attn_mask \(1, 1, 3, 4\)'):
-        merge_masks(torch.zeros(3, 4), torch.zeros(2, 5, dtype=torch.bool), 2, 1, torch.float32)

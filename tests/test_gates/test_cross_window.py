@@ -11,7 +11,7 @@ from torch import nn
 from mmgate import gate_parameters, swap_attention
 from mmgate.errors import ConfigError
 from mmgate.gate import Sizes
-from mmgate.gates import CrossWindowAttention, CrossWindowGate
+from mmgate.gates import CrossWindowAttention, CrossWindowGate, SoftmaxAttention
 
 
 def test_cross_windows_go_into_another_host_by_a_rule() -> None:
@@ -36,9 +36,15 @@ def test_cross_windows_go_into_another_host_by_a_rule() -> None:
 
 
 def test_cross_windows_take_no_class_token() -> None:
-    for make in (
-        lambda: CrossWindowAttention(12, 2, class_tokens=1),
-        lambda: CrossWindowGate(Sizes(12, 2, class_tokens=1)),
-    ):
-        with pytest.raises(ConfigError, match='no class token: it would lie in no stripe'):
-            make()
+    with pytest.raises(ConfigError, match='no class token: it would lie in no stripe'):
+        CrossWindowGate(Sizes(12, 2, class_tokens=1))
+
+
+def test_one_window_of_the_whole_map_is_softmax_attention() -> None:
+    """By another scale, too, and beside what the convolution adds."""
+    layer, plain = CrossWindowAttention(12, 3, split=None, qk_scale=0.9), SoftmaxAttention(12, 3, qk_scale=0.9)
+    nn.init.zeros_(layer.lepe[0].weight)
+    nn.init.zeros_(layer.lepe[0].bias)
+    plain.load_state_dict(layer.state_dict(), strict=False)
+    x = torch.randn(2, 15, 12)
+    torch.testing.assert_close(layer(x, (3, 5)), plain(x, (3, 5)))

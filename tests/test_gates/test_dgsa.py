@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.equations import C, Call, D, H, linear, normed, opened
+from helpers.gated import gated_attention
 
-from mmgate.gates import DifferentialGatedMultiheadAttention
+from mmgate.gates import DGSAGate, DifferentialGatedMultiheadAttention
 
 
 @torch.no_grad()
@@ -21,6 +22,7 @@ from mmgate.gates import DifferentialGatedMultiheadAttention
 def test_m_dgsa_is_its_equation(options: dict[str, Any]) -> None:
     """M-DGSA: ``g A+ - (1 - g) A-``, each stream of half a head's width; A.5's deeper gate and learnt lambda."""
     layer = opened(DifferentialGatedMultiheadAttention(C, H, batch_first=True, lambda_init=0.6, **options))
+    assert gated_attention(DGSAGate, C, H, learnable=True).gate.lambda_init.tolist() == [pytest.approx(0.8)]
     call = Call(layer)
     plus, minus = (
         (q @ k.mT / (D / 2) ** 0.5 + call.bias).softmax(-1)

@@ -6,6 +6,8 @@ ones shows how often it was dropped.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from conftest import filled
@@ -22,10 +24,11 @@ from mmgate.gates import (
     PLuGMultiScaleDeformableAttention,
     SAGAAttention,
     SDPAGatedMultiheadAttention,
+    SoftmaxAttention,
 )
 from mmgate.ops.agent import agent_attention
 from mmgate.ops.dense import plug_attention
-from mmgate.ops.differential import differential_attention, differential_streams, shared_key_attention
+from mmgate.ops.differential import differential_attention, shared_key_attention
 
 C, H, B, N = 16, 4, 2, 6
 DENSE = {
@@ -36,10 +39,6 @@ DENSE = {
     DifferentialV2MultiheadAttention: {},
 }
 every_dense = pytest.mark.parametrize('kind', DENSE, ids=lambda kind: kind.__name__)
-
-
-def values(x: Tensor) -> set[float]:
-    return set(x.detach().flatten().round(decimals=4).tolist())
 
 
 @pytest.mark.parametrize('kind', [PLuGMultiScaleDeformableAttention, MultiScaleDeformableAttention])
@@ -67,51 +66,43 @@ def test_the_three_dropouts_of_mmcvs_attention(kind: type, rate: str) -> None:
     assert not torch.allclose(layer.eval()(x), expected.expand_as(x), atol=1e-3)
 
 
-@pytest.mark.parametrize('backend', ['torch', 'chunked'])
-def test_plug_drops_weights_once(backend: str) -> None:
-    ones, gates = torch.ones(1, 1, 500, 1), torch.zeros(1, 1, 500, 4)
-    one, gate = torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 4)
-    out = plug_attention(ones, one, one, gates, gate, nn.Identity(), dropout=0.5, backend=backend)
-    assert values(out) == {0.0, 2.0}
-    assert 0.4 < (out > 0).float().mean() < 0.6
+Q, KEY = torch.ones(1, 64, 500, 2), torch.ones(1, 64, 1, 2)  # many rows of one key, so that all weights are 1
+ZERO_GATES = torch.zeros(1, 1, 500, 4), torch.zeros(1, 1, 1, 4), nn.Identity()
+QUARTER = torch.full((1, 64, 500, 1), 0.25)
+# by operator, a call and the values of a sum of ones: each of two maps drops by itself
+OPERATORS: dict[str, tuple[Callable[[], Tensor], set[float]]] = {
+    'plug': (lambda: plug_attention(Q, KEY, KEY, *ZERO_GATES, dropout=0.5, backend='torch'), {0.0, 2.0}),
+    'plug_in_chunks': (lambda: plug_attention(Q, KEY, KEY, *ZERO_GATES, dropout=0.5, backend='chunked'), {0.0, 2.0}),
+    'agent': (lambda: agent_attention(Q, KEY, KEY, KEY, dropout=0.5), {0.0, 4.0}),
+    'differential': (lambda: differential_attention(Q, KEY, KEY, QUARTER, dropout=0.5), {0.0, 0.5, -1.5, -1.0}),
+    'shared_keys': (lambda: shared_key_attention(Q, Q, KEY, KEY, QUARTER, dropout=0.5), {0.0, 2.0, -0.5, 1.5}),
+}
 
 
-def test_both_softmaxes_of_agent_attention_drop() -> None:
-    """One agent and one key, so that all weights are 1: a value that both keep counts four times."""
-    heads, queries = 64, 200
-    q, one = torch.ones(1, heads, queries, 1), torch.ones(1, heads, 1, 1)
-    out = agent_attention(q, one, one, one, dropout=0.5)
-    assert values(out) == {0.0, 4.0}
-    aggregated = out.flatten(2).any(-1)  # the weight of agent and key, one a head
-    assert 0.3 < aggregated.float().mean() < 0.7
-    assert 0.45 < (out[aggregated] > 0).float().mean() < 0.55  # the weights of queries and agent
-    assert values(agent_attention(q, one, one, one)) == {1.0}
+@pytest.mark.parametrize('name', OPERATORS)
+def test_every_map_of_an_operator_drops_its_weights_once(name: str) -> None:
+    call, values = OPERATORS[name]
+    out = call()[0, :, :, 0]  # of heads and rows
+    assert set(out.flatten().round(decimals=4).tolist()) == values
+    if name == 'agent':  # the weight of agent and key is one a head
+        aggregated = out.any(-1)
+        assert 0.3 < aggregated.float().mean() < 0.7
+        out = out[aggregated]
+    kept = len({value for value in values if value}) / len(values)
+    assert abs((out != 0).float().mean() - kept) < 0.05
 
 
-def test_both_streams_of_differential_attention_drop() -> None:
-    q, one = torch.ones(1, 1, 500, 2), torch.ones(1, 1, 1, 2)
-    plus, minus = differential_streams(q, one, one, dropout=0.5)
-    assert values(plus) == values(minus) == {0.0, 2.0} and not torch.equal(plus, minus)
-    out = differential_attention(q, one, one, torch.full((1, 1, 500, 1), 0.25), dropout=0.5)
-    assert values(out) == {0.0, 0.5, -1.5, -1.0}
-
-
-def test_both_attentions_of_shared_keys_drop() -> None:
-    q, one = torch.ones(1, 1, 500, 2), torch.ones(1, 1, 1, 2)
-    out = shared_key_attention(q, q, one, one, torch.full((1, 1, 500, 1), 0.25), dropout=0.5)
-    assert values(out) == {0.0, 2.0, -0.5, 1.5}
-
-
-@pytest.mark.parametrize('kind', [AgentAttention, CrossWindowAttention])
+@pytest.mark.parametrize('kind', [AgentAttention, CrossWindowAttention, SoftmaxAttention])
 def test_attention_over_a_map_drops_its_weights(kind: type) -> None:
-    """In training, which leaves what the convolution adds."""
-    sizes = dict(map_size=(2, 3), agent_num=4) if kind is AgentAttention else dict(split=None)
+    """In training, which leaves what a convolution adds."""
+    sizes = {AgentAttention: dict(map_size=(2, 3), agent_num=4), CrossWindowAttention: dict(split=None)}.get(kind, {})
     layer = filled(kind(C, H, attn_drop=1.0, **sizes), 0.5)
     x = torch.randn(B, N, C)
     v = layer.qkv(x)[..., 2 * C :].transpose(1, 2).unflatten(-1, (2, 3))
-    local = (layer.gate.dwc if kind is AgentAttention else layer.lepe[0])(v).flatten(2).transpose(1, 2)
-    torch.testing.assert_close(layer.train()(x, (2, 3)), layer.proj(local))
-    assert not torch.allclose(layer.eval()(x, (2, 3)), layer.proj(local))
+    convolve = layer.gate.dwc if kind is AgentAttention else layer.lepe[0] if sizes else torch.zeros_like
+    left = layer.proj(convolve(v).flatten(2).transpose(1, 2))
+    torch.testing.assert_close(layer.train()(x, (2, 3)), left)
+    assert not torch.allclose(layer.eval()(x, (2, 3)), left)
 
 
 @pytest.mark.parametrize('kind', [AgentAttention, SAGAAttention])

@@ -80,19 +80,6 @@ def test_large_logits_and_saturated_gates_stay_finite(name: str, precision: str)
     assert_finite(layer, x, precision)
 
 
-@pytest.mark.parametrize('precision', ['float32', pytest.param('float16', marks=half_on_cpu), 'autocast'])
-@every_family
-def test_tokens_at_zero_stay_finite(name: str, precision: str) -> None:
-    """As padding leaves them, without biases: lengths and sums by which linear attentions divide."""
-    layer = build(name)
-    for key, parameter in layer.named_parameters():
-        if key.endswith('bias') and not key.startswith(('gate.gml', 'sampling_offsets')):
-            nn.init.zeros_(parameter)
-    x = torch.randn(2, HW[0] * HW[1], C)
-    x[0], x[1, 5:] = 0, 0
-    assert_finite(layer, x, precision)
-
-
 @torch.no_grad()
 @every_family
 def test_an_image_does_not_depend_on_its_company(name: str) -> None:

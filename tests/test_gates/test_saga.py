@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from conftest import assert_same, values_and_gradients
 from torch import nn
@@ -9,9 +10,11 @@ from torch import nn
 from mmgate.gates import SAGAAttention
 
 
-def test_saga_is_its_printed_equations() -> None:
-    """Eq. 9 and 10, token by token and without a factor: ``[Q ((K * A)^T (V * B)) + DWC(V)] * G``."""
-    layer = SAGAAttention(12, 3, map_size=(3, 5), scale_by_tokens=False).double()
+@pytest.mark.parametrize('qk_scale', [None, 0.9], ids=['printed', 'scaled'])
+def test_saga_is_its_printed_equations(qk_scale: float | None) -> None:
+    """Eq. 9 and 10, token by token: ``[Q ((K * A)^T (V * B)) + DWC(V)] * G``, and by a scale and the tokens' number."""
+    layer = SAGAAttention(12, 3, map_size=(3, 5), scale_by_tokens=qk_scale is not None, qk_scale=qk_scale).double()
+    factor = 1.0 if qk_scale is None else qk_scale / 15
     nn.init.normal_(layer.gate.position_encoding)
     x = torch.randn(2, 15, 12, dtype=torch.float64, requires_grad=True)
 
@@ -25,7 +28,7 @@ def test_saga_is_its_printed_equations() -> None:
                 torch.einsum('bnc,bc,bd->bnd', q[..., head], gated_k[:, j, head], gated_v[:, j, head])
                 for j in range(15)
             )
-        return layer.proj((out + layer.gate.convolve(v, (3, 5))) * layer.gate.gate_out(x))
+        return layer.proj((factor * out + layer.gate.convolve(v, (3, 5))) * layer.gate.gate_out(x))
 
     def computed(x: torch.Tensor) -> torch.Tensor:
         return layer(x, (3, 5))

@@ -129,7 +129,6 @@ def test_the_tokens_of_a_vit_are_those_of_its_patches() -> None:
     assert (gate.stride, gate.map_size, gate.seen) == (16, (4, 4), [(2, 2)])
 
 
-@pytest.mark.parametrize('channels', [1, 4])
 @pytest.mark.parametrize(
     'host',
     [
@@ -140,8 +139,8 @@ def test_the_tokens_of_a_vit_are_those_of_its_patches() -> None:
     ],
     ids=lambda host: host['type'],
 )
-def test_images_may_have_any_number_of_channels(host: dict[str, Any], channels: int) -> None:
-    _, gates = seen(dict(host, in_channels=channels), torch.randn(1, channels, 224, 224), image_size=224)
+def test_images_may_have_any_number_of_channels(host: dict[str, Any]) -> None:
+    _, gates = seen(dict(host, in_channels=4), torch.randn(1, 4, 224, 224), image_size=224)
     assert gates and all(gate.seen == [gate.map_size] for gate in gates)
 
 

@@ -19,7 +19,6 @@ from helpers.host_blocks import (
     needs,
     randomised,
 )
-from helpers.projects import Attention
 from torch import Tensor, nn
 
 from mmgate import restore_attention, swap_attention
@@ -29,12 +28,6 @@ from mmgate.errors import ConfigError, full_name
 from mmgate.gate import gate_of_type, gate_options, named_gate_parameters
 from mmgate.hosts import gates_for
 from mmgate.hosts.table import _ADAPTERS
-
-
-@pytest.fixture(autouse=True)
-def _cloned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Attention, '__module__', 'projects.ViTDet.vitdet.vit')
-    monkeypatch.setattr('helpers.projects.MSDeformAttn.__module__', 'ops.modules.ms_deform_attn')
 
 
 def outputs(module: nn.Module, block: Block) -> list[Tensor]:

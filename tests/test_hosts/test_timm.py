@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,9 +28,7 @@ from mmgate import (
     gate_parameters,
     gates_disabled,
     list_attention,
-    load_gates,
     restore_attention,
-    save_gates,
     swap_attention,
 )
 from mmgate.analysis.probes.recording import class_tokens, record
@@ -70,20 +67,6 @@ def test_a_model_starts_as_it_was_and_learns(name: str, rule: dict[str, Any]) ->
     assert_same_anatomy(anatomy(model), before)
 
 
-def test_gates_that_are_off_are_in_the_model(tmp_path: Path) -> None:
-    """They are listed, saved and drawn; timm's forward sees no gate there."""
-    model, _ = build('vit')
-    swap_attention(model, dict(SDPA, path=PATHS['vit']))
-    listed = list_attention(model)
-    with gates_disabled(model):
-        assert list_attention(model) == listed
-        save_gates(model, tmp_path / 'gates.safetensors')
-        model.init_weights()
-        with pytest.raises(ConfigError, match='is gated already, by a SDPAGate'):
-            swap_attention(model, dict(PLUG, path=PATHS['vit']))
-        assert set(load_gates(model, tmp_path / 'gates.safetensors')) == set(gate_parameters(model))
-
-
 def test_a_checkpoint_of_timms_own_gates_loads_into_ours() -> None:
     model, images = build('vit')
     gated, _ = build('vit')
@@ -98,14 +81,6 @@ def test_a_checkpoint_of_timms_own_gates_loads_into_ours() -> None:
     keys = gated.load_state_dict(model.state_dict(), strict=False)
     assert not keys.unexpected_keys and not keys.missing_keys
     torch.testing.assert_close(gated(images), model(images), rtol=1e-5, atol=1e-5)
-
-
-def test_a_checkpoint_of_timms_gates_after_a_norm_finds_no_place() -> None:
-    theirs = Attention(C, HEADS, qkv_bias=True, gated=True, scale_norm=True, norm_layer=nn.LayerNorm)
-    ours = nn.ModuleDict(dict(attn=Attention(C, HEADS, qkv_bias=True, scale_norm=True, norm_layer=nn.LayerNorm)))
-    swap_attention(ours, dict(type='SDPAGatedMultiheadAttention', path='attn'))
-    keys = ours['attn'].load_state_dict(theirs.state_dict(), strict=False)
-    assert keys.unexpected_keys == ['gate.weight', 'gate.bias']
 
 
 @pytest.mark.parametrize('gate', ['AgentAttention', 'SAGAAttention', 'FocusedLinearAttention'])
@@ -162,7 +137,9 @@ def test_masks_are_timms(kind: Any, mask: str) -> None:
     torch.testing.assert_close(model['attn'](x, **given), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_map_has_no_pairs_to_mask() -> None:
+def test_a_map_has_no_pairs_to_mask_and_is_that_of_a_vit() -> None:
+    with pytest.raises(ConfigError, match='does not name the map, and no ViT around it keeps one'):
+        swap_attention(nn.ModuleDict(dict(attn=Attention(C, HEADS))), dict(type='SAGAAttention', path='attn'))
     model, _ = build('siglip')
     swap_attention(model, dict(type='SAGAAttention', path=PATHS['siglip']))
     with pytest.raises(ValueError, match='SAGAGate forms no pairs of tokens'):
@@ -272,11 +249,6 @@ def test_a_model_of_other_maps_takes_no_gate_over_the_map(options: dict[str, Any
     assert swap_attention(model, dict(PLUG, path=PATHS['vit']))
 
 
-def test_attention_outside_of_a_vit_takes_no_gate_over_the_map() -> None:
-    with pytest.raises(ConfigError, match='does not name the map, and no ViT around it keeps one'):
-        swap_attention(nn.ModuleDict(dict(attn=Attention(C, HEADS))), dict(type='SAGAAttention', path='attn'))
-
-
 def test_a_swin_with_whole_maps_takes_images_of_another_size() -> None:
     model, images = build('swin')
     wide = nn.functional.interpolate(images, (96, 96))
@@ -303,21 +275,20 @@ def test_models_are_drawn_anew_as_timm_does(mode: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize('name', ['vit', 'dinov3', 'swin'])
-def test_torch_fx_keeps_gated_attention_whole(name: str) -> None:
-    """As torch's own attention, it is one node of the graph, in whatever tracer."""
-    model, images = build(name)
-    gated = swap_attention(model, dict(SDPA, path=PATHS[name]))
+@pytest.mark.parametrize('name, rule', [('dinov3', SDPA), ('swin', SDPA), ('vit', dict(type='AgentAttention'))])
+def test_torch_fx_keeps_gated_attention_whole(name: str, rule: dict[str, Any]) -> None:
+    """As torch's own attention, it is one node of the graph, in whatever tracer; also over a map that is no square."""
+    model, images = build(name, **(dict(img_size=(32, 128)) if name == 'vit' else {}))
+    images = images.reshape(2, 3, 32, 128) if name == 'vit' else images
+    gated = swap_attention(model, dict(rule, path=PATHS[name]))
     traced = fx.symbolic_trace(model)
     assert [node.target for node in traced.graph.nodes if node.target in gated] == gated
     torch.testing.assert_close(traced(images), model(images))
 
 
-@torch.no_grad()
-def test_torch_fx_traces_a_gate_over_an_oblong_map() -> None:
-    model, _ = build('vit', img_size=(32, 128))
-    gated = swap_attention(model, dict(path='blocks.*.attn', type='AgentAttention', agent_num=4))
-    images = torch.randn(1, 3, 32, 128)
-    traced = fx.symbolic_trace(model)
-    assert [node.target for node in traced.graph.nodes if node.target in gated] == gated
-    torch.testing.assert_close(traced(images), model(images))
+def test_a_checkpoint_of_timms_gates_after_a_norm_finds_no_place() -> None:
+    theirs = Attention(C, HEADS, qkv_bias=True, gated=True, scale_norm=True, norm_layer=nn.LayerNorm)
+    ours = nn.ModuleDict(dict(attn=Attention(C, HEADS, qkv_bias=True, scale_norm=True, norm_layer=nn.LayerNorm)))
+    swap_attention(ours, dict(type='SDPAGatedMultiheadAttention', path='attn'))
+    keys = ours['attn'].load_state_dict(theirs.state_dict(), strict=False)
+    assert keys.unexpected_keys == ['gate.weight', 'gate.bias']

@@ -12,8 +12,7 @@ from mmdet.models import DETR
 from mmengine.config import Config
 from mmengine.runner import Runner
 
-from mmgate.checkpoints.loading import TRUST
-from mmgate.errors import ConfigError
+from mmgate.errors import TRUST, ConfigError
 from mmgate.mm import cli, config_file
 from mmgate.mm.config_file import check_checkpoint, merge_options
 

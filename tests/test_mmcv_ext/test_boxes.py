@@ -8,7 +8,6 @@ from helpers.compiled_mmcv import by_both
 from torch import Tensor
 
 from mmgate.mmcv_ext import boxes as ours
-from mmgate.mmcv_ext import peer
 
 
 def drawn(kind: str, number: int) -> tuple[Tensor, Tensor]:
@@ -87,20 +86,3 @@ def test_memory_grows_with_the_boxes_and_not_with_their_square(monkeypatch: pyte
     boxes, scores = drawn('random', 20000)
     ours.nms(boxes, scores, 0.3)
     assert max(sizes) <= max(ours.PAIRS, 32 * 20000)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
-@cases
-def test_a_gpu_keeps_the_same_boxes(monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
-    monkeypatch.setattr(peer, '_of_cuda', lambda: None)
-    boxes, scores = drawn(kind, number)
-    scores += torch.arange(number) * 1e-4  # devices order equal scores differently
-    for half in (False, True):
-        given = boxes.half().float() if half else boxes
-        expected = ours.nms(given, scores, 0.5)
-        assert torch.equal(ours.nms((given.half() if half else given).cuda(), scores.cuda(), 0.5).cpu(), expected)
-    kept, index = ours.soft_nms(boxes.cuda(), scores.cuda(), 0.3, 0.5, 0.05, 2)
-    expected_kept, expected_index = ours.soft_nms(boxes, scores, 0.3, 0.5, 0.05, 2)
-    assert torch.equal(index.cpu(), expected_index)
-    torch.testing.assert_close(kept.cpu(), expected_kept)

@@ -9,7 +9,6 @@ from helpers.compiled_mmcv import by_both
 from torch import Tensor
 
 from mmgate.mmcv_ext import deform_conv as ours
-from mmgate.mmcv_ext import peer
 
 # offsets' scale, kernel, stride, padding, dilation, groups, deformable groups
 CASES = {
@@ -60,19 +59,3 @@ def test_without_offsets_it_is_a_convolution_and_a_batch_may_be_empty() -> None:
     expected = torch.nn.functional.conv2d(x, weight, bias, *steps)
     torch.testing.assert_close(ours.deform_conv(x, offset, None, weight, bias, *steps), expected, rtol=1e-4, atol=1e-5)
     assert ours.deform_conv(x[:0], offset[:0], None, weight, bias, *steps).shape == expected[:0].shape
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
-@pytest.mark.parametrize('name', CASES)
-def test_a_gpu_gives_the_same(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(peer, '_of_cuda', lambda: None)
-    inputs, steps, _ = drawn(name)
-    inputs = [x.double() for x in inputs]
-
-    def compute(*given: Tensor) -> Tensor:
-        return ours.deform_conv(*given, *steps)
-
-    found = values_and_gradients(compute, [x.cuda() for x in inputs], range(5))
-    expected = values_and_gradients(compute, inputs, range(5))
-    assert_same({name: value.cpu() for name, value in found.items()}, expected, rtol=1e-8, atol=1e-8)

@@ -9,8 +9,7 @@ import pytest
 import torch
 from conftest import assert_same, values_and_gradients
 from helpers.compiled_mmcv import compiled
-from helpers.sampler_inputs import CASES, make_inputs
-from torch import Tensor
+from helpers.samplings import make
 
 from mmgate.mmcv_ext import extension
 
@@ -30,12 +29,15 @@ def test_every_function_of_the_compiled_module_is_there_or_raises_by_name() -> N
         extension.not_compiled('__path__')
 
 
+CASES: dict[str, dict[str, int]] = {'usual': {}, 'no_queries': dict(queries=0), 'no_images': dict(batch=0)}
+
+
 @pytest.mark.parametrize('case', CASES)
 def test_deformable_attention_with_any_weights(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """By mmcv's function for GPUs, against its sum in Python; no softmax is assumed of the weights."""
     mmcv = pytest.importorskip('mmcv.ops.multi_scale_deform_attn')
     monkeypatch.setattr(mmcv, 'ext_module', extension)
-    value, shapes, starts, locations, weights = make_inputs(case)
+    value, shapes, starts, locations, weights, *_ = make(dtype=torch.float64, **CASES[case])
     found, expected = (
         values_and_gradients(function, [value, locations, weights], range(3))
         for function in (
@@ -44,19 +46,3 @@ def test_deformable_attention_with_any_weights(monkeypatch: pytest.MonkeyPatch, 
         )
     )
     assert_same(found, expected, rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
-def test_a_gpu_gives_the_same_deformable_attention() -> None:
-    inputs = make_inputs('two_levels', torch.float32)
-
-    def by(device: str) -> list[Tensor]:
-        given = [x.to(device) for x in inputs]
-        output = extension.ms_deform_attn_forward(*given, 64)
-        grads = [torch.empty_like(given[i]) for i in (0, 3, 4)]
-        extension.ms_deform_attn_backward(*given, torch.ones_like(output), *grads, 64)
-        return [x.cpu() for x in (output, *grads)]
-
-    for found, expected in zip(by('cuda'), by('cpu'), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from conftest import values_and_gradients
@@ -71,23 +69,3 @@ def test_rows_are_weighed_by_their_target_and_ignored_where_it_is_negative() -> 
     ignored = torch.full((12,), -1)
     for function in (ours.softmax_focal_loss, ours.softmax_focal_loss_gradient):
         assert not function(logits.softmax(1), ignored, NONE, 2.0, 0.25).any()
-
-
-ALL: list[Callable[..., Tensor]] = [
-    ours.sigmoid_focal_loss,
-    ours.sigmoid_focal_loss_gradient,
-    ours.softmax_focal_loss,
-    ours.softmax_focal_loss_gradient,
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
-@pytest.mark.parametrize('function', ALL, ids=lambda function: function.__name__)
-@pytest.mark.parametrize('dtype', [torch.float32, torch.float16], ids=str)
-def test_a_gpu_gives_the_same(function: Callable[..., Tensor], dtype: torch.dtype) -> None:
-    logits, target = drawn(torch.float32)
-    x = (logits.softmax(1) if 'softmax' in function.__name__ else logits).to(dtype)
-    target = target.clamp(max=3)
-    expected = function(x, target, NONE, 2.0, 0.25)
-    torch.testing.assert_close(function(x.cuda(), target.cuda(), NONE.cuda(), 2.0, 0.25).cpu(), expected)

@@ -8,7 +8,6 @@ from conftest import assert_same, values_and_gradients
 from helpers.compiled_mmcv import by_both
 from torch import Tensor
 
-from mmgate.mmcv_ext import peer
 from mmgate.mmcv_ext import roi_align as ours
 
 
@@ -72,23 +71,6 @@ def test_16_bits_are_summed_in_float32(dtype: torch.dtype) -> None:
     assert found.dtype == dtype and torch.equal(found, expected.to(dtype))
     grad = ours.roi_align_gradient(found, rois, x.shape, 1 / 8, 0, True)
     assert torch.equal(grad, ours.roi_align_gradient(found.float(), rois, x.shape, 1 / 8, 0, True).to(dtype))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
-@pytest.mark.parametrize('kind', ['random', 'none', 'zero size', 'outside', 'huge'])
-@pytest.mark.parametrize('dtype', [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_a_gpu_gives_the_same(monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype) -> None:
-    monkeypatch.setattr(peer, '_of_cuda', lambda: None)
-    x, rois = torch.randn(2, 3, 16, 24).to(dtype), regions(kind)
-    options = ((7, 7), 1 / 8, 0, True)
-    expected = ours.roi_align(x, rois, *options)
-    torch.testing.assert_close(ours.roi_align(x.cuda(), rois.cuda(), *options).cpu(), expected)
-    grad = torch.randn(expected.shape).to(dtype)
-    found = ours.roi_align_gradient(grad.cuda(), rois.cuda(), x.shape, *options[1:])
-    torch.testing.assert_close(
-        found.cpu(), ours.roi_align_gradient(grad, rois, x.shape, *options[1:]), rtol=2e-2, atol=1e-4
-    )
 
 
 @pytest.mark.parametrize('bad', [float('nan'), float('inf')])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import TORCH
 from helpers.plug_inputs import make as plug_inputs
+from helpers.samplings import make
 from torch import Tensor
 
 from mmgate.errors import UnsupportedCall
@@ -109,19 +110,16 @@ def test_a_gpu_on_which_nobody_timed_the_kernels_is_told_what_to_try(
     op: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernels = choice.backend_named(op, 'triton')
-    first = choice.backend_named(op, 'torch')
     on_gpu: Any = SimpleNamespace(device=torch.device('cuda:0'))
+    monkeypatch.setattr(triton_backend, 'interpreted', lambda: False)
     reasons: list[str | None] = [None, 'it is for another machine', None]
-    architectures = [89, 89, 90]
-    for reason, architecture in zip(reasons, architectures, strict=True):
+    for reason, architecture in zip(reasons, [90, 89, 89], strict=True):
         monkeypatch.setattr(triton_backend, 'why_not_triton', lambda heads, reason=reason: reason)
         monkeypatch.setattr(triton_backend, '_architecture', lambda index, architecture=architecture: architecture)
-        monkeypatch.setattr(triton_backend, 'interpreted', lambda: False)
         told = kernels.advice(on_gpu)
         assert (told is not None) is (reason is None and architecture == 89)
     assert kernels.advice(torch.empty(1)) is None
-    monkeypatch.setattr(triton_backend, '_architecture', lambda index: 89)
-    choice._log_choice(op, first, choice.FIRST, on_gpu)
+    choice._log_choice(op, choice.backend_named(op, 'torch'), choice.FIRST, on_gpu)
     assert "'triton' was never timed on this kind of GPU: python -m mmgate.doctor --time" in caplog.text
 
 
@@ -154,7 +152,7 @@ def call_of(op: str) -> Callable[..., Tensor]:
     """Return a call of an operator with a backend's name, on inputs that require gradients."""
     torch.manual_seed(0)
     if op == 'ms_deform_attn':
-        inputs = [x.requires_grad_() if x.is_floating_point() else x for x in sampler()]
+        inputs = [x.requires_grad_() if x.is_floating_point() else x for x in make()[:6]]
         return lambda backend: ms_deform_attn(*inputs, backend=backend)
     tensors = [x.requires_grad_() for x in plug_inputs().values()]
     gate = GatingModulation('product', activation='tanh', init='paper')
@@ -229,7 +227,7 @@ def test_kernels_are_left_out_where_triton_cannot_start(monkeypatch: pytest.Monk
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 def test_this_gpu_runs_the_kernels(caplog: pytest.LogCaptureFixture) -> None:
-    inputs = [x.cuda() for x in sampler()]
+    inputs = [x.cuda() for x in make()[:6]]
     torch.testing.assert_close(ms_deform_attn(*inputs), ms_deform_attn(*inputs, backend='torch'), rtol=1e-4, atol=1e-5)
     expected = candidates('ms_deform_attn', inputs[0])[0][0].name == 'triton'
     assert ("ms_deform_attn runs on one Triton kernel ('triton')" in caplog.text) is expected
@@ -289,14 +287,12 @@ def test_the_line_says_how_to_have_a_better_one(
 ) -> None:
     better = replace(backends('elsewhere')[0], advice=lambda x: 'Type: build it')
     monkeypatch.setitem(choice.OPERATORS, 'square', (better, *backends('first')))
-    square()
+    for asked, by_environment in (('first', ''), (None, 'first'), (None, '')):
+        assert 'build it' not in caplog.text, 'nothing beside what was asked for'
+        choice._logged.clear()
+        monkeypatch.setenv('MMGATE_SQUARE', by_environment)
+        square(asked)
     assert 'the first of the order that can run here. Type: build it.' in caplog.text
-    choice._logged.clear()
-    square('first')
-    choice._logged.clear()
-    monkeypatch.setenv('MMGATE_SQUARE', 'first')
-    square()
-    assert caplog.text.count('build it') == 1, 'nothing beside what was asked for'
 
 
 def test_mmengine_gets_the_line_where_it_is_loaded(have: Have, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,12 +305,6 @@ def test_mmengine_gets_the_line_where_it_is_loaded(have: Have, monkeypatch: pyte
     assert len(said) == 1 and 'square runs on the plain way' in said[0]
 
 
-def sampler() -> list[Tensor]:
-    value, gate = torch.randn(2, 60, 4, 16), torch.randn(2, 9, 4, 2, 1)
-    points, logits = torch.rand(2, 9, 4, 2, 3, 2), torch.randn(2, 9, 4, 2, 3)
-    return [value, torch.tensor([(6, 8), (3, 4)]), torch.tensor([0, 48]), points, logits, gate]
-
-
 class Sampler(torch.nn.Module):
     def forward(self, *x: Tensor) -> Tensor:
         return ms_deform_attn(*x)
@@ -322,7 +312,7 @@ class Sampler(torch.nn.Module):
 
 @torch.no_grad()
 def test_exports_hold_plain_operators_only() -> None:
-    inputs = sampler()
+    inputs = make()[:6]
     traced = torch.jit.trace(Sampler(), inputs, check_trace=False)
     assert not any(node.kind().startswith('mmgate') for node in traced.inlined_graph.nodes())
     torch.testing.assert_close(traced(*inputs), ms_deform_attn(*inputs, backend='torch'))
@@ -331,7 +321,7 @@ def test_exports_hold_plain_operators_only() -> None:
 @pytest.mark.skipif(TORCH < (2, 7), reason='older ones do not say that they export')
 @pytest.mark.parametrize('strict', [True, False])
 def test_torch_export_holds_plain_operators_only(strict: bool) -> None:
-    inputs = sampler()
+    inputs = make()[:6]
     program = torch.export.export(Sampler(), tuple(inputs), strict=strict)
     assert not any('mmgate' in str(node.target) for node in program.graph.nodes)
     torch.testing.assert_close(program.module()(*inputs), ms_deform_attn(*inputs, backend='torch'))

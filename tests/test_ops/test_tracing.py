@@ -13,38 +13,13 @@ from helpers import plug_inputs
 from helpers.samplings import make, run
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmgate.gates.gml import GatingModulation
-from mmgate.ops import ms_deform_attn, plug_attention
+from mmgate.ops import plug_attention
 from mmgate.ops.backend import OPERATORS, candidates
 from mmgate.ops.dense import chunked
 from mmgate.ops.tracing import hides_numbers, is_compiling, is_exporting, is_traced
-
-
-def test_nothing_is_traced_in_eager_mode() -> None:
-    assert not is_compiling()
-    assert not is_exporting()
-    assert not is_traced()
-
-
-def test_a_dispatch_mode_looks_at_operators() -> None:
-    with FlopCounterMode(display=False):
-        assert is_traced()
-        assert not is_compiling()
-        assert not is_exporting()
-
-
-def test_jit_trace_is_an_export() -> None:
-    found: list[bool] = []
-
-    def call(x: Tensor) -> Tensor:
-        found.append(is_exporting())
-        return x + 1
-
-    torch.jit.trace(call, torch.ones(2), check_trace=False)
-    assert found == [True]
 
 
 def operators(call: Callable[..., Tensor], *inputs: Tensor | None) -> list[str]:
@@ -94,35 +69,21 @@ def test_compiled_models_hold_the_backend_of_eager_mode(op: str, device: str, mo
 
 
 @pytest.mark.parametrize(
-    'context, hidden',
-    [(nullcontext(), False), (FlopCounterMode(display=False), False), (FakeTensorMode(), True)],
+    'context, traced, hidden',
+    [
+        (nullcontext(), False, False),
+        (FlopCounterMode(display=False), True, False),  # as selective checkpointing, which runs the usual backend
+        (FakeTensorMode(), True, True),
+    ],
     ids=['eager', 'counter', 'fake'],
 )
-def test_numbers_are_hidden_by_fake_tensors_alone(context: AbstractContextManager[Any], hidden: bool) -> None:
+def test_a_dispatch_mode_traces_and_fake_tensors_alone_hide_numbers(
+    context: AbstractContextManager[Any], traced: bool, hidden: bool
+) -> None:
     with context:
+        assert (is_traced(), is_compiling(), is_exporting()) == (traced, False, False)
         x = torch.ones(2)
         assert hides_numbers(x) is hidden
         names = [backend.name for backend in candidates('ms_deform_attn', x)[0]]
         assert ('grid_sample' in names) is not hidden
     assert hides_numbers(torch.ones(2, device='meta'))
-
-
-class Seen(TorchDispatchMode):
-    """Notes the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_dispatch_mode_does_not_change_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As selective checkpointing on a GPU without other packages, where the reference would take many times longer."""
-    backends = tuple(x for x in OPERATORS['ms_deform_attn'] if x.name in ('grid_sample', 'torch'))
-    monkeypatch.setitem(OPERATORS, 'ms_deform_attn', backends)
-    with Seen() as seen:
-        ms_deform_attn(*make()[:6])
-    assert 'grid_sampler_2d' in seen.names

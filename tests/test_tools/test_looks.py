@@ -39,7 +39,7 @@ CONFIGS = dict(
 )
 VANILLA_DETR = 'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py'
 
-CLASSIFIERS = ('sdpa_gate/classification/sdpa-gate-vit', 'dgsa/classification/dgvit')
+CLASSIFIERS = ('configs/sdpa_gate/classification/sdpa-gate-vit', 'projects/dgsa/configs/dgvit')
 
 
 @pytest.fixture(scope='module')
@@ -112,7 +112,7 @@ def test_classifiers_have_a_first_token_and_heads(tmp_path: Path) -> None:
         image = np.random.default_rng(number).integers(0, 256, (32, 32, 3), np.uint8)
         cv2.imwrite(str(tmp_path / f'{number}.png'), image)
     given = ['--images', *(str(tmp_path / f'{number}.png') for number in range(4))]
-    gated, signed = (str(ROOT / f'configs/{name}_1xb64-40e_digits.py') for name in CLASSIFIERS)
+    gated, signed = (str(ROOT / f'{name}_1xb64-40e_digits.py') for name in CLASSIFIERS)
     for row in draw('plot_attention_sink', gated, tmp_path / 'sink', *given):
         assert float(row['sink_share']) >= float(row['first_token_share']) > 0
         assert float(row['maximum_activation']) >= float(row['first_token_activation']) > 0
@@ -133,8 +133,7 @@ def test_a_rollout_of_images_in_memory(name: str, tmp_path: Path, monkeypatch: p
     """M-DGSA's Figure 2, through smaller models: DGViT beside ViT, on the data set's first image."""
     write_images(name, tmp_path, monkeypatch)
     ours, vanilla = (
-        str(ROOT / f'configs/{config}_1xb128-100e_{name}.py')
-        for config in ('dgsa/classification/dgvit', 'vanilla/classification/vit')
+        str(ROOT / f'projects/dgsa/configs/{config}_1xb128-100e_{name}.py') for config in ('dgvit', 'vanilla/vit')
     )
     data = f'val_dataloader.dataset.data_root={tmp_path}'
     rows = draw('plot_rollout', ours, tmp_path / 'out', '--against', vanilla, UNTRAINED, '--cfg-options', data)

@@ -18,14 +18,13 @@ from torch.nn.utils import prune
 
 pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
 
-from helpers.hub_models import DEFORMABLE, DENSE, build, feed, largest_difference, moved, outputs
+from helpers.hub_models import DEFORMABLE, build, feed, largest_difference, moved, outputs
 from helpers.replicas import replicated
 from transformers import PretrainedConfig
 
 import mmgate
 from mmgate.adapter import Adapter
 from mmgate.gate import Gate
-from mmgate.gates.plug import GRANULARITIES
 from mmgate.hosts.transformers import DEFORMABLE as PREFIXES
 from mmgate.listing import attention_modules
 
@@ -97,8 +96,7 @@ def test_a_deformable_layer_starts_as_the_vanilla_one(name: str, options: dict[s
     check_layers(build(name, **options), PLUG, feed(name))
 
 
-@pytest.mark.parametrize('granularity', GRANULARITIES)
-@pytest.mark.parametrize('name', PUBLISHED)
+@pytest.mark.parametrize('name, granularity', [('d_fine', 'head_level_point'), ('deimv2', 'level')])
 def test_a_published_detector_starts_as_the_vanilla_one_and_trains(name: str, granularity: str) -> None:
     """With 3, 6 and 3 points on its levels; D-FINE s to x, DEIM and DEIMv2 have them."""
     fed = feed(name)
@@ -126,7 +124,11 @@ def test_a_published_detector_starts_as_the_vanilla_one_and_trains(name: str, gr
     assert not mmgate.gate_parameters(model)
 
 
-@pytest.mark.parametrize('name', {**DENSE, **DEFORMABLE})
+# one of each way to hold attention; the others are gated by paths in the tests of layers
+LISTED = ('vit', 'swin', 'segformer', 'mask2former', 'deformable_detr', 'd_fine', 'grounding_dino', 'rf_detr')
+
+
+@pytest.mark.parametrize('name', LISTED)
 def test_attention_is_listed_by_the_paths_that_rules_take(name: str) -> None:
     """With sizes, before and after it is gated; and what the list has no gate for is refused."""
     model = build(name)
@@ -192,14 +194,7 @@ def test_deformable_classes(module: str, prefix: str, columns: int, monkeypatch:
         assert (model['attn'](**given)[0] - expected).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize('gate', DENSE_GATES)
-@pytest.mark.parametrize('name', DENSE)
-def test_a_dense_layer_starts_as_the_vanilla_one(name: str, gate: str) -> None:
-    rule = dict(DENSE_GATES[gate], path='**')
-    check_layers(build(name), rule, feed(name))
-
-
-@pytest.mark.parametrize('name', ['mask2former', 'oneformer', 'deformable_detr'])
+@pytest.mark.parametrize('name', ['mask2former', 'deformable_detr'])
 def test_masked_values_are_not_seen(name: str) -> None:
     model = build(name)
     (path, *_), vanilla = mmgate.swap_attention(model, PLUG), build(name)
@@ -259,7 +254,6 @@ def test_projected_queries_are_added_as_they_are() -> None:
     ('rt_detr_v2', dict(decoder_method='discrete'), PLUG['type'], "decoder_method='discrete'"),
     ('d_fine', dict(decoder_n_points=[3, 6, 3], decoder_method='discrete'), PLUG['type'], "decoder_method='discrete'"),
     ('deimv2', dict(decoder_method='discrete'), PLUG['type'], "decoder_method='discrete'"),
-    ('dinov3', {}, 'DifferentialMultiheadAttention', 'rotates, scales or normalises'),
 ])  # fmt: skip
 def test_a_gate_refuses_what_it_does_not_fit(name: str, options: dict[str, Any], kind: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
@@ -292,25 +286,6 @@ def test_recorders_of_attention_weights_go_on() -> None:
         assert len(vanilla[name]) == 2
         for ours, theirs in zip(found[name], vanilla[name], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-
-
-def test_gates_train_alone_and_go_into_a_file(tmp_path: Path) -> None:
-    model, fed = build('deformable_detr'), feed('deformable_detr')
-    mmgate.swap_attention(model, [PLUG, dict(path='model.decoder.layers.*.self_attn', type='PLuGMultiheadAttention')])
-    names = mmgate.train_only_gates(model)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1)
-    model.train()
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(**fed).logits.square().sum().backward()
-        optimizer.step()
-    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
-    assert changed and changed <= set(names) == set(mmgate.gate_parameters(model))
-    mmgate.save_gates(model, tmp_path / 'gates.safetensors')
-    other = build('deformable_detr')
-    mmgate.load_gates(other, tmp_path / 'gates.safetensors')
-    assert largest_difference(outputs(model.eval(), fed), outputs(other, fed)) == 0
 
 
 @pytest.mark.parametrize('name, kind', [('deformable_detr', PLUG['type']), ('detr', 'PLuGMultiheadAttention')])
@@ -407,13 +382,12 @@ class _Counts:
             self.calls += 1
 
 
-@pytest.mark.parametrize('as_parameter', [True, False], ids=['parameters', 'buffers'])
 @pytest.mark.parametrize(
-    ('name', 'gate', 'dtype'),
+    ('name', 'gate', 'dtype', 'as_parameter'),
     [
-        ('vit', DENSE_GATES['plug'], torch.bfloat16),
-        ('detr', DENSE_GATES['sdpa_g5'], torch.float32),
-        ('deformable_detr', PLUG, torch.float32),
+        ('vit', DENSE_GATES['plug'], torch.bfloat16, True),
+        ('detr', DENSE_GATES['sdpa_g5'], torch.float32, False),
+        ('deformable_detr', PLUG, torch.float32, True),
     ],
     ids=['vit', 'detr', 'deformable_detr'],
 )
@@ -459,10 +433,17 @@ def test_weights_that_a_hook_computes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize('gate', ['plug', 'sdpa_g5'])
 def test_copies_of_data_parallel_call_their_gates(gate: str) -> None:
-    """At the same time, one in each thread, and the model itself in several; its own hooks stay."""
+    """At the same time, one in each thread, and the model itself in several; its own hooks stay.
+
+    Projections may be inside of other layers since, as of PEFT.
+    """
     model, fed = build('vit').eval(), feed('vit')
     mmgate.swap_attention(model, {'path': '**', **DENSE_GATES[gate]})
     moved(model)
+    for _, attention in attention_modules(model):
+        q_proj = attention.q_proj
+        attention.q_proj = nn.Sequential(q_proj)
+        vars(attention.q_proj).update(in_features=q_proj.in_features, out_features=q_proj.out_features)
     inputs = [{name: tensor + shift for name, tensor in fed.items()} for shift in range(3)]
     expected = [outputs(model, given) for given in inputs]
     copies = [replicated(model) for _ in inputs]
@@ -474,24 +455,3 @@ def test_copies_of_data_parallel_call_their_gates(gate: str) -> None:
                     assert largest_difference(found, wanted) < 1e-5
     assert {name: list(module._forward_pre_hooks) for name, module in model.named_modules()} == hooks
     assert largest_difference(outputs(model, fed), expected[0]) == 0
-
-
-class _Around(nn.Module):
-    """A layer around a projection, as PEFT's."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.layer, self.in_features, self.out_features = layer, layer.in_features, layer.out_features
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
-
-
-def test_copies_of_data_parallel_follow_layers_around_projections() -> None:
-    model, fed = build('vit').eval(), feed('vit')
-    mmgate.swap_attention(model, {'path': '**', **DENSE_GATES['plug']})
-    moved(model)
-    expected = outputs(model, fed)
-    for _, attention in attention_modules(model):
-        attention.q_proj = _Around(attention.q_proj)
-    assert largest_difference(outputs(replicated(model), fed), expected) == 0

@@ -379,42 +379,6 @@ def test_a_gated_attention_is_compiled_as_one_graph(name: str, gate: str) -> Non
     torch.testing.assert_close(first(compiled(**fed)), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_gates_beside_adapters_of_low_rank() -> None:
-    """A projection that something is put around after the swap, or before and taken off, is still read."""
-
-    class Around(nn.Module):
-        def __init__(self, base: nn.Linear) -> None:
-            super().__init__()
-            self.base_layer, self.down = base, nn.Linear(C, 2, bias=False)
-            self.in_features, self.out_features, self.weight = base.in_features, base.out_features, base.weight
-            self.up = nn.Linear(2, C, bias=False)
-            nn.init.zeros_(self.up.weight)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.base_layer(x) + self.up(self.down(x))
-
-    vit = 'modeling_vit.ViTAttention'
-    model, fed = build(vit), feed(vit)
-    expected = run(model, fed)
-    mmgate.swap_attention(model, dict(PLUG, path='attn'))
-    model['attn'].q_proj = Around(model['attn'].q_proj)
-    torch.testing.assert_close(run(model, fed), expected, rtol=1e-4, atol=1e-4)
-    for kind in ('plug', 'sdpa_g5'):
-        gated = build(vit)
-        for name in ('q_proj', 'o_proj'):
-            setattr(gated['attn'], name, Around(getattr(gated['attn'], name)))
-        mmgate.swap_attention(gated, dict(GATES[kind], path='attn'))
-        for parameter in mmgate.gate_parameters(gated).values():
-            nn.init.normal_(parameter)
-        changed = run(gated, fed)
-        assert not torch.allclose(changed, expected, atol=1e-3)
-        for name in ('q_proj', 'o_proj'):
-            setattr(gated['attn'], name, getattr(gated['attn'], name).base_layer)
-        torch.testing.assert_close(run(gated, fed), changed, rtol=1e-4, atol=1e-4)
-        gated['attn'].o_proj = Around(gated['attn'].o_proj)
-        torch.testing.assert_close(run(gated, fed), changed, rtol=1e-4, atol=1e-4)
-
-
 def test_the_config_of_a_gated_attention_is_the_models() -> None:
     config = PretrainedConfig(hidden_size=8, num_attention_heads=2, attention_probs_dropout_prob=0.0, qkv_bias=True)
     config._attn_implementation = 'sdpa'

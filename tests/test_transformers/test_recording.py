@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
 
@@ -22,16 +22,23 @@ from mmgate.analysis.probes.sampling import ImageSample, chosen_points, layers_o
 PLUG = 'PLuGMultiScaleDeformableAttention'
 
 
-@pytest.mark.parametrize('gated', [False, True])
-@pytest.mark.parametrize('counts', [[3, 6, 3], 4], ids=str)
-@pytest.mark.parametrize('name', ['d_fine', 'deimv2'])
-def test_sampling_points_of_d_fine_are_recorded(name: str, counts: Any, gated: bool) -> None:
-    """Also where levels have different numbers of points, which transformers' own sampler is told."""
-    vanilla = build(name, decoder_n_points=counts)
-    model = build(name, decoder_n_points=counts)
-    fed = feed(name)
+UNEVEN = dict(decoder_n_points=[3, 6, 3])
+# by model and options, the number of its deformable attentions
+SAMPLING = [
+    ('deformable_detr', {}, 4),
+    ('rt_detr', {}, 2),
+    ('rt_detr_v2', {}, 2),
+    ('mask2former', {}, 2),
+    ('d_fine', {}, 2),
+    ('d_fine', UNEVEN, 2),
+    ('deimv2', UNEVEN, 2),
+]
+
+
+def noted(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """Return a dict to which each deformable attention's arguments of transformers' own sampler are added."""
     seen: dict[str, tuple[Any, ...]] = {}
-    for path, module in vanilla.named_modules():
+    for path, module in model.named_modules():
         if hasattr(module, 'ms_deformable_attn_core'):
             core = module.ms_deformable_attn_core
 
@@ -40,17 +47,34 @@ def test_sampling_points_of_d_fine_are_recorded(name: str, counts: Any, gated: b
                 return core(*args)
 
             module.ms_deformable_attn_core = note
+        elif hasattr(module, 'sampling_offsets') and hasattr(module, 'attn'):
+            module.attn.register_forward_pre_hook(lambda _, args, path=path: seen.update({path: args}))
+    return seen
+
+
+@pytest.mark.parametrize('gated', [False, True])
+@pytest.mark.parametrize('name, options, count', SAMPLING, ids=str)
+def test_sampling_points_are_recorded(name: str, options: dict[str, Any], count: int, gated: bool) -> None:
+    """Locations and weights are those that transformers' own sampler is given, by level where they differ in points."""
+    vanilla, model, fed = build(name, **options), build(name, **options), feed(name)
+    seen = noted(vanilla)
     outputs(vanilla, fed)
     if gated:
         mmgate.swap_attention(model, dict(path='**', type=PLUG))
     with record_sampling(model) as recording, torch.no_grad():
         model(**fed)
-    assert len(seen) == 2
-    for path, (_, _, locations, weights, of_levels, _) in seen.items():
-        found = recording[path]
-        assert found['num_points'].last.tolist() == list(of_levels)
-        torch.testing.assert_close(found['locations'].last.flatten(3, -2), locations, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(found['weights'].last.flatten(3), weights, rtol=1e-4, atol=1e-6)
+    layers = {path: found for path, found in recording.items() if 'locations' in found}
+    assert len(layers) == count and all('gate' in found for found in layers.values()) == gated
+    for path, args in seen.items():
+        found = layers[path]
+        by_core = name in ('d_fine', 'deimv2')
+        locations, weights = args[2:4] if by_core else args[-3:-1]
+        for actual, expected in ((found['locations'], locations), (found['weights'], weights)):
+            torch.testing.assert_close(actual.last.flatten(), expected.flatten(), rtol=1e-4, atol=1e-5)
+        if by_core:
+            assert found['num_points'].last.tolist() == list(args[4])
+    if name == 'deformable_detr':
+        assert [len(layers_of(recording, part)) for part in ('encoder', 'decoder')] == [2, 2]
 
 
 def test_statistics_and_maps_of_gates_on_levels_with_different_numbers_of_points() -> None:
@@ -69,7 +93,7 @@ def test_statistics_and_maps_of_gates_on_levels_with_different_numbers_of_points
         assert gate.statistics.count == read.numel()
 
 
-@pytest.mark.parametrize('level', [None, 0, 1])
+@pytest.mark.parametrize('level', [None, 1])
 def test_sampling_points_of_levels_with_different_numbers_are_drawn(level: int | None, tmp_path: Path) -> None:
     """No point that is not there is in the table of points or in the picture."""
     pytest.importorskip('matplotlib', reason='needs matplotlib')
@@ -97,29 +121,6 @@ def test_sampling_points_of_levels_with_different_numbers_are_drawn(level: int |
     assert np.asarray(Image.open(picture)).std() > 10
 
 
-@pytest.mark.parametrize('gated', [False, True])
-@pytest.mark.parametrize('name', ['deformable_detr', 'rt_detr', 'rt_detr_v2', 'mask2former'])
-def test_sampling_points_are_recorded(name: str, gated: bool) -> None:
-    """Locations and weights are those that transformers' own sampler is given."""
-    vanilla, model, fed = build(name), build(name), feed(name)
-    seen: dict[str, tuple[Tensor, ...]] = {}
-    for path, module in vanilla.named_modules():
-        if hasattr(module, 'sampling_offsets') and hasattr(module, 'attn'):  # not RT-DETRv2's
-            module.attn.register_forward_pre_hook(lambda _, args, path=path: seen.update({path: args}))
-    outputs(vanilla, fed)
-    if gated:
-        mmgate.swap_attention(model, dict(path='**', type=PLUG))
-    with record_sampling(model) as recording, torch.no_grad():
-        model(**fed)
-    layers = {path: found for path, found in recording.items() if 'locations' in found}
-    assert len(layers) == (4 if name == 'deformable_detr' else 2) and all('gate' in f for f in layers.values()) == gated
-    for path, (*_, locations, weights, _) in seen.items():
-        torch.testing.assert_close(layers[path]['locations'].last, locations, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(layers[path]['weights'].last, weights, rtol=1e-4, atol=1e-6)
-    if name == 'deformable_detr':
-        assert [len(layers_of(recording, part)) for part in ('encoder', 'decoder')] == [2, 2]
-
-
 def test_gates_and_weights_of_dense_attention() -> None:
     model, fed = build('detr'), feed('detr')
     vanilla = build('detr')
@@ -136,34 +137,6 @@ def test_gates_and_weights_of_dense_attention() -> None:
     for found, expected in zip(gated.values(), weights, strict=True):
         torch.testing.assert_close(found['attention'].last, expected, rtol=1e-4, atol=1e-6)
         assert found['gate'].last.shape == (2, 1, 6, 6)
-
-
-def test_statistics_of_gates_are_recorded() -> None:
-    model = build('deformable_detr')
-    mmgate.swap_attention(model, dict(path='**', type=PLUG))
-    model.test_step = lambda batch: [model(**batch)]
-    found = gate_statistics(model, [feed('deformable_detr')])
-    gated = [path for path, module in model.named_modules() if path and hasattr(module, 'gate')]
-    assert [gate.path for gate in found] == gated and len(gated) == 4
-    assert all(gate.axes == 'levels' and gate.unchanged == 0 and gate.statistics.mean == 0 for gate in found)
-
-
-def test_a_picture_of_sampling_points_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip('matplotlib', reason='needs matplotlib')
-    from PIL import Image
-
-    from mmgate.analysis.figures.sampling import draw_sampling
-
-    pixels = np.random.default_rng(0).integers(0, 255, (128, 192, 3), np.uint8)
-    Image.fromarray(pixels).save(tmp_path / 'image.png')
-    sample = ImageSample(str(tmp_path / 'image.png'), (128, 192), (64, 96), (64, 96))
-    model = build('deformable_detr')
-    with record_sampling(model) as recording, torch.no_grad():
-        model(**feed('deformable_detr'))
-    points = chosen_points(recording, sample, part='decoder', queries=[0, 3])
-    assert points.xy.shape == (2, 4, 4, 4, 2) and 0 < points.reference[0, 0] < 192
-    picture = draw_sampling([('Deformable DETR', points, sample)], tmp_path / 'points.png')
-    assert picture == tmp_path / 'points.png' and np.asarray(Image.open(picture)).std() > 10
 
 
 def test_vanilla_attention_of_the_interface_is_recorded() -> None:

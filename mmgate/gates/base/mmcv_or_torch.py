@@ -1,8 +1,9 @@
 """Import mmcv's attention classes, from which ours derive, or without mmcv their replacements in plain torch."""
 
-from mmgate._environment import available
+from mmgate._environment import check_mmcv, torch_alone
 
-if available('mmcv'):
+if not torch_alone():
+    check_mmcv()
     from mmcv.cnn.bricks.drop import build_dropout
     from mmcv.cnn.bricks.transformer import MultiheadAttention
     from mmcv.ops import MultiScaleDeformableAttention as MMCVMultiScaleDeformableAttention

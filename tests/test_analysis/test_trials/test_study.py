@@ -140,7 +140,8 @@ def test_settings_that_changed_are_named(study: Study, tmp_path: Path) -> None:
         assert folders == ([str(out)] if runs == 4 else [str(out / 'plug' / name) for name in ('seed0', 'seed1')])
 
 
-STUDIES = sorted((ROOT / 'configs/studies').glob('*.py'))
+FOLDERS = (ROOT / 'configs/studies', *ROOT.glob('projects/*/configs/studies'))
+STUDIES = sorted(path for folder in FOLDERS for path in folder.glob('*.py'))
 OTHER_DATA = ('digits', 'pvt_shapes_256', 'bccd', 'camvid', 'facemask')
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.gated import gated_attention
 
 from mmgate import layers
 from mmgate.errors import ConfigError
@@ -65,7 +66,6 @@ MAP = dict(map_size=(4, 4))
     [
         (layers.AgentGate, dict(map_size=(4.5, 4)), 'map_size'),
         (layers.AgentGate, dict(MAP, agent_num=49.0), 'agent_num=49.0 must be an integer'),
-        (layers.AgentGate, dict(MAP, agent_num=True), 'agent_num=True must be an integer'),
         (layers.AgentGate, dict(MAP, pretrain_agent_num=0), 'pretrain_agent_num=0 must be an integer'),
         (layers.AgentGate, dict(MAP, window=0), 'window=0 must be an integer'),
         (layers.AgentGate, dict(MAP, value_factor=nan), 'value_factor=nan must be a finite number'),
@@ -75,14 +75,42 @@ MAP = dict(map_size=(4, 4))
         (layers.PolaFormerGate, dict(MAP, alpha=-1.0), 'alpha=-1.0 must be'),
         (layers.EnhancedLinearGate, dict(dwc=True), 'dwc=True must be'),
         (layers.CrossWindowGate, dict(split=0), 'split=0 must be'),
+        (layers.PLuGGate, dict(heads='all'), 'shared, per_head'),
         (layers.PLuGGate, dict(ratio=-1.0), 'ratio=-1.0 must be'),
-        (layers.SDPAGate, dict(scale=-1.0), 'scale=-1.0 must be'),
-        (layers.DGSAGate, dict(gate_depth=1.5), 'gate_depth=1.5 must be'),
+        (layers.PLuGGate, dict(ratio=0.01), 'leaves no gate channel'),
+        (layers.PLuGGate, dict(gml='none'), "use init='paper' or 'vit'"),
+        (layers.PLuGGate, dict(residual=False), "use init='paper'"),
+        (layers.PLuGGate, dict(backend='cuda'), 'chunked'),
+        (layers.SDPAGate, dict(position='G6'), 'G1, G2'),
+        (layers.SDPAGate, dict(init='identity'), 'scale=2'),
+        (layers.SDPAGate, dict(init='identity', form='additive'), "act='silu'"),
+        (layers.SDPAGate, dict(init='identity', act='silu', scale=2.0), 'scale=1'),
+        (layers.SDPAGate, dict(init='identity', act='ns_sigmoid'), 'scale=1.333333'),
+        (layers.SDPAGate, dict(act='relu'), 'sigmoid, silu, ns_sigmoid'),
+        (layers.SDPAGate, dict(scale=0.0), 'scale=0.0 must be a finite number above 0'),
+        (layers.SDPAGate, dict(position='G5', granularity='headwise'), 'there are no heads'),
+        (layers.SDPAGate, dict(position='G5', head_shared='average'), 'there are no heads'),
+        (layers.SDPAGate, dict(head_shared='mean'), 'False, average, projection'),
+        (layers.SDPAGate, dict(granularity='head'), 'elementwise, headwise'),
+        (layers.SDPAGate, dict(gate_channels=0), 'gate_channels=0 must be an integer from 1 to 16'),
+        (layers.SDPAGate, dict(gate_channels=17), 'gate_channels=17 must be an integer from 1 to 16'),
+        (layers.DGSAGate, dict(residual='q'), 'query, input, none'),
+        (layers.DGSAGate, dict(gate_depth=0), 'gate_depth=0'),
         (layers.DGSAGate, dict(lambda_init='0.8'), "lambda_init='0.8' must be"),
-        (layers.DifferentialGate, dict(depth=True), 'depth=True must be'),
+        (layers.DifferentialGate, dict(depth=0), 'depth=0 must be'),
         (layers.DifferentialGate, dict(lambda_init=1.0), 'lambda_init=1.0 must be'),
+        (layers.DifferentialV2Gate, dict(init='zero'), 'paper, identity'),
+        (layers.DifferentialV2Gate, dict(lambda_init=0.0), 'lambda_init=0.0 must be .* above 0 and below 1'),
     ],
 )
 def test_gates_check_their_options(gate: type[Gate], options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         gate(Sizes(16, 4), **options)
+
+
+def test_gates_check_their_options_against_torchs_attention() -> None:
+    for options in (dict(add_bias_kv=True), dict(add_zero_attn=True)):
+        with pytest.raises(ConfigError, match='add_'):
+            gated_attention(layers.PLuGGate, 16, 4, **options)
+    with pytest.raises(ConfigError, match='from 1 to 6, the channels .* at G2'):
+        gated_attention(layers.SDPAGate, 16, 4, position='G2', vdim=6, gate_channels=7)

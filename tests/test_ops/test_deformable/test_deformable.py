@@ -1,16 +1,16 @@
-"""Multi-scale deformable attention: reference against mmcv, backends against the reference."""
+"""Multi-scale deformable attention: every backend against a float64 program, its limits, and refusals."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conftest import assert_same, needs_native, one_graph, values_and_gradients
-from helpers.sampler_inputs import CASES, make_inputs
-from helpers.samplings import by_backend, compare, drawn, exactly
+from helpers.samplings import Problem, by_backend, compare, drawn, exactly, make, run, unevenly
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,80 +18,46 @@ from mmgate.errors import UnsupportedCall
 from mmgate.ops import ms_deform_attn, triton_backend
 from mmgate.ops import native as library
 from mmgate.ops.backend import candidates
-from mmgate.ops.deformable import mmcv, reference
-from mmgate.ops.deformable.samples import WeightedSamples
+from mmgate.ops.deformable import mmcv
 
-GATES = {'head_level': (2, 2, 1), 'full': (2, 2, 3), 'head': (2, 1, 1), 'point': (1, 2, 3), 'level': (1, 2, 1)}
 NATIVE = pytest.param('native', marks=needs_native)
-BACKENDS = ['torch', 'grid_sample', NATIVE]
+every_backend = pytest.mark.parametrize('backend', ['torch', 'grid_sample', NATIVE])
 
 
-@pytest.mark.parametrize('case', CASES)
-@pytest.mark.parametrize('backend', BACKENDS)
-def test_every_backend_agrees_with_mmcv(case: str, backend: str) -> None:
-    peer = pytest.importorskip('mmcv.ops.multi_scale_deform_attn').multi_scale_deformable_attn_pytorch
-    inputs = make_inputs(case)
-    if case == 'empty_batch':
-        actual = values_and_gradients(lambda *x: ms_deform_attn(*x, backend=backend), inputs, (0, 3, 4))
-        assert [x.shape for x in actual.values()] == [(0, 3, 8), *(inputs[i].shape for i in (0, 3, 4))]
-        return
-
-    def theirs(value: Tensor, shapes: Tensor, start: Tensor, locations: Tensor, logits: Tensor) -> Tensor:
-        return peer(value, shapes, locations, logits.flatten(-2).softmax(-1).view_as(logits))
-
-    expected = values_and_gradients(theirs, inputs, (0, 3, 4))
-    actual = values_and_gradients(lambda *x: ms_deform_attn(*x, backend=backend), inputs, (0, 3, 4))
-    assert_same(actual, expected, rtol=1e-9, atol=1e-10)
+@cache
+def solved() -> list[tuple[str, Problem, list[Tensor]]]:
+    """Return random problems with their outputs and gradients, most with another number of points on each level."""
+    given = {f'problem {seed}': drawn(seed)[1] for seed in range(60)}
+    given |= {f'problem {seed} unevenly': unevenly(seed) for seed in range(150)}
+    return [(name, problem, exactly(problem)) for name, problem in given.items()]
 
 
-@pytest.mark.parametrize('backend', BACKENDS)
+@every_backend
 def test_random_problems_equal_a_float64_program(backend: str) -> None:
-    """Levels without a pixel are among them, offsets from points as well: their gradient is 0."""
-    for seed in range(80):
-        _, given = drawn(seed)
-        compare(f'problem {seed}', by_backend(given, backend, torch.float64), exactly(given), 1e-9)
+    """In outputs and gradients; levels without a pixel are among them, and samples that miss the map."""
+    for name, given, expected in solved():
+        compare(name, by_backend(given, backend, torch.float64), expected, 1e-9)
+        compare(f'{name} in float32', by_backend(given, backend), expected, 1e-4)
 
 
-@pytest.mark.parametrize(
-    'gate, position, residual',
-    [
-        (GATES['head_level'], 'pre_softmax', True),
-        (GATES['full'], 'pre_softmax', False),
-        (GATES['head'], 'post_softmax', True),
-        (GATES['point'], 'post_softmax', False),
-        (GATES['level'], 'pre_softmax', True),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize('backend', BACKENDS)
-def test_gates_of_every_shape_pass_gradcheck(
-    backend: str, gate: tuple[int, ...], position: str, residual: bool
+@every_backend
+@pytest.mark.parametrize('options', [dict(reference=0), dict(reference=4)], ids=['locations', 'boxes'])
+@pytest.mark.parametrize('dtype, tolerance', [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)], ids=str)
+def test_16_bits_are_as_exact_as_their_numbers(
+    dtype: torch.dtype, tolerance: float, options: dict[str, Any], backend: str
 ) -> None:
-    """All pairs of shapes and options are among the random problems."""
-    inputs = [x.requires_grad_() if x.is_floating_point() else x for x in make_inputs('two_levels', gate=gate)]
-
-    def attend(*x: Tensor) -> Tensor:
-        return ms_deform_attn(*x, position=position, residual=residual, backend=backend)
-
-    assert torch.autograd.gradcheck(attend, inputs, fast_mode=True)
-
-
-@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
-@pytest.mark.parametrize('backend', BACKENDS)
-def test_low_precision_is_as_exact_as_its_numbers(backend: str, dtype: torch.dtype, tolerance: float) -> None:
-    inputs = make_inputs('two_levels', gate=(2, 2, 1))
-    rounded = [x.to(dtype) if i in (0, 4, 5) else x.float() if i == 3 else x for i, x in enumerate(inputs)]
-    exact = [x.double() if x.is_floating_point() else x for x in rounded]
-    output = ms_deform_attn(*rounded, backend=backend)
+    rounded = make(dtype=dtype, **options)
+    exact = [x.double() if x is not None and x.is_floating_point() else x for x in rounded]
+    output = run(backend)(*rounded)
     assert output.dtype == dtype
-    torch.testing.assert_close(output.double(), ms_deform_attn(*exact, backend='torch'), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(output.double(), run('torch')(*exact), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize('bad', ['nan', 'inf', '-inf', '1e30'])
-@pytest.mark.parametrize('backend', BACKENDS)
+@every_backend
 def test_a_location_that_is_no_number_has_no_gradient(backend: str, bad: str) -> None:
     """The sample adds nothing, so that its gradient is 0; those of all others stay as they are."""
-    value, shapes, start, locations, logits = make_inputs('two_levels')
+    value, shapes, start, locations, logits, *_ = make(dtype=torch.float64)
     far = locations.clone()
     far[0, 1, 0, 1, 0, 0] = -3.0
     locations[0, 1, 0, 1, 0, 0] = float(bad)
@@ -108,9 +74,9 @@ def test_a_location_that_is_no_number_has_no_gradient(backend: str, bad: str) ->
 
 @needs_native
 def test_frozen_value_gets_no_gradient() -> None:
-    inputs = make_inputs('two_levels')
+    inputs = make()
     inputs[3].requires_grad_()
-    ms_deform_attn(*inputs, backend='native').sum().backward()
+    run('native')(*inputs).sum().backward()
     assert inputs[0].grad is None and inputs[3].grad.abs().sum() > 0
 
 
@@ -118,7 +84,7 @@ def test_frozen_value_gets_no_gradient() -> None:
 @needs_native
 def test_a_second_derivative_is_exact_or_refused(traced: bool) -> None:
     """Plain PyTorch has it; in the C++ loop it would lack the part through the inputs that are saved."""
-    value, shapes, start, locations, logits = make_inputs('two_levels')
+    value, shapes, start, locations, logits, *_ = make(dtype=torch.float64, dim=4)
     value.requires_grad_()
     logits.requires_grad_()
 
@@ -129,7 +95,7 @@ def test_a_second_derivative_is_exact_or_refused(traced: bool) -> None:
         return sum(x.square().sum() for x in gradients)
 
     assert torch.autograd.gradgradcheck(
-        lambda v, x: ms_deform_attn(v, shapes, start, locations, x, backend='torch'), (value, logits)
+        lambda v, x: ms_deform_attn(v, shapes, start, locations, x, backend='torch'), (value, logits), fast_mode=True
     )
     torch.testing.assert_close(penalty('native'), penalty('torch'))
     with pytest.raises(UnsupportedCall, match='first derivatives alone'):
@@ -139,7 +105,7 @@ def test_a_second_derivative_is_exact_or_refused(traced: bool) -> None:
 @one_graph
 @pytest.mark.parametrize('backend', ['auto', 'torch', NATIVE])  # grid_sample asks for the sizes of the levels
 def test_compiles_without_graph_break(backend: str) -> None:
-    inputs = make_inputs('two_levels', torch.float32, gate=(2, 2, 1))
+    inputs = make()[:6]
     compiled = torch.compile(lambda *x: ms_deform_attn(*x, backend=backend), fullgraph=True, backend='aot_eager')
     expected = values_and_gradients(lambda *x: ms_deform_attn(*x, backend=backend), inputs, (0, 3, 4, 5))
     assert_same(values_and_gradients(compiled, inputs, (0, 3, 4, 5)), expected, rtol=1e-4, atol=1e-5)
@@ -157,60 +123,55 @@ def test_compiles_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         return None
 
     monkeypatch.setattr(triton_backend, 'why_unavailable', missing)
-    inputs = make_inputs('two_levels', torch.float32)
+    inputs = make()[:6]
     compiled = torch.compile(ms_deform_attn, fullgraph=True, backend='eager')
     torch.testing.assert_close(compiled(*inputs), ms_deform_attn(*inputs))
 
 
-@pytest.mark.parametrize('backend', BACKENDS)
-def test_an_empty_last_level_is_passed_over(backend: str) -> None:
-    value, _, _, locations, logits = make_inputs('two_levels')
-    start, shapes = torch.tensor([0, 30]), torch.tensor([(5, 6), (0, 4)])
-    actual = ms_deform_attn(value, shapes, start, locations, logits, backend=backend)
-    weights = logits.flatten(-2).softmax(-1).view_as(logits)
-    first = reference.sum_samples(
-        WeightedSamples(value, shapes[:1], start[:1], locations[..., :1, :, :], weights[..., :1, :])
-    )
-    torch.testing.assert_close(actual, first)
-
-
-@pytest.mark.parametrize('backend', BACKENDS)
-def test_no_points_and_no_channels(backend: str) -> None:
-    value, shapes, start, locations, logits = make_inputs('two_levels')
+@every_backend
+def test_what_is_empty_gives_zeros(backend: str) -> None:
+    """Images, queries, pixels, points and channels."""
+    assert run(backend)(*make(batch=0)).shape == (0, 5, 32)
+    assert run(backend)(*make(queries=0)).shape == (1, 0, 32)
+    value, shapes, start, locations, logits, *_ = make()
+    value = value[:, :0].requires_grad_()
+    output = run(backend)(value, torch.zeros_like(shapes), torch.zeros_like(start), locations, logits, None, None)
+    assert torch.equal(output, torch.zeros(1, 5, 32))
+    output.sum().backward()
+    assert value.grad.shape == value.shape
+    value = make()[0]
     output = ms_deform_attn(value, shapes, start, locations[..., :0, :], logits[..., :0], backend=backend)
-    assert torch.equal(output, torch.zeros(2, 5, 8, dtype=torch.float64))
-    assert ms_deform_attn(value[..., :0], shapes, start, locations, logits, backend=backend).shape == (2, 5, 0)
+    assert torch.equal(output, torch.zeros(1, 5, 32))
+    assert ms_deform_attn(value[..., :0], shapes, start, locations, logits, backend=backend).shape == (1, 5, 0)
 
 
-# name: (inputs in the place of the usual ones, options, message)
+# name: (inputs in the place of the usual ones, options, message); other shapes are refused in test_any_arguments.py
 BAD: dict[str, tuple[dict[int, Tensor], dict[str, str], str]] = {
     'unknown_backend': ({}, dict(backend='cuda'), 'one of auto, mmcv, native, triton, grid_sample'),
     'impossible_backend': (
         {},
         dict(backend='mmcv'),
-        'value is on cpu. Usable here: (native, )?grid_sample, torch',
+        'value is on cpu. Usable here: (native, )?(triton, )?grid_sample, torch',
     ),
     'position': ({}, dict(position='pre'), 'choose one of pre_softmax, post_softmax'),
-    'areas': ({1: torch.tensor([(4, 6), (2, 2)])}, {}, 'value has 30 tokens, but .* hold 28'),
-    'levels': ({1: torch.tensor([(5, 6)])}, {}, r'spatial_shapes must be \(L, 2\) with L = 2'),
-    'locations': ({3: torch.rand(2, 5, 2, 2, 3)}, {}, 'sampling_locations must be'),
-    'starts': ({2: torch.tensor([0, 25])}, {}, r'level_start_index \[0, 25\] .* side by side over the 30 tokens'),
-    'overlap': ({2: torch.tensor([0, 23])}, {}, r'level_start_index \[0, 23\] .* side by side'),
-    'negative': ({2: torch.tensor([-1, 24])}, {}, r'level_start_index \[-1, 24\] .* side by side'),
-    'gate': ({5: torch.rand(2, 5, 3, 2, 1)}, {}, r'gate must be .* with H = 2 as in value, got \(2, 5, 3, 2, 1\)'),
-    'integers': ({0: torch.ones(2, 30, 2, 4).long()}, {}, 'value must be floating point'),
-    'value': ({0: torch.rand(2, 30, 8)}, {}, r'value must be \(B, S, H, D\)'),
-    'heads': ({0: torch.rand(2, 30, 4, 4)}, {}, r'logits must be \(B, Q, H, L, P\) with H = 4 as in value'),
-    'sizes': ({1: torch.tensor([(-4, -6), (2, 3)])}, {}, r'spatial_shapes must not be negative, got \[\[-4'),
-    'empty_level': ({1: torch.tensor([(5, 6), (0, 4)]), 2: torch.tensor([0, 31])}, {}, r'level_start_index \[0, 31\]'),
+    'areas': ({1: torch.tensor([(3, 5), (1, 1), (1, 1)])}, {}, 'value has 18 tokens, but .* hold 17'),
+    'starts': ({2: torch.tensor([0, 15, 17])}, {}, r'level_start_index \[0, 15, 17\] .* side by side over the 18 tok'),
+    'overlap': ({2: torch.tensor([0, 14, 16])}, {}, r'level_start_index \[0, 14, 16\] .* side by side'),
+    'negative': ({2: torch.tensor([-1, 15, 16])}, {}, r'level_start_index \[-1, 15, 16\] .* side by side'),
+    'gate': ({5: torch.rand(1, 5, 3, 3, 1)}, {}, r'gate must be .* with H = 2 as in value, got \(1, 5, 3, 3, 1\)'),
+    'sizes': ({1: torch.tensor([(-3, -5), (1, 1), (2, 1)])}, {}, r'spatial_shapes must not be negative, got \[\[-3'),
+    'empty_level': (
+        {1: torch.tensor([(3, 5), (3, 1), (0, 4)]), 2: torch.tensor([0, 15, 19])},
+        {},
+        r'level_start_index \[0, 15, 19\]',
+    ),
 }
 
 
 @pytest.mark.parametrize('changed, options, message', BAD.values(), ids=BAD)
 def test_bad_input_is_named(changed: dict[int, Tensor], options: dict[str, str], message: str) -> None:
-    inputs = make_inputs('two_levels', gate=(2, 2, 1))
     with pytest.raises(ValueError, match=message):
-        ms_deform_attn(*(changed.get(i, x) for i, x in enumerate(inputs)), **options)
+        ms_deform_attn(*(changed.get(i, x) for i, x in enumerate(make()[:6])), **options)
 
 
 @pytest.mark.parametrize(

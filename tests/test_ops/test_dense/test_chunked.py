@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -28,29 +29,27 @@ CHUNKED = {
     'bias_of_all': dict(bias=(2, 4, 5, 6)) | PER_HEAD,
 }
 
+
+@pytest.fixture(autouse=True)
+def _chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
+
+
 every_softmax = pytest.mark.parametrize('backend', ['chunked', pytest.param('native', marks=needs_native)])
-every_position = pytest.mark.parametrize('position', ['pre_softmax', 'post_softmax'])
 
 
 @every_softmax
-@every_position
-@pytest.mark.parametrize('residual', [True, False], ids=['residual', 'no_residual'])
 @pytest.mark.parametrize('learnt', [False, True], ids=['fixed', 'learnt'])
-@pytest.mark.parametrize('changed', CHUNKED.values(), ids=CHUNKED)
-def test_chunks_are_the_whole(
-    changed: dict[str, Any],
-    learnt: bool,
-    residual: bool,
-    position: str,
-    backend: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize(
+    'name, position, residual',
+    zip(CHUNKED, cycle(['pre_softmax', 'post_softmax']), cycle([True, False, False]), strict=False),
+)
+def test_chunks_are_the_whole(name: str, position: str, residual: bool, learnt: bool, backend: str) -> None:
     """Outputs and all gradients, those of a learnt bias and of the gate's scalars as well."""
-    if backend == 'native' and learnt and 'bias' in changed:
+    if backend == 'native' and learnt and 'bias' in name:
         pytest.skip('it has no gradient of the bias')
-    monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
     gate = GatingModulation(activation='tanh', init='paper').double()
-    tensors = make(torch.float64, **changed)
+    tensors = make(torch.float64, **CHUNKED[name])
     differentiable = range(len(tensors) if learnt else 5)
 
     def run(backend: str) -> dict[str, Tensor]:
@@ -67,10 +66,7 @@ def test_chunks_are_the_whole(
 
 @every_softmax
 @pytest.mark.parametrize('narrow', [None, torch.bfloat16], ids=str)
-def test_chunks_compute_in_the_dtype_of_autocast(
-    narrow: torch.dtype | None, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
+def test_chunks_compute_in_the_dtype_of_autocast(narrow: torch.dtype | None, backend: str) -> None:
     gate, tensors = GatingModulation(init='paper'), make(torch.float32)
     wide = {name: x.double() for name, x in tensors.items()}
     expected = plug_attention(*wide.values(), copy.deepcopy(gate).double(), backend='torch')
@@ -82,9 +78,8 @@ def test_chunks_compute_in_the_dtype_of_autocast(
 
 
 @every_softmax
-def test_a_second_derivative_is_refused(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_derivative_is_refused(backend: str) -> None:
     """It would lack the part through the queries and keys that are saved."""
-    monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
     gate = GatingModulation(init='paper').double()
     query, *others = (x.requires_grad_() for x in make(torch.float64).values())
     output = plug_attention(query.sin(), *others[:4], gate, backend=backend)
@@ -103,9 +98,8 @@ class Host(nn.Module):
 
 
 @pytest.mark.parametrize('learnt', [False, True], ids=['fixed', 'learnt'])
-def test_chunks_formed_anew_have_the_same_gate(learnt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_formed_anew_have_the_same_gate(learnt: bool) -> None:
     """Of a gate that is frozen in part, exchanged for the call, and in part a plain attribute as FSDP leaves it."""
-    monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
     gate, tensors = GatingModulation('mlp', init='paper').double(), make(torch.float64, bias=(5, 6))
     tensors['bias'].requires_grad_(learnt)
     given = {f'gate.{name}': torch.randn_like(x).requires_grad_() for name, x in gate.named_parameters()}
@@ -123,9 +117,8 @@ def test_chunks_formed_anew_have_the_same_gate(learnt: bool, monkeypatch: pytest
     assert_same(run('chunked'), run('torch'), rtol=1e-9, atol=1e-10)
 
 
-def test_chunks_run_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_run_without_numbers() -> None:
     """On 'meta', where models are counted, and which autocast does not know."""
-    monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
     tensors = {name: x.to('meta').requires_grad_() for name, x in make().items()}
     output = plug_attention(**tensors, modulation=GatingModulation().to('meta'), backend='chunked')
     output.sum().backward()
@@ -133,9 +126,8 @@ def test_chunks_run_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name: x.grad.shape for name, x in tensors.items()} == SHAPES
 
 
-def test_chunks_formed_anew_drop_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_formed_anew_drop_the_same_weights() -> None:
     """The output is linear in the values, and its gradient says so."""
-    monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
     tensors = make(torch.float64)
     value = tensors['value'].requires_grad_()
     output = plug_attention(**tensors, modulation=torch.tanh, dropout=0.5, backend='chunked')
@@ -145,9 +137,8 @@ def test_chunks_formed_anew_drop_the_same_weights(monkeypatch: pytest.MonkeyPatc
 
 
 @needs_native
-def test_the_loop_refuses_what_it_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_refuses_what_it_does_not_have() -> None:
     """By name; 'auto' goes on with chunks by torch's operators."""
-    monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
     tensors = make(bias=(5, 6))
     tensors['bias'].requires_grad_()
     wanted = 'a bias that needs a gradient; gates that are functions. Use .chunked.'
@@ -162,9 +153,8 @@ def test_the_loop_refuses_what_it_does_not_have(monkeypatch: pytest.MonkeyPatch)
 
 @needs_native
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
-def test_a_gate_of_another_dtype(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gate_of_another_dtype(dtype: torch.dtype) -> None:
     """The loop and torch read the same factor, in the dtype of the chunk."""
-    monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
     gate = GatingModulation(init='paper').double()
     tensors = [x.requires_grad_() for x in make(dtype).values()]
 
@@ -172,8 +162,3 @@ def test_a_gate_of_another_dtype(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
         return values_and_gradients(lambda *x: plug_attention(*x, gate, backend=backend), tensors, range(5))
 
     assert_same(run('native'), run('chunked'), rtol=2e-2, atol=8 * torch.finfo(dtype).eps)
-
-
-def test_a_gpu_gets_larger_chunks() -> None:
-    """At 4,096 tokens, 8 heads and 2 images a CPU's would be 128 of some 20 launches each."""
-    assert chunked.chunk_on(torch.device('cuda')) == 32 * chunked.chunk_on(torch.device('cpu'))

@@ -1,0 +1,4 @@
+_base_ = 'differential.py'
+train_pipeline = _base_.train_dataloader.dataset.pipeline
+train_pipeline.insert(-1, _base_.noise)
+train_dataloader = dict(dataset=dict(pipeline=train_pipeline))

@@ -1,1 +1,0 @@
-"""DGT: text classification by differential gated transformers, beside vanilla and differential ones."""
