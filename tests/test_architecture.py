@@ -96,6 +96,7 @@ TESTED_BY = {
     'test_gating.py': ('adapter.py',),
     'test_swap.py': ('errors.py', 'plan.py'),
     'test_speed/test_matching/test_head.py': ('speed/matching/__init__.py',),
+    'test_tools/test_analysis_tools/test_try_gates.py': ('analysis/trials/page.py', 'benchmarks/gate_trial.py'),
     'test_tools/test_looks.py': (
         'analysis/arguments.py',
         'analysis/figures/layers.py',

@@ -1,21 +1,15 @@
-"""The converters write the layouts that the recipes on real images read, and adapters are compared on them."""
+"""The converters write the layouts that the recipes on real images read."""
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
 import cv2
 import pytest
-import torch
-from conftest import ROOT, needs_mmpretrain, tool
 from helpers.made_data import bccd, camvid, write_facemask, write_segnet, write_voc
-from mmengine.config import Config
 
-from mmgate.analysis.loading import load_model
 from mmgate.errors import ConfigError
-from mmgate.mm import cli
 
 
 @pytest.fixture(scope='module')
@@ -26,40 +20,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     camvid.main([str(write_segnet(root / 'segnet')), str(root / 'data/camvid')])
     write_facemask(root / 'data/facemask')
     return root
-
-
-COMPARISON = """
-config = 'camvid.py'
-checkpoint = 'start.pth'
-gates = [dict(type='PLuGMultiheadAttention', path='decode_head.transformer_decoder.layers.*.self_attn')]
-parts = dict(
-    gates=dict(attention=gates, trains=['gates']),
-    statistics=dict(trains=[], statistics=True))
-rates = dict(default=[1e-3])
-steps = 1
-sweep = dict(train=dict(indices=[0]), test=dict(indices=[0]))
-train = dict(two=dict(indices=2))
-tests = dict(there=dict(data_prefix=dict(img_path='images/test', seg_map_path='labels/test')))
-seeds = [0]
-metric = 'mIoU'
-del gates
-"""
-
-
-@needs_mmpretrain
-def test_adapters_are_compared(data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a real model: it trains, is tested on a part of the images, and the table is printed."""
-    monkeypatch.chdir(data)
-    config = data / 'camvid.py'
-    base = ROOT / 'configs/real/camvid/mask2former_lite0_1xb4-1k_camvid-day-160x128.py'
-    config.write_text(f"_base_ = '{base}'\nmodel = dict(backbone=dict(init_cfg=None))")
-    torch.save(load_model(Config.fromfile(config), 'untrained').model.state_dict(), 'start.pth')
-    Path('study.py').write_text(COMPARISON)
-    assert cli.main(tool('compare_adapters').main, ['study.py', '--out', 'out/results.csv']) == 0
-    rows = list(csv.DictReader(Path('out/results.csv').read_text().splitlines()))
-    assert [row['stage'] for row in rows] == ['start', 'sweep', 'result', 'sweep', 'result']
-    assert all(0 <= float(row['there']) <= 100 for row in rows if row['stage'] != 'sweep')
-    assert '| statistics | 1 |' in capsys.readouterr().out
 
 
 def test_bccd(data: Path, tmp_path: Path) -> None:

@@ -1,26 +1,17 @@
-"""Curves and final figures of runs, and what is said of their differences."""
+"""Curves and final figures of runs, and the conclusions from their differences."""
 
 from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from compare_runs import (
-    as_table,
-    choose_metric,
-    draw_curves_of_runs,
-    draw_differences,
-    paired_difference,
-    read_run,
-    summary,
-)
 from conftest import tool
 from helpers.runs import write_log
 from scipy import stats
 
+from mmgate.analysis.trials.compare import as_table, choose_metric, conclusions, paired_difference, read_run, summary
 from mmgate.errors import ConfigError
 from mmgate.mm import cli
 
@@ -31,20 +22,30 @@ def test_paired_difference_is_the_t_test() -> None:
     interval = expected.confidence_interval()
     assert found['p'] == pytest.approx(expected.pvalue)
     assert (found['low'], found['high']) == pytest.approx((interval.low, interval.high))
-    alike = paired_difference([0.3, 0.2], [0.2, 0.1])
-    assert alike['difference'] == pytest.approx(0.1) and alike['standard_error'] == 0
-    assert np.isnan([alike[key] for key in ('low', 'high', 'p')]).all()
+    assert found['visible'] == pytest.approx((3.18245 + 0.97847) * np.std(np.subtract(a, b), ddof=1) / 2, rel=1e-4)
+    for values, baseline in (([0.3, 0.2], [0.2, 0.1]), ([0.3], [0.2])):
+        unknown = paired_difference(values, baseline)
+        assert unknown.pop('difference') == pytest.approx(0.1) and np.isnan(list(unknown.values())).all()
     with pytest.raises(ValueError, match='2 and 1 values make no pairs'):
         paired_difference([1, 2], [1])
+
+
+def test_comparisons_are_corrected_for_their_number() -> None:
+    """Holm: 0.03 of three comparisons is doubled, and 0.04 is not below it."""
+    known = dict(against='vanilla', difference=1.0, low=0.0, high=2.0, runs=3)
+    rows = [dict(known, name=name, p=p) for name, p in (('a', 0.001), ('b', 0.04), ('c', 0.03), ('d', float('nan')))]
+    first, *held, unknown = conclusions([dict(name='vanilla', against='-'), *rows])
+    assert first == 'a against vanilla: a difference was shown, 1.000, 95 % interval 0.000 to 2.000.'
+    assert all('no difference was shown once 3 comparisons are corrected for (Holm)' in said for said in held)
+    assert unknown.endswith('no difference was shown; these seeds have no spread by which to judge 1.000.')
 
 
 def test_a_resumed_run_is_one_curve(tmp_path: Path) -> None:
     write_log(tmp_path, {1: 0.1, 2: 0.2}, seed=1)
     write_log(tmp_path, {2: 0.3, 3: 0.4}, seed=2, stamp='20260102_000000')
     run = read_run(tmp_path)
-    assert run.curves['coco/bbox_mAP'] == ([1, 2, 3], [0.1, 0.3, 0.4]) and run.final('coco/bbox_mAP') == 0.4
-    assert run.seed == 2 and list(run.curves) == ['coco/bbox_mAP']
-    assert run.seconds == pytest.approx(0.6) and run.memory == 120
+    assert run.curves == {'coco/bbox_mAP': {1: 0.1, 2: 0.3, 3: 0.4}} and run.final('coco/bbox_mAP') == 0.4
+    assert run.seed == 2 and run.seconds == pytest.approx(0.6) and run.memory == 120
     assert choose_metric([run]) == 'coco/bbox_mAP'
     with pytest.raises(ConfigError, match='the metric mIoU; they share coco/bbox_mAP'):
         choose_metric([run], 'mIoU')
@@ -52,37 +53,9 @@ def test_a_resumed_run_is_one_curve(tmp_path: Path) -> None:
         read_run(tmp_path / 'nothing')
 
 
-def test_summary_says_what_one_run_cannot() -> None:
-    rows = summary(dict(vanilla=[0.4, 0.5], plug=[0.5, 0.7], single=[0.6]))
-    assert rows[1]['difference'] == pytest.approx(0.15) and np.isnan(rows[0]['difference'])
-    table = as_table(rows).splitlines()
+def test_one_run_has_no_spread() -> None:
+    table = as_table(summary(dict(vanilla=[0.4, 0.5], plug=[0.5, 0.7], single=[0.6]))).splitlines()
     assert table[-1] == '| single | 1 | 0.600 | - | - | - | - | - |' and 'nan' not in ''.join(table)
-
-
-@pytest.mark.parametrize('steps', [(1,), (2, 4)], ids=['one validation', 'two'])
-def test_runs_that_were_validated_once_have_no_curve(
-    steps: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figures: list[Any] = []
-    monkeypatch.setattr('compare_runs.save', lambda figure, out: figures.append(figure))
-    values = dict.fromkeys(steps, 0.3)
-    groups = {name: [read_run(write_log(tmp_path / name / str(n), values)) for n in (0, 1)] for name in ('a', 'b')}
-    draw_curves_of_runs(groups, 'coco/bbox_mAP', Path('x'), starts=dict(start=0.2))
-    (axis,) = figures[0].axes
-    if len(steps) == 1:
-        assert [label.get_text() for label in axis.get_yticklabels()] == ['a (n = 2)', 'b (n = 2)']
-        assert axis.lines[-1].get_xdata() == [0.2, 0.2]
-    else:
-        assert axis.get_xlim() == pytest.approx((1.9, 4.1)) and axis.lines[-1].get_ydata() == [0.2, 0.2]
-
-
-@pytest.mark.parametrize('seeds', [1, 3])
-def test_an_interval_is_explained_where_one_is_drawn(seeds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    notes: list[str] = []
-    monkeypatch.setattr('compare_runs.legend', lambda figure, *, note: notes.append(note))
-    monkeypatch.setattr('compare_runs.save', lambda figure, out: out)
-    draw_differences(dict(a=[0.1, 0.2, 0.3][:seeds], b=[0.2, 0.2, 0.5][:seeds]), {}, 'AP', Path('x'))
-    assert ('interval' in notes[0]) == (seeds > 1)
 
 
 @pytest.mark.parametrize(
@@ -118,4 +91,4 @@ def test_a_vanilla_run_is_compared_with_a_gated_one(tmp_path: Path, capsys: pyte
     assert cli.main(tool('compare_runs').main, arguments) == 0
     assert '0.02 (0.3) |' in capsys.readouterr().out
     rows = list(csv.DictReader((tmp_path / 'out/runs.csv').open()))
-    assert [row['moved'] for row in rows] == ['', '0.02']
+    assert [row['moved'] for row in rows] == ['', '0.02'] and rows[0]['seconds_per_step'] == '0.6'

@@ -1,0 +1,1 @@
+"""Trials: runs of several models and seeds, compared in pairs."""
