@@ -27,7 +27,6 @@ from mmgate.errors import ConfigError
 from mmgate.gates import PLuGMultiScaleDeformableAttention
 
 BY_32 = {'agent-retinanet', 'saga-retinanet', 'saga-mask-rcnn', 'saga-upernet'}  # the others take any size
-OPENVINO = ('plug-deformable-detr-twostage', 'agent-mask-rcnn')
 
 
 @pytest.fixture(scope='module')
@@ -51,7 +50,7 @@ def test_finds_what_pytorch_finds(name: str, folder: Path) -> None:
     assert [(entry.domain, entry.version) for entry in file.opset_import if entry.domain == ''] == [('', 18)]
     assert not file.functions and {node.domain for node in file.graph.node} == {''}
     assert 'GridSample' not in {node.op_type for node in file.graph.node}
-    if name in OPENVINO:
+    if name == 'plug-deformable-detr-twostage':
         pytest.importorskip('openvino', reason='needs the extra "deploy"')
         found = compare(model, build_network(model), Exported(path, 'openvino'), images)
         assert found.detections and found.tolerated(), str(found)
