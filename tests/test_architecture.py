@@ -58,9 +58,7 @@ TESTED_BY = {
         'deploy/detectors.py',
         'deploy/network.py',
         'deploy/segmentors.py',
-        'deploy/sizes.py',
     ),
-    'test_deploy/test_operators.py': ('deploy/graph.py',),
     'test_hosts/test_table.py': ('hosts/points.py',),
     'test_hosts/test_window.py': ('hosts/relative_positions.py',),
     'test_gates/test_linear/test_linear.py': (

@@ -8,7 +8,7 @@ Layout: boxes (B, N, 4) as (x1, y1, x2, y2) in pixels of the input; scores (B, N
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,15 +26,6 @@ class Boxes(NamedTuple):
     boxes: Tensor
     scores: Tensor
     labels: Tensor
-
-
-class BoxCoder(Protocol):
-    """Protocol of mmdet's box coders, which make boxes from anchors (priors) and predicted deltas."""
-
-    clip_border: bool
-
-    def decode(self, bboxes: Tensor, pred_bboxes: Tensor) -> Tensor:
-        """Return the boxes ``(N, 4)`` that priors and deltas, each ``(N, 4)``, describe."""
 
 
 def candidates(
@@ -79,8 +70,8 @@ def candidates(
     return Boxes(boxes, score, labels)
 
 
-def decode(coder: BoxCoder, priors: Tensor, deltas: Tensor, sizes: Tensor) -> Tensor:
-    """Return the boxes ``(B, N, 4)`` that priors and deltas describe, clipped to the image if the coder says so."""
+def decode(coder: Any, priors: Tensor, deltas: Tensor, sizes: Tensor) -> Tensor:
+    """Return the boxes ``(B, N, 4)`` of priors and deltas by mmdet's coder, clipped to the image if it says so."""
     boxes = coder.decode(priors.reshape(-1, 4), deltas.reshape(-1, 4)).view(deltas.shape)
     return clip_boxes(boxes, sizes) if coder.clip_border else boxes
 

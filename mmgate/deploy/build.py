@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 from torch import nn
 
 from mmgate._environment import available
 from mmgate.errors import ConfigError
+from mmgate.gates.base.deformable import MultiScaleDeformableAttention
+from mmgate.listing import list_attention
+from mmgate.swap import swap_attention
 
 from .network import Network, not_exportable
 from .runtime import Exported
-from .to_onnx import copied, use_our_sampler
 
 
 def build_network(model: nn.Module) -> Network:
     """Return the network to export for a model: a module around a copy of the model, in eval mode.
 
-    Gates that are switched off are removed. Vanilla deformable attention runs on mmgate's operator, which computes the
-    same and can be exported.
+    Vanilla deformable attention runs on mmgate's operator, which computes the same and can be exported.
 
     Raises:
         ConfigError: The model cannot be exported.
     """
-    taken = copied(model)
-    use_our_sampler(taken)
+    taken = deepcopy(model)
+    ours = MultiScaleDeformableAttention.__name__
+    vanilla = [one.path for one in list_attention(taken) if ours in one.gates and one.gate is None]
+    if vanilla:
+        swap_attention(taken, dict(path=vanilla, type=ours))
     return _network_of(taken)
 
 
@@ -42,7 +48,8 @@ def serve(model: nn.Module, run: Exported) -> None:
 def describe_model(model: nn.Module) -> str:
     """Describe a model by its type and its largest number of classes, in words that an exported file keeps."""
     counts = [getattr(module, 'num_classes', None) for module in model.modules()]
-    return f'a {type(model).__name__} of {max(count for count in counts if isinstance(count, int))} classes'
+    most = max((count for count in counts if isinstance(count, int)), default=0)
+    return f'a {type(model).__name__} of {most} classes'
 
 
 def _network_of(model: nn.Module) -> Network:

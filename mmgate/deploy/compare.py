@@ -13,7 +13,7 @@ from mmengine.model import BaseModel
 from mmengine.structures import BaseDataElement, InstanceData
 from torch import Tensor
 
-from mmgate.errors import ConfigError, first_line
+from mmgate.errors import ConfigError
 
 from .network import Network, Run
 
@@ -34,14 +34,12 @@ class Differences:
 
     Attributes:
         compared: Description of the batches that were compared.
-        images: Number of images in all batches.
         detections: Number of PyTorch's detections that were looked for.
         missing: Messages on detections that only one of the two has.
         largest: Largest differences by the names of :data:`TOLERATED`; infinite where one is NaN.
     """
 
     compared: str = ''
-    images: int = 0
     detections: int = 0
     missing: list[str] = field(default_factory=list)
     largest: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TOLERATED, 0.0))
@@ -55,42 +53,26 @@ class Differences:
         self.largest[name] = max(self.largest[name], difference if math.isfinite(difference) else math.inf)
 
     def __str__(self) -> str:
-        parts = [self.compared]
-        if self.detections:
-            parts.append(f'{self.detections} detections')
+        parts = [self.compared] + [f'{self.detections} detections'] * bool(self.detections)
         parts += [f'{name} to {largest:.2g}' for name, largest in self.largest.items()]
         return ', '.join([*parts, *self.missing[:3]])
 
 
+@torch.no_grad()
 def check_finds_something(model: BaseModel, batches: Iterable[dict[str, Any]], threshold: float) -> None:
-    """Raise ConfigError if PyTorch finds nothing in the images, because every file would agree with it there.
-
-    Raises:
-        ConfigError: There is no detection, and no map of more than one class; or the model cannot predict.
-    """
-    with torch.no_grad():
-        for batch in batches:
-            try:
-                results = model.test_step(deepcopy(batch))
-            # Hosts raise many kinds of errors.
-            except Exception as error:
-                slides = (getattr(model, 'test_cfg', None) or {}).get('mode') == 'slide'
-                whole = (
-                    " mmseg's Mask2Former takes no windows: --cfg-options model.test_cfg.mode=whole." if slides else ''
-                )
-                raise ConfigError(
-                    f'PyTorch fails on these images, as tools/test.py would: {first_line(error)}.{whole}'
-                ) from error
-            for result in results:
-                found = 'pred_instances' in result and bool((result.pred_instances.scores > threshold).any())
-                if found or any(len(classes.unique()) > 1 for classes in _maps(result)):
-                    return
+    """Raise ConfigError if PyTorch finds nothing in the images, because every file would agree with it there."""
+    for batch in batches:
+        for result in model.test_step(deepcopy(batch)):
+            found = 'pred_instances' in result and bool((result.pred_instances.scores > threshold).any())
+            if found or any(len(classes.unique()) > 1 for classes in _maps(result)):
+                return
     raise ConfigError(
         f'PyTorch finds no detection with a score above {threshold} and no map of two classes in these images, so they '
         'show nothing. Give images with objects by --images or --split, a trained checkpoint, or a lower --score-thr.'
     )
 
 
+@torch.no_grad()
 def compare(
     model: BaseModel, network: Network, run: Run, batches: Iterable[dict[str, Any]], *, threshold: float = 0.05
 ) -> Differences:
@@ -99,19 +81,22 @@ def compare(
     Args:
         model: The model.
         network: Network of the model; from now on its model predicts with ``run``.
-        run: Function of the network's inputs that returns its outputs.
+        run: Function of the network's inputs that returns its outputs: an exported file in either runtime.
         batches: Batches of a data loader.
         threshold: Detections with a lower score are not looked for.
     """
     network.serve(run)
     found = Differences()
-    with torch.no_grad():
-        for batch in batches:
-            expected = model.test_step(deepcopy(batch))
-            actual = network.model.test_step(deepcopy(batch))
-            for one, other in zip(expected, actual, strict=True):
-                found.images += 1
-                _compare(one, other, found, threshold)
+    for batch in batches:
+        pairs = zip(model.test_step(deepcopy(batch)), network.model.test_step(deepcopy(batch)), strict=True)
+        for expected, actual in pairs:
+            _compare_maps(expected, actual, found)
+            if 'pred_instances' in expected:
+                one = expected.pred_instances
+                other = actual.pred_instances
+                found.detections += int((one.scores > threshold).sum())
+                _match(one, other, found, threshold, 'PyTorch')
+                _match(other, one, found, threshold, 'the exported file')
     return found
 
 
@@ -125,29 +110,17 @@ def _maps(result: BaseDataElement) -> list[Tensor]:
     return maps
 
 
-def _ties_settled(expected: BaseDataElement, actual: Tensor) -> Tensor:
-    """Return the file's class map with PyTorch's class wherever PyTorch's logits of both classes are (nearly) equal."""
-    # A single logit is compared with a threshold and has no ties.
-    if 'seg_logits' not in expected or len(expected.seg_logits.data) == 1:
-        return actual
-    logits = expected.seg_logits.data
-    best, classes = logits.max(0, keepdim=True)
-    tied = best - logits.gather(0, actual) <= TIE * logits.abs().max()
-    return torch.where(tied, classes, actual)
-
-
-def _compare(expected: BaseDataElement, actual: BaseDataElement, found: Differences, threshold: float) -> None:
-    """Add the differences between PyTorch's and the file's result of one image to ``found``."""
+def _compare_maps(expected: BaseDataElement, actual: BaseDataElement, found: Differences) -> None:
+    """Add the differences between PyTorch's and the file's maps of one image to ``found``."""
     for one, other in zip(_maps(expected), _maps(actual), strict=True):
-        other = _ties_settled(expected, other)
+        # A single logit is compared with a threshold and has no ties.
+        if 'seg_logits' in expected and len(expected.seg_logits.data) > 1:
+            logits = expected.seg_logits.data
+            best = logits.max(0, keepdim=True).values
+            tied = best - logits.gather(0, other) <= TIE * logits.abs().max()
+            other = torch.where(tied, one, other)
         for label in torch.cat([one.unique(), other.unique()]).unique():
             found.note('shares of pixels', _share_apart(one == label, other == label))
-    if 'pred_instances' in expected:
-        one = expected.pred_instances
-        other = actual.pred_instances
-        found.detections += int((one.scores > threshold).sum())
-        _match(one, other, found, threshold, 'PyTorch')
-        _match(other, one, found, threshold, 'the exported file')
 
 
 def _share_apart(one: Tensor, other: Tensor) -> float:

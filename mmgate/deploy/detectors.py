@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from mmcv.ops import RoIAlign
 from mmdet.models.dense_heads import AnchorHead
 from mmdet.models.detectors import DINO, DeformableDETR, Mask2Former, SingleStageDetector, TwoStageDetector
 from mmdet.models.roi_heads import StandardRoIHead
-from mmdet.models.roi_heads.mask_heads import FCNMaskHead
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
 from mmdet.structures.bbox import bbox_cxcywh_to_xyxy
 from mmengine.structures import InstanceData
@@ -214,30 +212,21 @@ class MaskNetwork(Network):
         return self.model.panoptic_fusion_head.predict(*outputs, samples, rescale=rescale)
 
 
-def _plain_anchors(model: nn.Module) -> bool:
-    """Return True if a one-stage detector can be exported: its head makes boxes as mmdet's AnchorHead does."""
+def _plain_anchors(model: Any) -> bool:
+    """Return True if a one-stage detector's head makes boxes as mmdet's AnchorHead does."""
     head = getattr(model, 'bbox_head', None)
     names = ('predict_by_feat', '_predict_by_feat_single', '_bbox_post_process')
-    if not isinstance(head, AnchorHead):
-        return False
-    return all(getattr(type(head), name) is getattr(AnchorHead, name) for name in names)
+    return isinstance(head, AnchorHead) and all(getattr(type(head), n) is getattr(AnchorHead, n) for n in names)
 
 
 def _plain_rois(model: Any) -> bool:
-    """Return True if a two-stage detector can be exported: its RoI head is mmdet's standard one.
-
-    It pools averages, each box from a single level.
-    """
+    """Return True if a two-stage detector has mmdet's standard RoI head, which averages in one level for each box."""
     head = model.roi_head
     if type(head) is not StandardRoIHead or head.with_shared_head:
         return False
     extractors = [head.bbox_roi_extractor] + [head.mask_roi_extractor] * head.with_mask
-    layers = [layer for extractor in extractors for layer in extractor.roi_layers]
-    return (
-        all(type(extractor) is SingleRoIExtractor for extractor in extractors)
-        and all(type(layer) is RoIAlign and layer.pool_mode == 'avg' for layer in layers)
-        and (not head.with_mask or isinstance(head.mask_head, FCNMaskHead))
-    )
+    kinds = [(type(one), getattr(one.roi_layers[0], 'pool_mode', None)) for one in extractors]
+    return all(kind == (SingleRoIExtractor, 'avg') for kind in kinds)
 
 
 # Class of models, their network, and a function that returns True for those that the network fits.

@@ -44,12 +44,11 @@ def roi_align(
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Return the functions with which ``torch.onnx.export`` writes the two operators as ONNX nodes."""
     from onnxscript.onnx_opset import opset18
-    from onnxscript.onnx_types import FLOAT
 
     # Its methods take numbers, although they are typed for tensors only.
     op: Any = opset18
 
-    def write_nms(boxes: FLOAT, scores: FLOAT, iou_threshold: float) -> Any:
+    def write_nms(boxes: Any, scores: Any, iou_threshold: float) -> Any:
         every = op.Constant(value_int=2**31 - 1)
         threshold = op.Constant(value_float=iou_threshold)
         # The rows (M, 3) are (image, class, box). The last argument is the least score.
@@ -60,7 +59,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         return op.Cast(op.ScatterND(nothing, places, ones), to=BOOL)
 
     def write_roi_align(
-        map_: FLOAT, rois: FLOAT, height: int, width: int, scale: float, sampling_ratio: int, aligned: bool
+        map_: Any, rois: Any, height: int, width: int, scale: float, sampling_ratio: int, aligned: bool
     ) -> Any:
         boxes = op.Slice(rois, [1], [5], [1])
         image = op.Squeeze(op.Slice(rois, [0], [1], [1]), [1])

@@ -1,8 +1,9 @@
-"""Run ONNX files that mmgate has written as functions of tensors."""
+"""Run ONNX files that mmgate has written as functions of tensors, by ONNX Runtime or OpenVINO."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,25 @@ class Exported:
 
     Args:
         path: An ``.onnx`` file.
+        runtime: ``'onnxruntime'`` or ``'openvino'``, which runs the file on a CPU, in float32.
 
     Attributes:
         notes: Notes of the export: names of inputs and outputs, sizes, the model in words.
 
     Raises:
-        ConfigError: The file is missing, of another kind, or not made by tools/deploy/export.py.
+        ConfigError: The file is missing or not made by tools/deploy/export.py; or the runtime is unknown or missing.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, runtime: str = 'onnxruntime') -> None:
         self.path = Path(path)
         if not self.path.is_file():
             raise ConfigError(f'exported file {path} does not exist.')
-        if self.path.suffix != '.onnx':
-            raise ConfigError(f'{path} is no exported file: give an .onnx file of tools/deploy/export.py.')
-        notes = self._open()
+        if runtime not in RUNTIMES:
+            raise ConfigError(f'runtime={runtime!r} is unknown; choose one of {", ".join(RUNTIMES)}.')
+        try:
+            self._run, notes = RUNTIMES[runtime](self.path)
+        except Exception as error:
+            raise ConfigError(f'{runtime} cannot open {self.path}: {error}') from error
         if not notes:
             raise ConfigError(f'{path} was not written by tools/deploy/export.py; its inputs are unknown.')
         self.notes: dict[str, Any] = json.loads(notes)
@@ -55,10 +60,8 @@ class Exported:
                 f'{self.path} takes {self.notes["takes"]}, this batch has {height} x {width}. Resize or pad in the '
                 'pipeline or the data_preprocessor (pad_size_divisor), or export with an image of this size.'
             )
-        with torch.no_grad():
-            # The file runs on a CPU.
-            outputs = self._run(*(x.detach().cpu().contiguous() for x in inputs))
-        return tuple(output.to(inputs[0].device) for output in outputs)
+        outputs = self._run([x.detach().cpu().contiguous().numpy() for x in inputs])
+        return tuple(torch.from_numpy(output).to(inputs[0].device) for output in outputs)
 
     def takes(self, height: int, width: int) -> bool:
         """Return True if the file takes images of this height and width."""
@@ -67,24 +70,37 @@ class Exported:
             return [height, width] == self.notes['size']
         return not (height % divisor or width % divisor) and min(height, width) >= self.notes['least']
 
-    def _open(self) -> str | None:
-        """Open an ONNX file, and return the notes in its metadata on the inputs that it takes."""
-        import onnxruntime
 
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        options.log_severity_level = 3
-        # Otherwise the session's threads spin on after each run and slow PyTorch's threads down.
-        options.add_session_config_entry('session.force_spinning_stop', '1')
-        try:
-            session = onnxruntime.InferenceSession(self.path, options, providers=['CPUExecutionProvider'])
-        except Exception as error:
-            raise ConfigError(f'onnxruntime cannot read {self.path}: {error}') from error
-        names = [entry.name for entry in session.get_inputs()]
+# A function of arrays, and the notes in the file's metadata.
+Opened = tuple[Callable[[Sequence[Any]], Sequence[Any]], str | None]
 
-        def run(*inputs: Tensor) -> list[Tensor]:
-            arrays = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
-            return [torch.from_numpy(output) for output in session.run(None, arrays)]
 
-        self._run: Any = run
-        return session.get_modelmeta().custom_metadata_map.get(NOTES_KEY)
+def _onnxruntime(path: Path) -> Opened:
+    """Open a file by ONNX Runtime."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    # Otherwise the session's threads spin on after each run and slow PyTorch's threads down.
+    options.add_session_config_entry('session.force_spinning_stop', '1')
+    session = onnxruntime.InferenceSession(path, options, providers=['CPUExecutionProvider'])
+    names = [entry.name for entry in session.get_inputs()]
+    notes = session.get_modelmeta().custom_metadata_map.get(NOTES_KEY)
+    return lambda arrays: session.run(None, dict(zip(names, arrays, strict=True))), notes
+
+
+def _openvino(path: Path) -> Opened:
+    """Open a file by OpenVINO, which would otherwise compute in bfloat16 on processors that have it."""
+    import openvino
+
+    model = openvino.Core().read_model(path)
+    place = ['framework', NOTES_KEY]
+    notes = model.get_rt_info(place).astype(str) if model.has_rt_info(place) else None
+    options = dict(INFERENCE_PRECISION_HINT='f32', INFERENCE_NUM_THREADS=torch.get_num_threads())
+    compiled = openvino.compile_model(model, 'CPU', options)
+    # The next run writes into the arrays of this one.
+    return lambda arrays: [output.copy() for output in compiled(list(arrays)).values()], notes
+
+
+RUNTIMES: dict[str, Callable[[Path], Opened]] = dict(onnxruntime=_onnxruntime, openvino=_openvino)

@@ -7,21 +7,69 @@ sizes of the graph. Each replacement is used while :func:`traceable` is open, an
 from __future__ import annotations
 
 import importlib
+import logging
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from mmgate._environment import available
 
-from .sizes import SymbolicSizes
 
-# Owner, name and value of an attribute that is replaced during a capture.
-Replacement: TypeAlias = tuple[Any, str, Any]
+class SymbolicSizes:
+    """List of sizes that gives numbers when it is indexed or unpacked, and acts as an int64 tensor in other uses.
+
+    mmdet's transformers keep the sizes of their levels in a tensor, loop over it and make grids of the values. The
+    values of a tensor are unknown during a capture, but the sizes from which it was made are known.
+
+    Args:
+        numbers: A list of sizes, or a list of such lists; they may be symbolic.
+    """
+
+    def __init__(self, numbers: Sequence[Any]) -> None:
+        self.numbers = list(numbers)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The sizes as an int64 tensor in the captured graph."""
+        if isinstance(self.numbers[0], list):
+            return torch.stack([SymbolicSizes(row).tensor for row in self.numbers])
+        return torch.stack([torch.scalar_tensor(number, dtype=torch.int64) for number in self.numbers])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor, name)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int):
+            return self.numbers[index]
+        return SymbolicSizes(self.numbers[index]) if isinstance(index, slice) else self.tensor[index]
+
+    def to(self, *_: object) -> SymbolicSizes:
+        """Return the sizes unchanged: a graph is captured on one device."""
+        return self
+
+    def view(self, *shape: int) -> SymbolicSizes:
+        """Return the sizes in rows of n for the shape ``(-1, n)``."""
+        _, width = shape
+        return SymbolicSizes([self.numbers[i : i + width] for i in range(0, len(self.numbers), width)])
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a torch function with the sizes as a tensor; ``torch.cat`` of sizes alone joins them as numbers."""
+        if function is torch.cat and all(isinstance(part, SymbolicSizes) for part in args[0]):
+            return SymbolicSizes([number for part in args[0] for number in part])
+        args, kwargs = tree_map_only(SymbolicSizes, lambda sizes: sizes.tensor, (args, kwargs or {}))
+        return function(*args, **kwargs)
 
 
 def project(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None) -> list[Tensor]:
@@ -75,7 +123,7 @@ def linspace(start: float, end: float, steps: int, **options: Any) -> Tensor:
     return start + torch.arange(steps, **options) * (span / last)
 
 
-def replacements() -> Iterator[Replacement]:
+def replacements() -> Iterator[tuple[Any, str, Any]]:
     """Yield each function that is replaced while a graph is captured: its owner, its name, and the replacement."""
     yield F, '_in_projection_packed', project
     yield F, 'adaptive_avg_pool2d', adaptive_avg_pool2d
@@ -92,40 +140,24 @@ def replacements() -> Iterator[Replacement]:
 
 
 @contextmanager
-def replaced(*given: Replacement) -> Iterator[None]:
-    """Replace attributes of modules and classes inside a ``with`` block."""
-    with ExitStack() as stack:
-        for owner, name, value in given:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
-        yield
-
-
-@contextmanager
-def traceable(*more: Replacement) -> Iterator[None]:
-    """Replace functions inside a ``with`` block so that a model can be captured as a graph.
-
-    ``more`` are further replacements.
-    """
+def traceable() -> Iterator[None]:
+    """Replace functions inside a ``with`` block so that a model can be captured as a graph and written."""
     from torch.fx.experimental import _config as symbols
 
     with ExitStack() as stack:
-        stack.enter_context(replaced(*replacements(), *more))
+        for owner, name, value in replacements():
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
+        # The exporter and its optimizer log their progress.
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.WARNING)
         stack.enter_context(torch.no_grad())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter('ignore')
-        stack.enter_context(plain_attention())
+        # Outputs of fused and plain kernels differ in their layout, and a view that fits one fails on the other.
+        stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
         # With this, the graph is valid for sides of 1 pixel, too.
         stack.enter_context(symbols.patch(backed_size_oblivious=True))  # type: ignore[attr-defined]
         yield
-
-
-def plain_attention() -> AbstractContextManager[None]:
-    """Return a context in which torch's attention uses plain products instead of a fused kernel.
-
-    The outputs of fused and plain kernels differ in their memory layout, and a view that fits one fails on the other.
-    Capturing and decomposing a program therefore both need this context.
-    """
-    return torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)

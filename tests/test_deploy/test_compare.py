@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers.exported import batches, build
+from helpers.exported import build
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 from torch import Tensor
 
@@ -39,29 +38,16 @@ def differences(expected: Any, actual: Any) -> Differences:
     return compare(model(expected), net, None, [{}])
 
 
-def test_a_model_that_cannot_predict_is_refused_in_one_line(tmp_path: Path) -> None:
-    """mmseg's Mask2Former makes a map of the whole image from each window."""
-    segmentor = build('plug-mask2former')
-    segmentor.test_cfg.update(mode='slide', crop_size=(64, 64), stride=(32, 32))
-    said = r'PyTorch fails on these images, .*: RuntimeError: .* takes no windows: .*model\.test_cfg\.mode=whole\.$'
-    with pytest.raises(ConfigError, match=said):
-        check_finds_something(segmentor, batches('plug-mask2former', tmp_path), 0.05)
-    with pytest.raises(ConfigError, match=r"would: TypeError: 'NoneType' object is not callable\.$"):
-        check_finds_something(SimpleNamespace(test_step=None), [{}], 0.05)
-
-
 @pytest.mark.parametrize(
     ('actual', 'tolerated'),
     [
         (instances(), True),
-        (instances(BOXES.flip(0), SCORES.flip(0)), True),  # their order is no difference
-        (instances(BOXES + 0.05), True),
+        (instances(BOXES.flip(0) + 0.05, SCORES.flip(0)), True),  # their order is no difference
         (instances(BOXES + torch.tensor([0.2, 0, 0, 0])), False),
         (instances(BOXES * float('nan')), False),
         (instances(BOXES[[0, 0]]), False),  # two detections are not found in one
         (instances(scores=SCORES - 2e-3), False),
         (instances(labels=LABELS + 1), False),
-        (instances(scores=torch.tensor([0.9, 0.0])), False),
         (instances(BOXES[[0, 1, 0]], torch.tensor([0.9, 0.8, 0.7]), torch.tensor([0, 0, 3])), False),
     ],
 )

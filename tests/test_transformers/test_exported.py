@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,18 @@ pytest.importorskip('onnxruntime', reason='needs the extra "deploy"')
 
 import onnx
 import onnxruntime
+from conftest import ROOT
 from helpers.hub_models import build, feed
 
 import mmgate
-from mmgate.deploy.to_onnx import export_onnx
 
 OUTPUTS = ('logits', 'pred_boxes')
 UNEVEN = dict(decoder_n_points=[3, 6, 3])  # as D-FINE is published
-# beside Deformable DETR, which test_pages.py exports as docs/transformers.md does
-CASES: dict[str, dict[str, Any]] = dict(
-    rt_detr={},
-    rt_detr_v2={},
-    d_fine=UNEVEN,
-    deimv2=UNEVEN,
-    rf_detr={},
-)
+CASES: dict[str, dict[str, Any]] = dict(deformable_detr={}, rt_detr={}, d_fine=UNEVEN, rf_detr={})
+
+PAGE = (ROOT / 'docs/transformers.md').read_text()
+# Whose code allows any number of images.
+ANY_NUMBER = ('deformable_detr', 'rf_detr')
 
 
 def lively(name: str, **options: Any) -> nn.Module:
@@ -58,35 +56,30 @@ def largest(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize('name', CASES)
-def test_a_file_computes_what_the_gated_model_does(name: str, tmp_path: Path) -> None:
+def test_a_file_computes_what_the_gated_model_does(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written as the page has it."""
     model, images = lively(name, **CASES[name]), feed(name)['pixel_values']
-    rules = [dict(path='**', type='PLuGMultiScaleDeformableAttention')]
-    mmgate.swap_attention(model, rules)
+    mmgate.swap_attention(model, dict(path='**', type='PLuGMultiScaleDeformableAttention'))
     names = [one.path for one in mmgate.list_attention(model) if 'PLuGMultiheadAttention' in one.gates]
     mmgate.swap_attention(model, dict(path=names, type='PLuGMultiheadAttention'))
     for parameter in mmgate.gate_parameters(model).values():
         nn.init.normal_(parameter, std=0.5)
-    path = tmp_path / 'gated.onnx'
-    found = export_onnx(model, dict(pixel_values=images), path, outputs=OUTPUTS)
-    assert set(found) == set(OUTPUTS) and max(found.values()) < 1e-4
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r'```python\n(.*?)```', PAGE.partition('## Export')[2].partition('## ')[0], re.S)
+    any_number = 'dynamo=True, dynamic_shapes=dict(pixel_values={0: "batch"})' if name in ANY_NUMBER else 'dynamo=True'
+    exec(code.replace('dynamo=True', any_number), dict(model=model, pixel_values=images))
 
-    session = onnxruntime.InferenceSession(path)
+    session = onnxruntime.InferenceSession('gated.onnx')
     other = torch.rand(images.shape, generator=torch.Generator().manual_seed(5))
-    by_file = [torch.from_numpy(one) for one in session.run(None, dict(pixel_values=other.numpy()))]
+    other = torch.cat([other, other.flip(-1)]) if name in ANY_NUMBER else other
+    by_file = [torch.from_numpy(one) for one in session.run(OUTPUTS, dict(pixel_values=other.numpy()))]
     expected = outputs(model, other)
     assert largest(by_file, expected) < 1e-4
     # The image and the gates matter.
-    assert largest(outputs(model, images), expected) > 1e-2
+    assert largest(outputs(model, other.flip(-1)), expected) > 1e-2
     with mmgate.gates_disabled(model):
         assert largest(outputs(model, other), expected) > 1e-2
 
-    file = onnx.load(path)
+    file = onnx.load('gated.onnx')
     assert {node.domain for node in file.graph.node} == {''} and not file.functions
     assert 'GridSample' not in {node.op_type for node in file.graph.node}
-
-
-def test_vanilla_attention_is_written_alike(tmp_path: Path) -> None:
-    model, images = lively('rt_detr'), feed('rt_detr')['pixel_values']
-    export_onnx(model, dict(pixel_values=images), tmp_path / 'vanilla.onnx', outputs=OUTPUTS)
-    assert not [node for node in onnx.load(tmp_path / 'vanilla.onnx').graph.node if node.op_type == 'GridSample']
-    assert not [one for one in mmgate.list_attention(model) if one.gate]

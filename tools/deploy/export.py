@@ -8,8 +8,7 @@ from mmengine.logging import print_log
 import mmgate  # noqa: F401
 from mmgate.analysis.arguments import add_inputs
 from mmgate.analysis.loading import check_folder, load_model
-from mmgate.deploy.export import export
-from mmgate.deploy.to_onnx import check_environment
+from mmgate.deploy.export import check_environment, export
 from mmgate.errors import ConfigError
 from mmgate.mm import cli
 from mmgate.mm.config_file import config_parser

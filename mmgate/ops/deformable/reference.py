@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..tracing import is_exporting
 from .samples import Samples, WeightedSamples, one_point_levels, weighted
 from .uneven import OFF
 
 
 def attend(samples: Samples) -> Tensor:
     """Compute deformable attention by plain indexing: ``(B, Q, H * D)``."""
-    return sum_samples(weighted(samples))
+    return gather(weighted(samples)) if is_exporting() else sum_samples(weighted(samples))
 
 
 def sum_samples(samples: WeightedSamples) -> Tensor:
@@ -31,6 +32,32 @@ def sum_samples(samples: WeightedSamples) -> Tensor:
         rows = value[b, starts + index, h]  # (B, Q, H, L, P, D)
         output = output + ((weights * bilinear)[..., None] * rows).sum((3, 4))
     return output.flatten(2).to(value.dtype)
+
+
+def gather(samples: WeightedSamples) -> Tensor:
+    """Compute :func:`sum_samples` by one index for the rows of all corners and one product of matrices.
+
+    Exported models hold this form, which runtimes run fastest. They hold no GridSample nodes, which TensorRT compiles
+    wrongly in deformable attention, without a message (NVIDIA/TensorRT issue 4813).
+    """
+    value, spatial_shapes, level_start_index, locations, weights, _ = one_point_levels(samples)
+    batch, tokens, heads, dim = value.shape
+    queries = weights.shape[1]
+    levels, points = weights.shape[3:]
+    image = torch.arange(batch, device=value.device).view(-1, 1, 1, 1, 1)
+    head = torch.arange(heads, device=value.device)[:, None, None]
+    starts = level_start_index.clamp(max=tokens - 1)[:, None]
+    first = (image * tokens + starts) * heads + head  # (B, 1, H, L, 1)
+    rows = []
+    shares = []
+    for index, bilinear in corners(spatial_shapes, locations.to(weights.dtype)):
+        rows.append(first + index * heads)
+        shares.append(weights * bilinear)
+    shape = (batch, queries, heads, 4 * levels * points)
+    row = torch.stack(rows, 3).view(shape)
+    share = torch.stack(shares, 3).view(shape)
+    gathered = value.reshape(-1, dim)[row].to(share.dtype)  # (B, Q, H, 4 L P, D)
+    return (share[..., None, :] @ gathered).view(batch, queries, heads * dim).to(value.dtype)
 
 
 def near(locations: Tensor) -> Tensor:

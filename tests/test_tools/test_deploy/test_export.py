@@ -5,17 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import tool
 from helpers.exported import exports
 
 from mmgate.errors import ConfigError
-
-
-def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, '__version__', '2.1.2')
-    with pytest.raises(ConfigError, match=r'needs torch 2\.9 or newer, this is 2\.1\.2: .* maintained forks'):
-        tool('export', 'deploy').main(['no-config.py', 'no.pth'])
 
 
 @exports
@@ -31,3 +24,8 @@ def test_what_cannot_be_written(out: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / 'file').write_text('')
     with pytest.raises(ConfigError, match=reason):
         tool('export', 'deploy').main(['no-config.py', 'no.pth', '--out', str(tmp_path / out)])
+
+
+def test_a_file_is_looked_for_before_its_config() -> None:
+    with pytest.raises(ConfigError, match=r'exported file missing\.onnx does not exist'):
+        tool('test', 'deploy').main(['no-config.py', 'missing.onnx', '--runtime', 'openvino'])
