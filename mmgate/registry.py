@@ -55,7 +55,6 @@ else:
     MODELS = _child(root.MODELS, 'gated', 'gates', 'backbones', 'speed.matching')
     DATASETS = _child(root.DATASETS, 'datasets.svhn')
     TRANSFORMS = _child(root.TRANSFORMS, 'datasets.noise')
-    TASK_UTILS = _child(root.TASK_UTILS, 'speed.matching.assigner')
     HOOKS = _child(root.HOOKS, 'analysis.hooks', 'speed.hooks', 'mm.gates_hook')
     OPTIM_WRAPPER_CONSTRUCTORS = _child(root.OPTIM_WRAPPER_CONSTRUCTORS, 'mm.parameter_groups')
     PARAM_SCHEDULERS = _child(root.PARAM_SCHEDULERS, 'mm.schedule')
