@@ -56,7 +56,6 @@ else:
     # Those of projects.
     DATASETS = _child(root.DATASETS, 'moved')
     TRANSFORMS = _child(root.TRANSFORMS, 'moved')
-    TASK_UTILS = _child(root.TASK_UTILS, 'speed.matching.assigner')
     HOOKS = _child(root.HOOKS, 'analysis.hooks', 'speed.hooks', 'mm.gates_hook')
     OPTIM_WRAPPER_CONSTRUCTORS = _child(root.OPTIM_WRAPPER_CONSTRUCTORS, 'mm.parameter_groups')
     PARAM_SCHEDULERS = _child(root.PARAM_SCHEDULERS, 'mm.schedule')

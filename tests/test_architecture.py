@@ -22,7 +22,6 @@ CROSSING = {
     'test_gates/test_dropout.py',
     'test_gates/test_numbers.py',
     'test_metafiles.py',
-    'test_processes.py',
     'test_ops/test_any_arguments.py',
     'test_ops/test_random_problems.py',
     'test_paper_commands.py',

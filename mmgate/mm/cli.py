@@ -183,12 +183,15 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
         cfg: The config; ``runner_type`` names a registered runner, such as mmengine's FlexibleRunner.
 
     Raises:
-        ConfigError: A backend cannot work here, or a rule does not fit the model.
+        ConfigError: A launcher or a backend cannot work here, or a rule does not fit the model.
     """
     from mmengine.registry import RUNNERS, init_default_scope
     from mmengine.runner import FlexibleRunner, Runner
 
+    from .processes import prepare_processes
+
     init_default_scope(cfg.get('default_scope') or 'mmengine')
+    prepare_processes(cfg)
     runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
     if isinstance(runner, FlexibleRunner):  # else it builds the model only when it starts
         runner.model = runner.strategy.build_model(runner.model)

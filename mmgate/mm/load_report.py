@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-from itertools import chain
-from logging.handlers import BufferingHandler
 from types import SimpleNamespace
 from typing import Any
 
 from mmengine.hooks import Hook
-from mmengine.logging import print_log
 from mmengine.model import is_model_wrapper
 from mmengine.runner import CheckpointLoader, Runner, load_checkpoint
 from torch import Tensor, nn
@@ -108,17 +105,6 @@ class LoadReportHook(Hook):
                 f'{self.checkpoint} cannot be resumed: these gates are not in it, not in this model, or of another '
                 f'size: {listed(other)}. Give the config that the run began with, or start a new run from its '
                 f'weights: --cfg-options load_from={self.checkpoint}, without --resume.'
-            )
-        wrapper: Any = getattr(runner, 'optim_wrapper', {})
-        groups = chain.from_iterable(one.param_groups for one in getattr(wrapper, 'values', lambda: [wrapper])())
-        stepped = {id(parameter) for group in groups for parameter in group['params']}
-        parameters = dict(model.named_parameters())
-        lacking = [n for n in unused_names(model) if n not in state and id(parameters.get(n)) in stepped]
-        if lacking:
-            raise ConfigError(
-                f'{self.checkpoint} cannot be resumed: a version of mmgate up to 0.2.0 wrote it, whose optimizer did '
-                f'not have what gates replace ({listed(lacking)}). Finish the run with that version, or start a new '
-                f'run from its weights: --cfg-options load_from={self.checkpoint}, without --resume.'
             )
 
     def before_train(self, runner: Runner) -> None:
@@ -235,15 +221,11 @@ def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> N
     runner = SimpleNamespace(model=model)
     with guarded_loaders():
         hook.after_load_checkpoint(runner, CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu'))
-        # mmengine warns of every gate that a vanilla checkpoint does not have.
-        kept = BufferingHandler(100)
-        of_loading = logging.Logger('loading')
-        of_loading.addHandler(kept)
-        load_checkpoint(model, checkpoint, map_location='cpu', logger=of_loading)
+        # mmengine would warn of every gate that a vanilla checkpoint does not have.
+        load_checkpoint(model, checkpoint, map_location='cpu', logger='silent')
     found, share = hook.report(runner)
-    for record in kept.buffer if share < 1 else ():
-        if record.levelno >= logging.WARNING:
-            print_log(record.getMessage(), logger='current', level=record.levelno)
+    if resized := hook.resized(runner):
+        found += f'. Of other sizes in the checkpoint: {listed(resized)}'
     if share < 0.5:
         raise ConfigError(f'{found}. It is of another model; give the config that it belongs to, or one of this model.')
     if whole and hook._other:

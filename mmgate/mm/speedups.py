@@ -17,7 +17,6 @@ from .parameter_groups import GroupedOptimWrapperConstructor
 HEADS = ('DETRHead', 'Mask2FormerHead')
 # Classes with deformable attention inside, or attention itself.
 SAMPLERS = ('DeformableDETR', 'MSDeformAttnPixelDecoder', 'MultiScaleDeformableAttention')
-HUNGARIAN = 'HungarianAssigner'
 
 
 def speed_up(cfg: Config) -> str:
@@ -40,20 +39,10 @@ def _group(cfg: Config) -> None:
 
 
 def _match(cfg: Config) -> None:
-    """Match once a step in DETR-like heads and Mask2Former's, and with one wait a call in others that use Hungarian."""
+    """Match once a step in DETR-like heads and Mask2Former's."""
     model: Any = cfg.get('model') or {}
-    entries = [entry for _, entry in mappings(model)]
-    if any(_derives_from(cfg, entry, HEADS) for entry in entries):
+    if any(_derives_from(cfg, entry, HEADS) for _, entry in mappings(model)):
         _hook('MatchOnceHook')(cfg)
-        return
-    for entry in filter(_assigns, entries):
-        entry.assigner.type = f'mmgate.{HUNGARIAN}'
-
-
-def _assigns(entry: Mapping[str, Any]) -> bool:
-    """Return True if an entry of a config has mmdet's Hungarian assigner, or ours."""
-    assigner = entry.get('assigner')
-    return isinstance(assigner, Mapping) and type_name(assigner) == HUNGARIAN
 
 
 def _derives_from(cfg: Config, entry: Mapping[str, Any], names: Sequence[str]) -> bool:

@@ -21,12 +21,12 @@ def derived_class(mixin: Any, base: Any, prefix: str, /) -> type[Any]:
 
 
 def host_method(mixin: Any, module: Any, name: str) -> Any:
-    """Return the function that a module of a derived class, or of a subclass, would have as a method without a mixin.
+    """Return the function that a module, of a derived class, its subclass or neither, has as a method without a mixin.
 
     None if there is no such method.
     """
     # An override above the mixin calls it; one that the mixin does not have counts wherever it is.
-    owner = super(mixin, module) if name in vars(mixin) else module
+    owner = super(mixin, module) if isinstance(module, mixin) and name in vars(mixin) else module
     return getattr(getattr(owner, name, None), '__func__', None)
 
 

@@ -151,8 +151,8 @@ class MatchOnceHook(Hook):
     The head becomes what :func:`mmgate.speed.matching.MatchedOnce` builds. Sizes of feature maps stay on the CPU,
     DINO's denoising queries are made without waiting for the device, and all losses are summed in one operation.
     Values are mmdet's up to rounding. Labels of denoising queries are as random as mmdet's, by other numbers. The
-    state dict does not change. Parts that the model's classes override stay as they are, and so does a head that
-    assigns by another class than HungarianAssigner, which the log says.
+    state dict does not change. Parts that the model's classes override stay as they are, and so does a head whose
+    targets, losses, costs or assigner are not mmdet's usual ones, which the log says.
     """
 
     def before_train(self, runner: Runner) -> None:

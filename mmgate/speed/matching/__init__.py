@@ -17,8 +17,8 @@ def MatchedOnce(*, host: str, **host_cfg: Any) -> nn.Module:
     Losses and gradients equal mmdet's up to rounding, and the state dict is the host's. mmdet's heads wait for the
     device eleven times for each image and layer, and five times for each layer. Here the costs of all layers and
     images are computed together and copied in one transfer, and the losses of all layers, of the encoder's proposals
-    and of DINO's denoising queries are one batch. What a host overrides is computed by the host's code: Grounding
-    DINO's targets and losses, DDQ's distinct queries, heads with QualityFocalLoss or a loss that is not mmdet's.
+    and of DINO's denoising queries are one batch. A head that overrides mmdet's targets or losses, or has a loss or a
+    cost that is none of mmdet's usual ones, computes by its own code: Grounding DINO, DDQ, QualityFocalLoss.
 
     Args:
         host: Registered name of a head that derives from mmdet's DETRHead or Mask2FormerHead, with its scope.
@@ -28,8 +28,8 @@ def MatchedOnce(*, host: str, **host_cfg: Any) -> nn.Module:
         The host, whose class is derived from the registered one.
 
     Raises:
-        TypeError: ``host`` is no such head, or it assigns by another class than HungarianAssigner.
+        TypeError: ``host`` is no such head.
     """
-    from .head import match_once
+    from .model import match_once
 
     return match_once(MODELS.build(dict(type=host, **host_cfg)))

@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models.dense_heads import DETRHead, Mask2FormerHead
 from mmdet.models.detectors import DeformableDETR
-from mmdet.models.layers import CdnQueryGenerator, DeformableDetrTransformerEncoder, MSDeformAttnPixelDecoder
+from mmdet.models.layers import CdnQueryGenerator, DeformableDetrTransformerEncoder
 from mmengine.model import BaseModel
 from torch import Tensor, nn
 
-from mmgate.ops.tracing import is_compiling
 from mmgate.speed.derived import derived_class
 
-from .assigner import AsynchronousConstants
-from .head import assigns_as_hungarian, match_once
-from .pairs import NARROW, to_device
+from . import head as boxes
+from . import masks
+from .pairs import AsynchronousConstants, to_device
+
+Head = TypeVar('Head', bound=nn.Module)
+NARROW = (torch.float16, torch.bfloat16)
+
+
+def match_once(head: Head) -> Head:
+    """Change a DETR-like or Mask2Former head in place so that it matches all layers and images of a step at once.
+
+    Raises:
+        TypeError: It is no such head of mmdet or mmseg, or has targets, losses, costs or an assigner of another kind.
+    """
+    if isinstance(head, (boxes.MatchedOnceHead, masks.MatchedOnceMaskHead)):
+        return head
+    if not isinstance(head, (DETRHead, Mask2FormerHead)):
+        raise TypeError(
+            f'MatchedOnce: {type(head).__name__} is no head that derives from mmdet.DETRHead or mmdet.Mask2FormerHead.'
+        )
+    mixin, is_plain = (
+        (boxes.MatchedOnceHead, boxes.is_plain)
+        if isinstance(head, DETRHead)
+        else (masks.MatchedOnceMaskHead, masks.is_plain)
+    )
+    # In testing a head has no assigner.
+    if getattr(head, 'assigner', None) is not None and not is_plain(head):
+        raise TypeError(
+            f"MatchedOnce: {type(head).__name__} has targets, losses or costs other than mmdet's usual ones, or does "
+            'not assign as HungarianAssigner does.'
+        )
+    # The constructor of DETRHead compares the class, so that it is changed afterwards.
+    head.__class__ = derived_class(mixin, type(head), 'MatchedOnce')
+    return head
 
 
 def match_model_once(model: nn.Module) -> list[str]:
@@ -38,11 +65,10 @@ def match_model_once(model: nn.Module) -> list[str]:
     if not heads:
         left.append(f'{type(model).__name__} has no head that derives from mmdet.DETRHead or mmdet.Mask2FormerHead.')
     for head in heads:
-        if assigns_as_hungarian(head):
+        try:
             match_once(head)
-        else:
-            assigner = type(head.assigner).__name__
-            left.append(f'{type(head).__name__} stays as it is: {assigner} does not assign as HungarianAssigner does.')
+        except TypeError as error:
+            left.append(f'a head stays as it is: {error}')
     for module in modules:
         for mixin, fits in MIXINS.items():
             if fits(module) and not isinstance(module, mixin):
@@ -83,53 +109,6 @@ def on_cpu(spatial_shapes: Tensor) -> Any:
     return getattr(spatial_shapes, 'on_cpu', spatial_shapes)
 
 
-class KnownSizesPixelDecoder(MSDeformAttnPixelDecoder):
-    """Mixin for Mask2Former's pixel decoder that splits its memory by sizes which the CPU knows."""
-
-    def forward(self, feats: Sequence[Tensor]) -> Any:
-        """Decode features, as mmdet."""
-        sizes = [tuple(feature.shape[-2:]) for feature in feats[::-1][: self.num_encoder_levels]]
-        with _KnownSizes(sizes):
-            return super().forward(feats)
-
-
-# mmcv compares the number of values with the sizes here, as the only comparison of tensors.
-_ATTENTION = inspect.unwrap(MultiScaleDeformableAttention.forward).__code__
-
-
-class _KnownSizes(AsynchronousConstants):
-    """Torch function mode for a pixel decoder's forward pass, in which sizes come from the CPU.
-
-    mmdet splits and reshapes its memory by numbers on the device, and mmcv's attention compares their product with the
-    number of values. Calls of other code are left alone, because gates and layers of others run in here, too.
-    """
-
-    def __init__(self, sizes: Sequence[tuple[int, ...]]) -> None:
-        super().__init__()
-        self.sizes = sizes
-        self.lengths = [height * width for height, width in sizes]
-        self._levels: Sequence[Tensor] = ()
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.split and self._is_of_levels(*args):
-            self._levels = func(args[0], self.lengths, **(kwargs or {}))
-            return self._levels
-        if func is Tensor.reshape:
-            for level, size in zip(self._levels, self.sizes, strict=False):
-                if args[0] is level:
-                    return func(*args[:-2], *size)
-        if func is Tensor.__eq__ and not is_compiling() and sys._getframe(1).f_code is _ATTENTION:
-            return True
-        return super().__torch_function__(func, types, args, kwargs)
-
-    def _is_of_levels(self, memory: Any = None, parts: Any = None, *_: Any) -> bool:
-        """Return True if these are arguments that split a tensor's last axis by the lengths of levels, as tensors."""
-        numbers = isinstance(parts, list) and all(isinstance(part, Tensor) for part in parts)
-        return numbers and len(parts) == len(self.lengths) and memory.shape[-1] == sum(self.lengths)
-
-
 class DenoisingWithoutWaits(CdnQueryGenerator):
     """Mixin for DINO's generator of denoising queries that knows the number of objects and waits for nothing."""
 
@@ -151,15 +130,7 @@ class DenoisingWithoutWaits(CdnQueryGenerator):
     def collate_dn_queries(
         self, input_label_query: Tensor, input_bbox_query: Tensor, batch_idx: Tensor, batch_size: int, num_groups: int
     ) -> tuple[Tensor, Tensor]:
-        """Sort the denoising queries of a batch by image, and fill up with zeros to the largest number of objects.
-
-        Args:
-            input_label_query: ``(Q, C)``: the positive queries of all objects, image by image, then the negative ones,
-                then those of the next group.
-            input_bbox_query: ``(Q, 4)``, in the same order.
-            batch_idx: Image of each object; only its device is read.
-            batch_size: Number of images B.
-            num_groups: Number of groups, each with a positive and a negative query of every object.
+        """Sort denoising queries ``(Q, C)`` and boxes ``(Q, 4)`` by image, and fill up with zeros.
 
         Returns:
             Queries ``(B, N, C)`` and boxes ``(B, N, 4)``; N is twice the groups times the largest number of objects.
@@ -169,14 +140,14 @@ class DenoisingWithoutWaits(CdnQueryGenerator):
         firsts = np.repeat(np.arange(batch_size) * width, counts)
         own = np.concatenate([np.arange(count) for count in counts])
         groups = np.arange(2 * num_groups)[:, None] * max(counts)
-        places = to_device(torch.from_numpy((firsts + own + groups).ravel()), batch_idx.device)
-        queries = []
-        for given in (input_label_query, input_bbox_query):
-            empty = torch.zeros(batch_size * width, given.shape[1], device=given.device)
-            queries.append(
-                empty.index_copy(0, places, given.to(empty.dtype)).reshape(batch_size, width, given.shape[1])
-            )
-        return queries[0], queries[1]
+        places = to_device((firsts + own + groups).ravel(), batch_idx.device)
+        both = [
+            torch.zeros(batch_size * width, given.shape[1], device=given.device)
+            .index_copy(0, places, given.float())
+            .unflatten(0, (batch_size, width))
+            for given in (input_label_query, input_bbox_query)
+        ]
+        return both[0], both[1]
 
     def generate_dn_mask(self, max_num_target: int, num_groups: int, device: torch.device | str) -> Tensor:
         """Return the mask of self attention: True where a query must not see a denoising query of another group."""
@@ -208,7 +179,6 @@ DENOISING = ('__call__', 'generate_dn_label_query', 'collate_dn_queries', 'gener
 MIXINS: dict[Any, Callable[[nn.Module], bool]] = {
     KnownSizesDetector: lambda module: _has(module, DeformableDETR, 'pre_transformer', 'gen_encoder_output_proposals'),
     KnownSizesEncoder: lambda module: _has(module, DeformableDetrTransformerEncoder, 'get_encoder_reference_points'),
-    KnownSizesPixelDecoder: lambda module: _has(module, MSDeformAttnPixelDecoder, 'forward'),
     DenoisingWithoutWaits: lambda module: _has(module, CdnQueryGenerator, *DENOISING),
     SummedLosses: lambda module: getattr(type(module), 'parse_losses', None) is BaseModel.parse_losses,
 }

@@ -1,15 +1,13 @@
-"""Solve assignment problems and compute L1 distances of boxes, with torch and scipy alone."""
+"""Solve the assignment problems of a training step, and make small tensors without waiting for the GPU."""
 
 from __future__ import annotations
 
-import functools
-import os
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from mmdet.models.task_modules.assigners import HungarianAssigner
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -17,34 +15,30 @@ from torch.overrides import TorchFunctionMode
 from mmgate.errors import ConfigError
 from mmgate.ops.autocast import autocast_dtype
 
-# The width of a box, for which the order of the sum is known.
-SIDES = 4
-# Pairs of prediction and object, which take about two milliseconds.
-IN_THREADS = 500_000
-NARROW = (torch.float16, torch.bfloat16)
 
-
-def match_pairs(
-    cost: Tensor, place: str = 'an image', parts: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
-) -> np.ndarray:
+def match_pairs(assigner: HungarianAssigner, total: Tensor, costs: Tensor, place: str) -> np.ndarray:
     """Solve the assignment problem: return pairs of prediction and object with the least total cost, ``(2, N)``.
 
     Predictions are in ascending order.
 
     Args:
-        cost: Costs ``(Q, G)`` of predictions and objects, on the CPU.
-        place: Name of the predictions in the error, such as ``'layer 2 of 6, image 1 of the batch'``.
-        parts: Function that computes anew the costs ``(Q, G)`` that ``cost`` adds up, by name, for the error.
+        assigner: The assigner that has the costs.
+        total: Total cost ``(Q, G)`` of predictions and objects, on the CPU.
+        costs: The costs ``(C, Q, G)`` that it adds up, on any device.
+        place: Name of the predictions in the error, such as ``'layer 2 of 6, image a.jpg'``.
 
     Raises:
         ConfigError: A cost is NaN or minus infinity, or no pairs of finite cost match all; the message names the costs.
     """
     try:
-        return _solve(cost)
+        return np.stack(linear_sum_assignment(total.numpy()))
     except ValueError as error:
-        costs = [('the cost', cost)] if parts is None else parts()
-        counts = [(name, int((~one.isfinite()).sum())) for name, one in costs]
-        faults = [f'{name} is NaN or infinite in {n} of {cost.numel()} pairs' for name, n in counts if n]
+        counts = (~costs.isfinite()).sum((1, 2)).tolist()
+        faults = [
+            f'{type(cost).__name__} is NaN or infinite in {count} of {total.numel()} pairs'
+            for cost, count in zip(assigner.match_costs, counts, strict=True)
+            if count
+        ]
         dtype = next(filter(None, map(autocast_dtype, ('cuda', 'cpu'))), None)
         if dtype == torch.float16:
             remedy = (
@@ -63,75 +57,52 @@ def match_pairs(
         ) from error
 
 
-class Problem(NamedTuple):
-    """Assignment problem: the arguments of :func:`match_pairs`."""
-
-    cost: Tensor
-    place: str = 'an image'
-    parts: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
+def image_name(meta: dict[str, Any]) -> str:
+    """Return a name of an image for messages: its file or, if its meta information has none, its number."""
+    return f'image {meta.get("img_path", meta.get("img_id", "without a name"))}'
 
 
-def match_all(problems: Sequence[Problem]) -> list[np.ndarray]:
-    """Solve many assignment problems as :func:`match_pairs` does one, large ones in parallel threads."""
-    # SciPy releases the interpreter's lock. Small problems are solved before threads would start.
-    if sum(problem.cost.numel() for problem in problems) >= IN_THREADS:
-        try:
-            return list(_threads(os.getpid()).map(_solve, [problem.cost for problem in problems]))
-        except ValueError:
-            pass  # told below, in the thread that knows of autocast
-    return [match_pairs(*problem) for problem in problems]
+def assigns_by(head: Any, costs: Sequence[type]) -> bool:
+    """Return True if a head assigns as mmdet's HungarianAssigner does, by costs of these classes."""
+    assigner = getattr(head, 'assigner', None)
+    return getattr(type(assigner), 'assign', None) is HungarianAssigner.assign and all(
+        type(cost) in costs for cost in assigner.match_costs
+    )
 
 
-def _solve(cost: Tensor) -> np.ndarray:
-    return np.stack(linear_sum_assignment(cost.numpy()))
-
-
-@functools.cache
-def _threads(process: int) -> ThreadPoolExecutor:
-    # By process, because a forked one has the object without its threads.
-    return ThreadPoolExecutor(os.cpu_count(), 'mmgate-matching')
-
-
-def to_device(numbers: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a CPU tensor to a device without waiting for the GPU; CUDA keeps a copy of pageable memory."""
-    return numbers.to(device, non_blocking=True)
-
-
-def l1_distances(first: Tensor, second: Tensor) -> Tensor:
-    """Compute the L1 distance of each two boxes, ``(..., Q, G)``, bit for bit as ``torch.cdist`` with ``p=1``.
+def padded(firsts: np.ndarray) -> np.ndarray:
+    """Return the indices of each image's objects ``(B, G)``, filled up with any.
 
     Args:
-        first: Boxes ``(..., Q, 4)``. float16 and bfloat16 are widened to float32, as autocast does for torch.cdist.
-        second: Boxes ``(..., G, 4)``.
+        firsts: The index of the first object of each image, and of the end, ``(B + 1,)``.
     """
-    first, second = (boxes.float() if boxes.dtype in NARROW else boxes for boxes in (first, second))
-    apart = (first[..., :, None, :] - second[..., None, :, :]).abs()  # (..., Q, G, 4)
-    x, y, width, height = apart.unbind(-1)
-    # torch.cdist's kernel for CUDA adds halves of a warp to each other, the one for the CPU number after number.
-    if apart.is_cuda:
-        return (x + width) + (y + height)
-    return ((x + y) + width) + height
+    return np.minimum(firsts[:-1, None] + np.arange(np.diff(firsts).max()), firsts[-1] - 1)
 
 
-class BroadcastDistances(TorchFunctionMode):
-    """Torch function mode in which ``torch.cdist`` computes L1 distances of boxes by :func:`l1_distances`, faster.
+def to_device(numbers: np.ndarray | Tensor, device: torch.device | str) -> Tensor:
+    """Copy numbers of the CPU to a device without waiting for the GPU; CUDA keeps a copy of pageable memory."""
+    return torch.as_tensor(numbers).to(device, non_blocking=True)
 
-    For every pair torch.cdist starts a block of 256 threads on a GPU, of which 4 have a number to add.
+
+class AsynchronousConstants(TorchFunctionMode):
+    """Torch function mode in which ``tensor.new_tensor(numbers)`` and ``tensor.to(device)`` do not wait for the GPU.
+
+    mmdet's costs and losses make tensors of epsilons and weights with the former, its detectors tensors of the sizes of
+    feature maps with the latter, inside of functions that have no argument for them.
     """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call a torch function; ``torch.cdist`` of boxes with ``p=1`` is replaced by :func:`l1_distances`."""
+        """Call a torch function; ``new_tensor`` and ``to`` copy without waiting for the GPU."""
         kwargs = kwargs or {}
-        if func is torch.cdist and _are_boxes(*args, **kwargs):
-            return l1_distances(*args[:2])
+        if len(args) == 2 and set(kwargs) <= {'device'}:
+            own, given = args
+            if func is Tensor.to and isinstance(given, torch.device) and own.device.type == 'cpu':
+                return to_device(own, given)
+            plain = isinstance(given, list) and all(isinstance(one, (int, float)) for one in given)
+            of_cpu = isinstance(given, Tensor) and given.device.type == 'cpu'
+            if func is Tensor.new_tensor and (plain or of_cpu):
+                copy = torch.as_tensor(given).detach().clone().to(own.dtype)
+                return to_device(copy, kwargs.get('device', own.device))
         return func(*args, **kwargs)
-
-
-def _are_boxes(*args: Any, p: float = 2.0, **_: object) -> bool:
-    """Return True if a call of ``torch.cdist`` asks for L1 distances of boxes, that is, of four numbers each."""
-    if len(args) < 2:
-        return False
-    p = args[2] if len(args) > 2 else p
-    return p == 1 and args[0].shape[-1] == args[1].shape[-1] == SIDES

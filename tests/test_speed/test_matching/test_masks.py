@@ -9,14 +9,15 @@ import pytest
 import torch
 from helpers.counting import Memory
 from helpers.matching import Waits
+from mmdet.models.dense_heads import Mask2FormerHead
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.structures import InstanceData, PixelData
 from mmseg.structures import SegDataSample
 from torch import Tensor
 
 from mmgate.mm.config_file import read_config
-from mmgate.speed.matching import head as heads
 from mmgate.speed.matching import masks
+from mmgate.speed.matching import model as models
 
 CONFIG = 'mmseg::mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py'
 LAYERS, QUERIES, CLASSES = 3, 6, 150
@@ -28,7 +29,7 @@ def build(matched: bool, **more: Any) -> Any:
     cfg.train_cfg.num_points = 40
     head = MODELS.build(deepcopy(cfg) | dict(num_queries=QUERIES) | more)
     head.init_weights()
-    return heads.match_once(head) if matched else head
+    return models.match_once(head) if matched else head
 
 
 def inputs(counts: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor], list[InstanceData], list[dict[str, Any]]]:
@@ -51,12 +52,9 @@ def inputs(counts: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor], list[In
 CASES = {'usual': (3, 0, 5), 'more_than_queries': (9, 2), 'one': (1,), 'none': (0, 0)}
 
 
-@pytest.mark.parametrize('parts', ['together', 'apart'])
 @pytest.mark.parametrize('case', CASES)
-def test_losses_are_mmdets(case: str, parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Points and all: on a CPU the same numbers are drawn. Also where layers are too large to be one tensor."""
-    if parts == 'apart':
-        monkeypatch.setattr(masks, 'NUMBERS', 1)
+def test_losses_are_mmdets(case: str) -> None:
+    """Points and all: on a CPU the same numbers are drawn."""
     results = []
     for matched in (False, True):
         given = inputs(CASES[case])
@@ -72,11 +70,9 @@ def test_losses_are_mmdets(case: str, parts: str, monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(our_grads, grads, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize('count', [10, 60, 300])
-def test_memory_is_at_most_mmdets(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a tensor of points as small, beside this head's, as the limit is beside that of COCO's configs."""
+@pytest.mark.parametrize('count', [10, 300])
+def test_memory_is_at_most_mmdets(count: int) -> None:
     points, queries, layers = 512, 20, 6
-    monkeypatch.setattr(masks, 'NUMBERS', 2 * queries * points)
     scores, predicted, objects, metas = inputs((count, count))
     scores = [torch.randn(2, queries, CLASSES + 1, requires_grad=True) for _ in range(layers)]
     predicted = [torch.randn(2, queries, 16, 16, requires_grad=True) for _ in range(layers)]
@@ -132,20 +128,20 @@ def test_classes_become_masks_as_in_mmseg() -> None:
     assert waits.counts['cpu'] == 1
 
 
-def test_a_class_of_another_loss_keeps_mmdets_code() -> None:
-    """What a subclass overrides is not replaced."""
-
+def test_a_class_of_another_loss_is_refused_and_one_of_a_changed_head_keeps_it() -> None:
     class Other(type(build(False))):  # type: ignore[misc]
         def _loss_by_feat_single(self, *args: Any) -> Any:
-            return tuple(3 * loss for loss in super()._loss_by_feat_single(*args))
+            return tuple(3 * loss for loss in Mask2FormerHead._loss_by_feat_single(self, *args))
 
+    head = build(False)
+    head.__class__ = Other
+    with pytest.raises(TypeError, match='Other has targets, losses or costs other than'):
+        models.match_once(head)
+    changed = build(True)
+    changed.__class__ = type('Other', (type(changed),), dict(_loss_by_feat_single=Other._loss_by_feat_single))
     results = []
-    for scale, matched in ((3, False), (1, True)):
-        head = build(False)
-        if matched:
-            head.__class__ = Other
-            head = heads.match_once(head)
+    for scale, one in ((3, build(False)), (1, changed)):
         torch.manual_seed(0)
-        losses = head.loss_by_feat(*inputs((2, 1)))
+        losses = one.loss_by_feat(*inputs((2, 1)))
         results.append({name: scale * loss.detach().view(()) for name, loss in losses.items()})
     torch.testing.assert_close(*results)

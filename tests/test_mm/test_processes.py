@@ -1,4 +1,4 @@
-"""Two processes: they train as one does."""
+"""Two processes on a CPU: they train as one does, with either kind of runner."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
+from mmengine.config import Config
+from mmengine.model import MMDistributedDataParallel
+from mmengine.registry import MODEL_WRAPPERS
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mmgate.errors import ConfigError
 from mmgate.mm import cli
+from mmgate.mm.processes import prepare_processes
 
 COMPONENTS = """
 import torch
@@ -80,6 +85,7 @@ optim_wrapper = dict(
 param_scheduler = dict(type='MultiStepLR', milestones=[3], end=4)
 train_cfg = dict(by_epoch=True, max_epochs=4)
 randomness = dict(seed=1)
+env_cfg = dict(dist_cfg=dict(backend='nccl', timeout=100))  # a process that waits for nothing is an error
 """
 # the gates alone train, and are averaged
 GATES_ALONE = """
@@ -101,7 +107,6 @@ import mmgate
 import torch
 from mmgate.mm import cli
 
-torch.distributed.init_process_group('gloo')  # mmengine's own start selects a GPU first
 for config, work, options in json.loads(sys.argv[1]):
     # several runs a second: mmengine tells them apart by name and second
     options = ['--cfg-options', f'experiment_name={work}', *options]
@@ -128,18 +133,19 @@ def in_two_processes(folder: Path, *runs: tuple[str, str, list[str]]) -> None:
 
 def weights(folder: str) -> dict[str, Tensor]:
     state = torch.load(f'{folder}/epoch_4.pth', weights_only=False)['state_dict']
-    return {key.removeprefix('module.'): value for key, value in state.items()}
+    return {key.removeprefix('module.'): value for key, value in state.items()}  # so mmengine's DDPStrategy saves
 
 
 def test_two_processes_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a parameter that takes no part, clipping and accumulation."""
-    idle, unused = 'model.type=Idle', 'find_unused_parameters=True'
-    ddp = ['type=MMDistributedDataParallel', 'device_ids=None', 'broadcast_buffers=False']  # on a CPU
-    wrapped = [f'model_wrapper_cfg.{option}' for option in ddp]
+    idle, unused, flexible = 'model.type=Idle', 'find_unused_parameters=True', 'runner_type=FlexibleRunner'
+    strategy = ['type=DDPStrategy', 'model_wrapper.type=MMDistributedDataParallel', f'model_wrapper.{unused}']
     in_two_processes(
         tmp_path,
-        ('config.py', 'two', [idle, *wrapped, f'model_wrapper_cfg.{unused}']),
-        ('gates_alone.py', 'two_gates', wrapped),
+        ('config.py', 'two', [idle, unused]),
+        ('config.py', 'two_flexible', [flexible]),
+        ('config.py', 'two_wrapped', [flexible, idle, *(f'strategy.{option}' for option in strategy)]),
+        ('gates_alone.py', 'two_gates', []),
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -148,6 +154,9 @@ def test_two_processes_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert cli.main(cli.train, [config, '--work-dir', name, *options, *model]) == 0
     two = weights('two')
     torch.testing.assert_close(two, weights('one'), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weights('two_wrapped'), two)
+    del two['unused.weight'], two['unused.bias']
+    torch.testing.assert_close(weights('two_flexible'), two)
     one, two = weights('one_gates'), weights('two_gates')
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
     trained = {name for name in one if 'gml' in name or 'gate_' in name}
@@ -155,3 +164,23 @@ def test_two_processes_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     averaged = load_file('two_gates/epoch_4.gates.safetensors')
     assert set(averaged) == trained
     torch.testing.assert_close(averaged, {name: two[name] for name in trained})
+
+
+@pytest.mark.parametrize('name', [None, 'MMDistributedDataParallel'])
+def test_without_a_gpu_no_device_is_handed_over(monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
+    monkeypatch.setattr('mmgate.mm.processes.get_device', lambda: 'cpu')
+    monkeypatch.setattr('mmgate.mm.processes.is_distributed', lambda: True)
+    cfg = Config(dict(launcher='pytorch', model_wrapper_cfg=name and dict(type=name)))
+    prepare_processes(cfg)
+    assert cfg.model_wrapper_cfg.device_ids is None
+    assert MODEL_WRAPPERS.get(cfg.model_wrapper_cfg.type) is MMDistributedDataParallel
+
+
+def test_slurm_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = Config(dict(launcher='slurm'))
+    monkeypatch.setattr('mmgate.mm.processes.get_device', lambda: 'cuda')
+    prepare_processes(cfg)
+    assert dict(cfg) == dict(launcher='slurm')
+    monkeypatch.setattr('mmgate.mm.processes.get_device', lambda: 'cpu')
+    with pytest.raises(ConfigError, match='--launcher slurm needs GPUs'):
+        prepare_processes(cfg)
