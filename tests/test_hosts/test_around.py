@@ -179,13 +179,6 @@ def test_a_gate_behind_kwargs_is_read_as_its_base() -> None:
     assert gate.map_size == (56, 56) and gate.dwc is None
 
 
-@pytest.mark.parametrize('options, size', [({}, (14, 14)), (dict(map_size=(4, 6)), (4, 6))], ids=['told', 'said'])
-def test_in_a_model_it_is_that_of_the_backbone_or_what_the_rule_says(options: dict, size: tuple[int, int]) -> None:
-    model: Any = nn.ModuleDict(dict(neck=nn.Identity(), backbone=MODELS.build(PVT)))
-    swap_attention(model, dict(type='SAGAAttention', path='backbone.layers.2.**', **options))
-    assert model['backbone'].layers[2][1][1].attn.gate.map_size == size
-
-
 @needs_mmpretrain
 def test_a_part_of_a_model_does_not_tell_it() -> None:
     """The message has the option to write; a ViT's attention, whose call names no map, is refused."""
@@ -239,20 +232,6 @@ def test_a_vit_takes_images_of_the_size_that_it_was_built_for(window: int | None
         vit(torch.randn(1, 3, 112, 224))
     restore_attention(vit)
     assert vit(torch.randn(1, 3, 112, 224))[0].isfinite().all()
-
-
-@needs_mmpretrain
-def test_biases_of_a_vit_of_another_image_size_are_resized() -> None:
-    """On loading, as those of its positions, to the map of this model."""
-    small, large = (MODELS.build(dict(VIT, img_size=side)) for side in (64, 128))
-    for model in (small, large):
-        swap_attention(model, dict(AGENTS, path='layers.*.attn'))
-    large.load_state_dict(small.state_dict(), strict=False)
-    gate = large.layers[0].attn.gate
-    assert (gate.map_size, gate.ah_bias.shape[3]) == ((8, 8), 8)
-    assert torch.equal(gate.an_bias, small.layers[0].attn.gate.an_bias)
-    large.eval()
-    assert large(torch.randn(1, 3, 128, 128))[0].isfinite().all()
 
 
 def test_no_size_is_needed_without_position_terms() -> None:

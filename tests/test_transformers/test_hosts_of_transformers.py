@@ -159,7 +159,7 @@ CLASSES = [(module, prefix) for module, prefix in PREFIXES.items() if module not
 
 @pytest.mark.parametrize('columns', [2, 4])
 @pytest.mark.parametrize('module, prefix', CLASSES)
-def test_deformable_classes(module: str, prefix: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deformable_classes(module: str, prefix: str, columns: int) -> None:
     """A mask, a position and one reference for all levels included; a gate that moves changes the output."""
     path = f'transformers.models.{module}.modeling_{module}'
     kind = getattr(pytest.importorskip(path, reason=f'this transformers has no {prefix}'), f'{prefix}{SUFFIX}')
@@ -182,30 +182,11 @@ def test_deformable_classes(module: str, prefix: str, columns: int, monkeypatch:
     with torch.no_grad():
         expected, weights = model['attn'](**given)
         mmgate.swap_attention(model, dict(PLUG, path='attn'))
-        modulated: list[Any] = []
-        with monkeypatch.context() as patched:
-            gate = model['attn'].gate
-            patched.setattr(gate, 'modulate', lambda query: modulated.append(query) or type(gate).modulate(gate, query))
-            found, gated = model['attn'](**given)
-        assert len(modulated) == 1
+        found, gated = model['attn'](**given)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(gated, weights, rtol=1e-4, atol=1e-6)
         moved(model)
         assert (model['attn'](**given)[0] - expected).abs().max() > 1e-4
-
-
-@pytest.mark.parametrize('name', ['mask2former', 'deformable_detr'])
-def test_masked_values_are_not_seen(name: str) -> None:
-    model = build(name)
-    (path, *_), vanilla = mmgate.swap_attention(model, PLUG), build(name)
-    ((given, _),) = calls(vanilla, [path], feed(name)).values()
-    mask = torch.rand(given['encoder_hidden_states'].shape[:2]) > 0.5
-    given['attention_mask'] = mask
-    with torch.no_grad():
-        found, expected = model.get_submodule(path)(**given)[0], vanilla.get_submodule(path)(**given)[0]
-        other = model.get_submodule(path)(**{**given, 'attention_mask': ~mask})[0]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert (found - other).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize('implementation', ['default', 'eager', 'mmgate'])

@@ -12,7 +12,7 @@ from conftest import filled, one_graph
 from helpers.families import DENSE
 from helpers.gated import gated_attention
 from mmcv.cnn.bricks.transformer import MultiheadAttention
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from mmgate import record, restore_attention, swap_attention
 from mmgate.gate import Sizes
@@ -245,26 +245,18 @@ def test_drop_in_for_mmcv(batch_first: bool) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 * expected.abs().max().item())
 
 
-def test_torch_encoder_layer_does_not_skip_the_gate() -> None:
-    """torch's encoder layer has a fast path in eval mode that would read the weights and leave the gate out."""
-    layer = nn.TransformerEncoderLayer(C, H, 8, batch_first=True, dropout=0.0)
-    layer.self_attn = filled(gated_attention(PLuGGate, C, H, batch_first=True), 0.4)
-    x = torch.randn(B, N, C)
-    expected = layer.train()(x)
-    with torch.inference_mode():
-        torch.testing.assert_close(layer.eval()(x), expected)
-
-
-def test_torch_encoder_hands_a_gate_no_nested_tensors() -> None:
-    """It would in eval mode, where tokens are padding."""
+def test_torchs_fast_paths_do_not_skip_the_gate() -> None:
+    """An encoder in eval mode would read the weights itself, and hand on nested tensors where tokens are padding."""
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(C, H, 8, batch_first=True, dropout=0.0), 2)
     swap_attention(encoder, dict(path='layers.*.self_attn', type='PLuGMultiheadAttention'))
     x, padding = torch.randn(B, N, C), torch.zeros(B, N, dtype=torch.bool)
     padding[0, -1] = True
-    expected = encoder.train()(x, src_key_padding_mask=padding)
-    with torch.no_grad():
-        actual = encoder.eval()(x, src_key_padding_mask=padding)
-    torch.testing.assert_close(actual[~padding], expected[~padding])
+    filled(encoder, 0.4)
+    for mask in (None, padding):
+        expected = encoder.train()(x, src_key_padding_mask=mask)
+        with torch.inference_mode():
+            actual = encoder.eval()(x, src_key_padding_mask=mask)
+        torch.testing.assert_close(actual[~padding], expected[~padding])
 
 
 @pytest.mark.parametrize('enabled', [True, False])
@@ -278,24 +270,6 @@ def test_torch_encoder_packs_padded_sequences_again_without_gates(enabled: bool)
         assert not encoder.use_nested_tensor
     restore_attention(encoder)
     assert encoder.use_nested_tensor == enabled and vars(encoder).keys() == names
-
-
-def test_torch_fx_keeps_the_gated_module_whole() -> None:
-    """By any argument; the vanilla one is a leaf, too."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attn = nn.MultiheadAttention(C, H)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.attn(query=x, key=x, value=x, need_weights=False)[0]
-
-    block, x = Block(), torch.randn(N, B, C)
-    swap_attention(block, dict(path='attn', type='SDPAGatedMultiheadAttention'))
-    traced = fx.symbolic_trace(block)
-    assert [node.target for node in traced.graph.nodes if node.op == 'call_module'] == ['attn']
-    torch.testing.assert_close(traced(x), block(x))
 
 
 @pytest.mark.parametrize('sizes', [{}, dict(kdim=C // 2, vdim=C // 2)], ids=['one projection', 'three'])
