@@ -122,7 +122,7 @@ def held_attention(host: nn.Module, *, exactly: bool = False) -> Iterator[tuple[
         host: A module, gated or not.
         exactly: True leaves out subclasses of registered hosts, into which a rule puts no gate by the wrapper's name.
     """
-    vanilla = host_class(host)
+    vanilla: Any = host_class(host)
     import_adapters(vanilla)
     children = dict(host.named_children())
     found: dict[str, nn.Module] = {}
