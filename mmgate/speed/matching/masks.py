@@ -54,8 +54,8 @@ class MatchedOnceMaskHead(Mask2FormerHead):
         matched = np.zeros((layers, 2, 0), np.int64)
         if firsts[-1]:
             costs = [
-                self._costs(*of_layer, labels, object_masks, drawn[0], firsts)
-                for *of_layer, drawn in zip(scores, all_mask_preds, points, strict=True)
+                self._costs(own, masks, labels, object_masks, drawn[0], firsts)
+                for own, masks, drawn in zip(scores, all_mask_preds, points, strict=True)
             ]
             matched = _matched(self.assigner, torch.stack(costs), firsts, batch_img_metas)
         # The predictions of each layer among its B * Q, and their objects.

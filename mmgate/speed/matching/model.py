@@ -48,7 +48,8 @@ def match_once(head: Head) -> Head:
             'not assign as HungarianAssigner does.'
         )
     # The constructor of DETRHead compares the class, so that it is changed afterwards.
-    head.__class__ = derived_class(mixin, type(head), 'MatchedOnce')
+    cls: Any = type(head)
+    head.__class__ = derived_class(mixin, cls, 'MatchedOnce')
     return head
 
 

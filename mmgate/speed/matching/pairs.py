@@ -64,7 +64,7 @@ def image_name(meta: dict[str, Any]) -> str:
 
 def assigns_by(head: Any, costs: Sequence[type]) -> bool:
     """Return True if a head assigns as mmdet's HungarianAssigner does, by costs of these classes."""
-    assigner = getattr(head, 'assigner', None)
+    assigner: Any = getattr(head, 'assigner', None)
     return getattr(type(assigner), 'assign', None) is HungarianAssigner.assign and all(
         type(cost) in costs for cost in assigner.match_costs
     )
