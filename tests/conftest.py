@@ -31,7 +31,9 @@ from mmgate.ops.native import why_not_native as no_native
 torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
 
 ROOT = Path(__file__).parents[1]
-CONFIGS = sorted(path for path in (ROOT / 'configs').rglob('*.py') if not {'_base_', 'studies'} & set(path.parts))
+# Those of projects have theirs beside them, and are in no wheel.
+CONFIG_FILES = sorted(path for root in (ROOT, *ROOT.glob('projects/*')) for path in (root / 'configs').rglob('*.py'))
+CONFIGS = [path for path in CONFIG_FILES if not {'_base_', 'studies'} & set(path.parts)]
 
 TORCH = tuple(int(part) for part in torch.__version__.split('.')[:2])
 half_on_cpu = pytest.mark.skipif(TORCH < (2, 2), reason='torch 2.1 has no matrix product of float16 on the CPU')
@@ -68,10 +70,10 @@ def skip_unless_readable(path: str | Path) -> None:
 
 
 def needs_host(path: str | Path) -> bool:
-    """Return whether a config inherits mmpretrain's, or has a backbone of timm's, which comes with it."""
+    """Return whether a config inherits mmpretrain's, as projects' do, or has a backbone of timm's, which is with it."""
     path = Path(path)
     inside = path.relative_to(ROOT) if path.is_absolute() else path
-    return bool({'classification', 'real'} & set(inside.parts)) or 'dinov2' in path.name
+    return bool({'classification', 'real', 'projects'} & set(inside.parts)) or 'dinov2' in path.name
 
 
 def tool(name: str, folder: str = 'analysis_tools') -> ModuleType:

@@ -1,4 +1,4 @@
-"""Every config under configs/ builds, here and from a foreign folder with the wheel installed."""
+"""Every config builds, here and, if the wheel has it, from a foreign folder with the wheel installed."""
 
 from __future__ import annotations
 
@@ -28,44 +28,44 @@ from mmgate.analysis.structure import build_structure
 from mmgate.gate import Gate, named_gate_parameters, undecayed_parameters
 from mmgate.gating import gated_modules
 
-NAMES = [str(path.relative_to(ROOT / 'configs')) for path in CONFIGS]
-METADATA = {model['Config'].removeprefix('configs/'): model['Metadata'] for model in MODELS}
+NAMES = [str(path.relative_to(ROOT)) for path in CONFIGS]
+METADATA = {model['Config']: model['Metadata'] for model in MODELS}
 PARAMETERS = {name: metadata['Parameters'] for name, metadata in METADATA.items()}
 if mmdet.__version__ >= '3.5':  # the fork's DINO encodes boxes in twice the channels
-    PARAMETERS['plug/dino/plug-dino-4scale_r50_8xb2-12e_coco.py'] += 2 * 256 * 256
-    PARAMETERS['vanilla/dino/ungated-dino-4scale_r50_8xb2-12e_coco.py'] += 2 * 256 * 256
+    PARAMETERS['configs/plug/dino/plug-dino-4scale_r50_8xb2-12e_coco.py'] += 2 * 256 * 256
+    PARAMETERS['configs/vanilla/dino/ungated-dino-4scale_r50_8xb2-12e_coco.py'] += 2 * 256 * 256
 PYRAMID = [(56, 56), (28, 28), (14, 14), (7, 7)]
 # By a small config of each kind, the maps of the stages whose gates have position terms.
 MAPS = {
-    'agent/classification/agent-pvt-t_8xb128-300e_in1k.py': PYRAMID,
-    'agent/classification/agent-pvt-m_8xb64-300e_in1k-256px.py': [(64, 64), (32, 32), (16, 16), (8, 8)],
-    'agent/classification/agent-swin-t_8xb128-300e_in1k.py': PYRAMID[:3],
-    'agent/classification/agent-swin-s_8xb32-30e_in1k-352px.py': [(88, 88), (44, 44)],
-    'agent/classification/agent-cswin-t_8xb128-300e_in1k.py': PYRAMID[:2],
-    'agent/classification/agent-cswin-b_8xb32-30e_in1k-384px.py': [(96, 96), (48, 48)],
-    'agent/classification/agent-deit-t_8xb128-300e_in1k.py': [(14, 14)],
-    'agent/classification/agent-deit-s_8xb64-300e_in1k-448px.py': [(28, 28)],
-    'agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py': [(32, 32), (16, 16), (8, 8), (4, 4)],
-    'agent/semantic_fpn/agent-semantic-fpn_pvt-t_8xb2-40k_ade20k-512x512.py': PYRAMID,
-    'saga/classification/saga-pvtv2-b0_8xb128-300e_in1k.py': PYRAMID,
-    'saga/classification/saga-swin-t_8xb128-300e_in1k.py': PYRAMID[:3],
-    'saga/mask_rcnn/saga-mask-rcnn_swin-demo_1xb8-8e_shapes.py': [(32, 32), (16, 16), (8, 8)],
-    'linear/classification/flatten-pvt-t_8xb128-300e_in1k.py': PYRAMID,
-    'linear/classification/flatten-swin-t_8xb128-300e_in1k.py': PYRAMID[:2],
-    'linear/classification/flatten-deit-t_8xb128-300e_in1k.py': [(14, 14)],
-    'linear/classification/polaformer-pvtv2-b0_8xb128-300e_in1k.py': PYRAMID,
-    'linear/classification/polaformer-deit-t_8xb128-300e_in1k.py': [(14, 14)],
+    'configs/agent/classification/agent-pvt-t_8xb128-300e_in1k.py': PYRAMID,
+    'configs/agent/classification/agent-pvt-m_8xb64-300e_in1k-256px.py': [(64, 64), (32, 32), (16, 16), (8, 8)],
+    'configs/agent/classification/agent-swin-t_8xb128-300e_in1k.py': PYRAMID[:3],
+    'configs/agent/classification/agent-swin-s_8xb32-30e_in1k-352px.py': [(88, 88), (44, 44)],
+    'configs/agent/classification/agent-cswin-t_8xb128-300e_in1k.py': PYRAMID[:2],
+    'configs/agent/classification/agent-cswin-b_8xb32-30e_in1k-384px.py': [(96, 96), (48, 48)],
+    'configs/agent/classification/agent-deit-t_8xb128-300e_in1k.py': [(14, 14)],
+    'configs/agent/classification/agent-deit-s_8xb64-300e_in1k-448px.py': [(28, 28)],
+    'configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py': [(32, 32), (16, 16), (8, 8), (4, 4)],
+    'configs/agent/semantic_fpn/agent-semantic-fpn_pvt-t_8xb2-40k_ade20k-512x512.py': PYRAMID,
+    'configs/saga/classification/saga-pvtv2-b0_8xb128-300e_in1k.py': PYRAMID,
+    'configs/saga/classification/saga-swin-t_8xb128-300e_in1k.py': PYRAMID[:3],
+    'configs/saga/mask_rcnn/saga-mask-rcnn_swin-demo_1xb8-8e_shapes.py': [(32, 32), (16, 16), (8, 8)],
+    'configs/linear/classification/flatten-pvt-t_8xb128-300e_in1k.py': PYRAMID,
+    'configs/linear/classification/flatten-swin-t_8xb128-300e_in1k.py': PYRAMID[:2],
+    'configs/linear/classification/flatten-deit-t_8xb128-300e_in1k.py': [(14, 14)],
+    'configs/linear/classification/polaformer-pvtv2-b0_8xb128-300e_in1k.py': PYRAMID,
+    'configs/linear/classification/polaformer-deit-t_8xb128-300e_in1k.py': [(14, 14)],
 }
 
 
 def method_and_gate(name: str) -> tuple[str, str]:
     """Return the folder of a config and the first word of its name; of a vanilla one, that is the host."""
-    return name.split('/')[0], Path(name).name.split('-')[0]
+    return name.split('/')[1], Path(name).name.split('-')[0]
 
 
 def method_and_host(name: str) -> list[str]:
     """Return the folders of a config's method and host."""
-    return name.split('/')[:2]
+    return name.split('/')[1:3]
 
 
 @pytest.mark.parametrize('name', one_of_each(NAMES, method_and_gate, method_and_host))
@@ -73,7 +73,7 @@ def test_every_config_builds(name: str) -> None:
     """And has as many trainable parameters, and images a step, as its metafile says."""
     skip_unless_readable(name)
     logging.getLogger('mmengine').setLevel(logging.WARNING)
-    cfg = Config.fromfile(ROOT / 'configs' / name)
+    cfg = Config.fromfile(ROOT / name)
     model = build_structure(cfg)
     registry.MODELS.build(cfg.model.data_preprocessor)  # which a structure goes without
     # a gate may have no parameters, and replace a vanilla model's operator then
@@ -90,7 +90,7 @@ def test_every_config_builds(name: str) -> None:
         spared = [n for n, parameter in undecayed_parameters(model) if (id(parameter) in decayed) != bool(published)]
         assert decayed and spared == []
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    assert PARAMETERS.get(name) == trainable, f'the metafile of {Path(name).parts[0]} should say {trainable}'
+    assert PARAMETERS.get(name) == trainable, f'the metafile of {Path(name).parts[1]} should say {trainable}'
     check_steps(cfg, name)
     if gated and restore_attention(model):
         vanilla = settings(model, wrapper)
@@ -103,7 +103,7 @@ def test_every_config_builds(name: str) -> None:
 def test_gates_have_the_map_of_the_images_in_pre_training(name: str) -> None:
     """As a pass of the backbone shows it."""
     skip_unless_readable(name)
-    cfg = Config.fromfile(ROOT / 'configs' / name)
+    cfg = Config.fromfile(ROOT / name)
     backbone: Any = build_structure(cfg).backbone.to('meta')
     of_images = cfg.model.backbone
     side = of_images.get('pretrain_img_size', of_images.get('img_size', 224))
@@ -129,9 +129,9 @@ def test_gates_have_the_map_of_the_images_in_pre_training(name: str) -> None:
 def is_vanilla(name: str) -> bool:
     """Return whether a config is a vanilla partner, by its folder, or as the ending of other names in its folder."""
     path = Path(name)
-    names = {other.stem for other in (ROOT / 'configs' / path).parent.glob('*.py')}
-    partner = path.parts[0] == 'real' and not any(path.stem.endswith(f'-{other}') for other in names)
-    return partner or path.parts[0] == 'vanilla'
+    names = {other.stem for other in (ROOT / path).parent.glob('*.py')}
+    partner = path.parts[1] == 'real' and not any(path.stem.endswith(f'-{other}') for other in names)
+    return partner or 'vanilla' in path.parts
 
 
 def check_steps(cfg: Config, name: str) -> None:
@@ -159,8 +159,8 @@ def test_every_config_builds_from_another_project(tmp_path: Path) -> None:
     installed = tmp_path / 'site'
     with zipfile.ZipFile(next((tmp_path / 'dist').glob('*.whl'))) as wheel:
         wheel.extractall(installed)
-    shipped = ['tools/train.py', 'tools/dist_train.sh', 'tools/analysis_tools/list_attention.py', 'model-index.yml']
-    assert all((installed / 'mmgate/.mim' / name).is_file() for name in shipped)
+    files = ['tools/train.py', 'tools/dist_train.sh', 'tools/analysis_tools/list_attention.py', 'model-index.yml']
+    assert all((installed / 'mmgate/.mim' / name).is_file() for name in files)
     assert (installed / 'mmgate/py.typed').is_file()
     script = tmp_path / 'build.py'
     script.write_text(
@@ -170,11 +170,12 @@ def test_every_config_builds_from_another_project(tmp_path: Path) -> None:
         f'assert mmgate.__file__.startswith({str(installed)!r}), mmgate.__file__\n'
         'for number, name in enumerate(sys.argv[1:]):\n'
         '    path = f"child_{number}.py"\n'
-        '    open(path, "w").write(f"_base_ = {\'mmgate::\' + name!r}")\n'
+        '    open(path, "w").write(f"_base_ = {\'mmgate::\' + name.removeprefix(\'configs/\')!r}")\n'
         '    build_structure(Config.fromfile(path))\n'
         'print("built", number + 1)\n'
     )
-    readable = [name for name in NAMES if available('mmpretrain') or not needs_host(name)]
+    shipped = [name for name in NAMES if name.startswith('configs/')]
+    readable = [name for name in shipped if available('mmpretrain') or not needs_host(name)]
     others = os.environ.get('PYTHONPATH', '').split(os.pathsep)
     environment = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(installed), *others])}
     command = [sys.executable, '-W', 'ignore', script, *readable]

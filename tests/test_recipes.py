@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import CONFIGS, ROOT, one_of_each, run_python, skip_unless_readable
+from conftest import CONFIG_FILES, CONFIGS, one_of_each, run_python, skip_unless_readable
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import PARAM_SCHEDULERS
@@ -139,7 +139,7 @@ def test_a_config_trains_as_its_paper_says(path: Path) -> None:
 
 def test_no_config_assigns_a_name_twice() -> None:
     """Python keeps the second value alone; what the first one changes of a base would be lost."""
-    for path in (ROOT / 'configs').rglob('*.py'):
+    for path in CONFIG_FILES:
         assigned = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign)]
         names = [target.id for node in assigned for target in node.targets if isinstance(target, ast.Name)]
         assert len(names) == len(set(names)), path

@@ -12,7 +12,7 @@ from typing import Any
 import mmdet
 import pytest
 import torch
-from conftest import ROOT, needs_host, skip_unless_readable
+from conftest import CONFIG_FILES, ROOT, needs_host, skip_unless_readable
 from helpers.made_data import made_sets
 from helpers.metafiles import MODELS
 from helpers.shrunk import add_panopticapi, configs_in, make_weights, one_of_each_kind, shrunk
@@ -30,7 +30,7 @@ from mmgate.mm.config_file import type_name
 PARAMETERS = {model['Config']: model['Metadata']['Parameters'] for model in MODELS}
 # gated or not; if a newer fork mends it, this test says so
 BROKEN = pytest.mark.xfail(mmdet.__version__ >= '3.5', reason="the decoder of the fork's Grounding DINO", strict=True)
-FOLDERS = sorted({str(path.parent.relative_to(ROOT)) for path in (ROOT / 'configs').rglob('*.py')})
+FOLDERS = sorted({str(path.parent.relative_to(ROOT)) for path in CONFIG_FILES})
 CASES = [
     pytest.param(folder, marks=[pytest.mark.slow, *([BROKEN] if 'grounding_dino' in folder else [])])
     for folder in FOLDERS

@@ -54,7 +54,7 @@ INTRODUCTION = """# The papers, row by row
 Every table and figure of the five papers. A row links the config that reproduces it with mmgate, or names the command,
 the option, or the reason why there is none. Figures are the papers'; ours are among
 [papers' claims, tried](when_gates_help.md#papers-claims-tried). `python tools/dev/papers.py` writes the page from
-[papers.yml](papers.yml) and `configs/*/metafile.yml`.
+[papers.yml](papers.yml) and the metafiles of configs and projects.
 """
 
 
@@ -65,8 +65,9 @@ def read_rows() -> dict[str, dict[str, Any]]:
 
 def read_models() -> dict[str, dict[str, Any]]:
     """Return the entries of all metafiles by name."""
-    index = yaml.safe_load((ROOT / 'model-index.yml').read_text())
-    entries = [entry for path in index['Import'] for entry in yaml.safe_load((ROOT / path).read_text())['Models']]
+    listed = yaml.safe_load((ROOT / 'model-index.yml').read_text())['Import']
+    paths = [*(ROOT / path for path in listed), *sorted(ROOT.glob('projects/*/metafile.yml'))]
+    entries = [entry for path in paths for entry in yaml.safe_load(path.read_text())['Models']]
     return {entry['Name']: entry for entry in entries}
 
 
