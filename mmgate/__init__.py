@@ -20,7 +20,8 @@ from .files import load_gates, save_gates
 from .gate import Gate, Sizes, refuse_to_split
 from .gates.base.deformable import DeformableAdapter, DeformableGate
 from .gates.base.dense import DenseAdapter, DenseGate
-from .gates.base.map import MapAdapter, MapGate
+from .gates.base.linear import LinearGate
+from .gates.base.map import MapAdapter, MapGate, map_attention
 from .gating import Adapter
 from .hosts import adapts
 from .hosts.around import nearest_with
@@ -42,6 +43,7 @@ __all__ = [
     'DenseAdapter',
     'Gate',
     'Adapter',
+    'LinearGate',
     'MapGate',
     'MapAdapter',
     'Sizes',
@@ -51,6 +53,7 @@ __all__ = [
     'gates_disabled',
     'list_attention',
     'load_gates',
+    'map_attention',
     'nearest_with',
     'note',
     'record',

@@ -8,7 +8,25 @@ from mmgate import registry
 from mmgate.errors import ConfigError
 
 # By the module of a project and by registry, the names that it registers; it does so with ``force=True``.
-MOVED: dict[str, dict[str, tuple[str, ...]]] = {}
+MOVED: dict[str, dict[str, tuple[str, ...]]] = {
+    'projects.linear_attention': {
+        'MODELS': (
+            'EfficientAttention',
+            'EnhancedLinearAttention',
+            'FocusedLinearAttention',
+            'HydraAttention',
+            'InLineAttention',
+            'LinearAngularAttention',
+            'LinearPVT',
+            'LinearPVTv2',
+            'LinearSwin',
+            'MLLAAttention',
+            'PolaFormerAttention',
+            'RALAAttention',
+        ),
+    },
+    'projects.plug_classifiers': {'MODELS': ('LVViT', 'TokenLabelHead', 'ViTAE')},
+}
 
 
 def how_to_import(name: str) -> str | None:

@@ -62,17 +62,7 @@ TESTED_BY = {
     'test_deploy/test_operators.py': ('deploy/graph.py',),
     'test_hosts/test_table.py': ('hosts/points.py',),
     'test_hosts/test_window.py': ('hosts/relative_positions.py',),
-    'test_gates/test_linear/test_linear.py': (
-        'gates/linear/base.py',
-        'gates/linear/efficient.py',
-        'gates/linear/enhanced.py',
-        'gates/linear/focused.py',
-        'gates/linear/hydra.py',
-        'gates/linear/inline.py',
-        'gates/linear/mlla.py',
-        'gates/linear/polaformer.py',
-        'gates/linear/rala.py',
-    ),
+    'test_gates/test_saga.py': ('gates/base/linear.py',),
     'test_ops/test_any_arguments.py': ('ops/differential.py',),
     'test_ops/test_deformable/test_deformable.py': (
         'ops/deformable/grid_sample.py',

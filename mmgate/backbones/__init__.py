@@ -13,10 +13,8 @@ from mmgate.registry import MODELS
 FILES = {
     'cswin': ('mmengine', ['AgentCSwin']),
     'dgvit': ('mmpretrain', ['DGViT']),
-    'lvvit': ('mmpretrain', ['LVViT', 'TokenLabelHead']),
-    'pvt': ('mmdet', ['AgentPVT', 'LinearPVT', 'LinearPVTv2', 'SAGAPVT', 'SAGAPVTv2']),
-    'swin': ('mmdet', ['AgentSwin', 'LinearSwin', 'SAGASwin']),
-    'vitae': ('mmpretrain', ['ViTAE']),
+    'pvt': ('mmdet', ['AgentPVT', 'PVT', 'PVTv2', 'SAGAPVT', 'SAGAPVTv2']),
+    'swin': ('mmdet', ['AgentSwin', 'SAGASwin', 'Swin']),
 }
 __all__: list[str] = []
 

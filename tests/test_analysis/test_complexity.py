@@ -47,10 +47,6 @@ LARGER = [  # images, and other ViTs
     ('plug/classification/plug-visformer-t_8xb128-300e_in1k', 224, 10.8, 1.3),
     ('plug/classification/plug-xcit-t12_8xb128-300e_in1k', 224, 6.9, 1.3),
     ('plug/classification/plug-gcvit-xxt_8xb128-300e_in1k', 224, 12.2, 2.2),  # 2.3
-    ('vanilla/classification/lvvit-t_8xb128-300e_in1k', 224, 8.5, 2.9),
-    ('plug/classification/plug-lvvit-t_8xb128-300e_in1k', 224, 8.88, 3.0),  # 8.8 and 3.1
-    ('vanilla/classification/vitae-t_4xb128-300e_in1k', 224, 4.88, 1.8),  # 4.8 and 1.5
-    ('plug/classification/plug-vitae-t_4xb128-300e_in1k', 224, 5.1, 1.8),  # 1.6
     ('plug/classification/plug-t2t-vit-10_8xb128-300e_in1k', 224, 6.2, 2.9),  # 1.6, with Performer layers
 ]
 

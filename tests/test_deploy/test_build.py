@@ -72,8 +72,6 @@ SMALL = dict(
     SAGAPVT=dict(num_layers=(1, 1, 1, 1)),
     SAGAPVTv2=dict(),
     SAGASwin=dict(depths=(1, 2, 1, 1), blocks=(1, 1, 0, 0)),
-    LinearPVT=dict(attention=dict(type='FocusedLinearAttention'), num_layers=(1, 1, 1, 1)),
-    LinearSwin=dict(attention=dict(type='FocusedLinearAttention'), depths=(1, 2, 1, 1), blocks=(1, 1, 0, 0)),
 )
 
 

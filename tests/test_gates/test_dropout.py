@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from mmgate.gates import (
     AgentAttention,
-    CrossWindowAttention,
     DifferentialGatedMultiheadAttention,
     DifferentialMultiheadAttention,
     DifferentialV2MultiheadAttention,
@@ -102,14 +101,12 @@ def test_both_attentions_of_shared_keys_drop() -> None:
     assert values(out) == {0.0, 2.0, -0.5, 1.5}
 
 
-@pytest.mark.parametrize('kind', [AgentAttention, CrossWindowAttention])
-def test_attention_over_a_map_drops_its_weights(kind: type) -> None:
+def test_attention_over_a_map_drops_its_weights() -> None:
     """In training, which leaves what the convolution adds."""
-    sizes = dict(map_size=(2, 3), agent_num=4) if kind is AgentAttention else dict(split=None)
-    layer = filled(kind(C, H, attn_drop=1.0, **sizes), 0.5)
+    layer = filled(AgentAttention(C, H, attn_drop=1.0, map_size=(2, 3), agent_num=4), 0.5)
     x = torch.randn(B, N, C)
     v = layer.qkv(x)[..., 2 * C :].transpose(1, 2).unflatten(-1, (2, 3))
-    local = (layer.gate.dwc if kind is AgentAttention else layer.lepe[0])(v).flatten(2).transpose(1, 2)
+    local = layer.gate.dwc(v).flatten(2).transpose(1, 2)
     torch.testing.assert_close(layer.train()(x, (2, 3)), layer.proj(local))
     assert not torch.allclose(layer.eval()(x, (2, 3)), layer.proj(local))
 

@@ -35,7 +35,6 @@ REASONS = {  # of a class without an adapter
     'MSCASpatialAttention': 'convolutions around MSCAAttention',
 }
 KINDS = {'deformable': DeformableGate, 'dense': DenseGate, 'map': MapGate}
-RARE = ('CrossWindowAttention',)  # named where it fits: many hosts have an odd number of heads
 
 
 @dataclass
@@ -142,7 +141,7 @@ def kinds() -> dict[str, list[str]]:
     """Return mmgate's gates by the kind under which the table names them, where a host takes all of the kind."""
     named: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for gate in registered_gates():
-        if gate.__module__.startswith('mmgate.') and gate.__name__ not in RARE:
+        if gate.__module__.startswith('mmgate.'):
             (kind,) = (kind for kind, base in KINDS.items() if issubclass(gate_of_type(gate), base))
             named[kind].append(gate.__name__)
     return {kind: sorted(gates) for kind, gates in named.items()}

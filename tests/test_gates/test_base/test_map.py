@@ -7,42 +7,64 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor
 
 from mmgate.errors import ConfigError, OptionError
 from mmgate.gate import Sizes
-from mmgate.gates import AgentAttention, CrossWindowAttention, FocusedLinearGate, HydraGate, SAGAAttention, SAGAGate
+from mmgate.gates import AgentAttention, SAGAAttention, SAGAGate, SoftmaxAttention
+from mmgate.gates.base.linear import LinearGate
 from mmgate.gates.base.map import MapAttention, map_in_training
 from mmgate.ops.agent import agent_attention_reference
 from mmgate.ops.gated_linear import gated_linear_attention_reference
 
 
 def test_attention_over_a_map_heeds_a_scale_that_is_not_the_default() -> None:
-    """Agent attention's in both products, SAGA's on the queries, CSwin's on its logits."""
+    """Agent attention's in both products, SAGA's on the queries."""
     x, factor = torch.randn(2, 15, 12, dtype=torch.float64), 0.9
     sizes = dict(map_size=(3, 5), qk_scale=factor)
     agent = AgentAttention(12, 3, agent_num=4, dwc=False, **sizes).double()
     saga = SAGAAttention(12, 3, dwc=False, output_augmentation=False, **sizes).double()
-    cross = CrossWindowAttention(12, 3, split=None, qk_scale=factor).double()
-    nn.init.zeros_(cross.lepe[0].weight)
-    nn.init.zeros_(cross.lepe[0].bias)
 
     def split(x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (3, -1)).transpose(1, 2)
 
-    for layer in (agent, saga, cross):
+    for layer in (agent, saga):
         parts = layer.qkv(x).chunk(3, -1)
         q, k, v = (split(part) for part in parts)
         if layer is agent:
             grid = F.adaptive_avg_pool2d(parts[0].transpose(1, 2).unflatten(-1, (3, 5)), 2)
             tokens = split(grid.flatten(2).transpose(1, 2))
             heads = agent_attention_reference(q, k, v, tokens, *agent.gate.biases((3, 5)), factor)
-        elif layer is saga:
+        else:
             gates = (split(part(x).sigmoid()) for part in (saga.gate.gate_k, saga.gate.gate_v))
             heads = gated_linear_attention_reference(q * factor * 2, k, v, *gates)  # 1 / sqrt(4) is its own
-        else:
-            heads = (q @ k.mT * factor).softmax(-1) @ v
         torch.testing.assert_close(layer(x, (3, 5)), layer.proj(heads.transpose(1, 2).flatten(2)))
+
+
+C, HEADS = 12, 3
+
+
+def formula(layer: SoftmaxAttention, x: Tensor, scale: float) -> Tensor:
+    """Return ``softmax(Q K^T scale) V`` of every head, projected."""
+    query, key, value = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in layer.qkv(x).chunk(3, -1))
+    heads = (query @ key.mT * scale).softmax(-1) @ value
+    return layer.proj(heads.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize('class_tokens', [0, 2], ids=['map', 'class_tokens'])
+@pytest.mark.parametrize('qk_scale', [None, 0.3], ids=['usual_scale', 'scale'])
+def test_softmax_attention_is_its_formula(qk_scale: float | None, class_tokens: int) -> None:
+    layer = SoftmaxAttention(C, HEADS, qk_scale=qk_scale, class_tokens=class_tokens).double()
+    x = torch.randn(2, class_tokens + 3 * 5, C, dtype=torch.float64)
+    torch.testing.assert_close(layer(x, (3, 5)), formula(layer, x, qk_scale or (C // HEADS) ** -0.5))
+
+
+def test_softmax_attention_drops_weights_in_training_alone() -> None:
+    layer = SoftmaxAttention(C, HEADS, attn_drop=0.5).double()
+    x = torch.randn(1, 15, C, dtype=torch.float64)
+    expected = formula(layer, x, (C // HEADS) ** -0.5)
+    assert not torch.allclose(layer.train()(x, (3, 5)), expected)
+    torch.testing.assert_close(layer.eval()(x, (3, 5)), expected)
 
 
 TOLD = Sizes(8, 2, map_size=(14, 7), stride=16)
@@ -85,11 +107,11 @@ def test_a_map_that_nothing_tells_is_asked_for(sizes: Sizes, rule: dict, said: s
 
 
 def test_position_encodings_are_where_the_paper_has_them_or_the_rule_says() -> None:
-    for gate, default in ((SAGAGate, True), (FocusedLinearGate, True), (HydraGate, False)):
+    for gate, default in ((SAGAGate, True), (LinearGate, False)):
         for options, expected in (({}, default), (dict(position_encoding=not default), not default)):
             made = gate(TOLD, **options)
             assert (made.position_encoding is not None) == (made.map_size is not None) == expected
-    assert HydraGate(TOLD, image_size=32).map_size == HydraGate(TOLD, map_size=(2, 2)).map_size == (2, 2)
+    assert LinearGate(TOLD, image_size=32).map_size == LinearGate(TOLD, map_size=(2, 2)).map_size == (2, 2)
     assert SAGAGate(Sizes(8, 2), position_encoding=False).map_size is None
 
 
