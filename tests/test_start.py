@@ -108,7 +108,7 @@ def gated_vit(gate: str = PLUG, **options: Any) -> dict[str, Any]:
 PARTNERS: dict[str, tuple[dict, dict]] = {
     'AgentPVT': (VANILLA_PVT, dict(type='mmgate.AgentPVT', **PVT)),
     'SAGAPVT': (VANILLA_PVT, dict(type='mmgate.SAGAPVT', **PVT)),
-    'PVT': (VANILLA_PVT, dict(type='mmgate.PVT', **PVT)),
+    'PVT-vanilla': (VANILLA_PVT, dict(type='mmgate.PVT', **PVT)),
     'PVT-softmax': (VANILLA_PVT, dict(type='mmgate.PVT', attention=dict(type='SoftmaxAttention'), **PVT)),
     'SAGAPVTv2': (
         dict(type='mmdet.PyramidVisionTransformerV2', embed_dims=32, **PVT),
@@ -116,7 +116,7 @@ PARTNERS: dict[str, tuple[dict, dict]] = {
     ),
     'AgentSwin': (VANILLA_SWIN, dict(type='mmgate.AgentSwin', blocks=(2, 1, 2, 0), **SWIN)),
     'SAGASwin': (VANILLA_SWIN, dict(type='mmgate.SAGASwin', blocks=(2, 1, 2, 0), **SWIN)),
-    'Swin': (VANILLA_SWIN, dict(type='mmgate.Swin', **SWIN)),
+    'Swin-vanilla': (VANILLA_SWIN, dict(type='mmgate.Swin', **SWIN)),
     'AgentCSwin': (dict(agent_nums=(None,) * 4, **CSWIN), CSWIN),
     'DGViT': (dict(attention=None, **DGVIT), DGVIT),
     'DGViT-differential': (
