@@ -71,8 +71,8 @@ class CrossWindowAttention(MapAttention):
             queries, keys, values = (split_stripes(part, hw_shape, stripe) for part in share)
             # (B n, sh sw, C / branches) each. The convolution sees one stripe, padded with zeros at its borders.
             local = convolution(values.transpose(1, 2).unflatten(-1, stripe)).flatten(2).transpose(1, 2)
-            heads = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (queries, keys, values))
-            out = F.scaled_dot_product_attention(*heads, scale=self.scale)  # (B n, H / branches, sh sw, d)
+            q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (queries, keys, values))
+            out = F.scaled_dot_product_attention(q, k, v, scale=self.scale)  # (B n, H / branches, sh sw, d)
             branches.append(merge_stripes(out.transpose(1, 2).flatten(2) + local, hw_shape, stripe))
         return torch.cat(branches, -1)
 
