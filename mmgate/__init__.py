@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from .gates.base.deformable import DeformableGate as DeformableGate
     from .gates.base.dense import DenseAdapter as DenseAdapter
     from .gates.base.dense import DenseGate as DenseGate
+    from .gates.base.linear import LinearGate as LinearGate
     from .gates.base.map import MapAdapter as MapAdapter
     from .gates.base.map import MapGate as MapGate
+    from .gates.base.map import map_attention as map_attention
     from .hosts import adapts as adapts
     from .hosts.around import nearest_with as nearest_with
     from .listing import list_attention as list_attention
@@ -50,7 +52,8 @@ _NAMES = {
     'gated': ['Gated'],
     'gates.base.deformable': ['DeformableAdapter', 'DeformableGate'],
     'gates.base.dense': ['DenseAdapter', 'DenseGate'],
-    'gates.base.map': ['MapAdapter', 'MapGate'],
+    'gates.base.linear': ['LinearGate'],
+    'gates.base.map': ['MapAdapter', 'MapGate', 'map_attention'],
     'hosts': ['adapts'],
     'hosts.around': ['nearest_with'],
     'listing': ['list_attention'],

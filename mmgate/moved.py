@@ -10,6 +10,23 @@ from mmgate.errors import ConfigError
 # By the module of a project and by registry, the names that it registers; it does so with ``force=True``.
 MOVED: dict[str, dict[str, tuple[str, ...]]] = {
     'projects.dgsa': {'MODELS': ('DGViT',), 'DATASETS': ('SVHN',), 'TRANSFORMS': ('RandomNoise',)},
+    'projects.linear_attention': {
+        'MODELS': (
+            'EfficientAttention',
+            'EnhancedLinearAttention',
+            'FocusedLinearAttention',
+            'HydraAttention',
+            'InLineAttention',
+            'LinearAngularAttention',
+            'LinearPVT',
+            'LinearPVTv2',
+            'LinearSwin',
+            'MLLAAttention',
+            'PolaFormerAttention',
+            'RALAAttention',
+        ),
+    },
+    'projects.plug_classifiers': {'MODELS': ('LVViT', 'TokenLabelHead', 'ViTAE')},
 }
 
 

@@ -21,8 +21,8 @@ class Names:
     def __init__(self) -> None:
         self.module_dict: dict[str, Callable[..., Any]] = {}
 
-    def register_module(self) -> Callable[[Registered], Registered]:
-        """Return a decorator that registers a class or function under its name."""
+    def register_module(self, *, force: bool = False) -> Callable[[Registered], Registered]:
+        """Return a decorator that registers a class or function under its name, and replaces what is there."""
 
         def enter(registered: Registered) -> Registered:
             self.module_dict[registered.__name__] = registered

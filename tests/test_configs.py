@@ -50,11 +50,11 @@ MAPS = {
     'configs/saga/classification/saga-pvtv2-b0_8xb128-300e_in1k.py': PYRAMID,
     'configs/saga/classification/saga-swin-t_8xb128-300e_in1k.py': PYRAMID[:3],
     'configs/saga/mask_rcnn/saga-mask-rcnn_swin-demo_1xb8-8e_shapes.py': [(32, 32), (16, 16), (8, 8)],
-    'configs/linear/classification/flatten-pvt-t_8xb128-300e_in1k.py': PYRAMID,
-    'configs/linear/classification/flatten-swin-t_8xb128-300e_in1k.py': PYRAMID[:2],
-    'configs/linear/classification/flatten-deit-t_8xb128-300e_in1k.py': [(14, 14)],
-    'configs/linear/classification/polaformer-pvtv2-b0_8xb128-300e_in1k.py': PYRAMID,
-    'configs/linear/classification/polaformer-deit-t_8xb128-300e_in1k.py': [(14, 14)],
+    'projects/linear_attention/configs/classification/flatten-pvt-t_8xb128-300e_in1k.py': PYRAMID,
+    'projects/linear_attention/configs/classification/flatten-swin-t_8xb128-300e_in1k.py': PYRAMID[:2],
+    'projects/linear_attention/configs/classification/flatten-deit-t_8xb128-300e_in1k.py': [(14, 14)],
+    'projects/linear_attention/configs/classification/polaformer-pvtv2-b0_8xb128-300e_in1k.py': PYRAMID,
+    'projects/linear_attention/configs/classification/polaformer-deit-t_8xb128-300e_in1k.py': [(14, 14)],
 }
 
 

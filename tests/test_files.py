@@ -190,7 +190,7 @@ def test_a_file_of_version_1_with_a_rule_for_a_wrapper(tmp_path: Path) -> None:
 def test_a_file_may_name_the_map_that_the_model_tells(tmp_path: Path) -> None:
     """As those of 0.2.0 did, with the class token: it fits the model with its gates in, and a vanilla one."""
     file, x = tmp_path / 'g.safetensors', torch.randn(1, 3, 32, 32)
-    small = dict(type='mmgate.LinearPVT', num_layers=[1], embed_dims=16, num_heads=[2], pretrain_img_size=32)
+    small = dict(type='mmgate.PVT', num_layers=[1], embed_dims=16, num_heads=[2], pretrain_img_size=32)
     small.update(out_indices=[0], mlp_ratios=[1], patch_sizes=[4], strides=[4], paddings=[0])
     own = dict(type='mmgate.SAGAAttention')
     model = MODELS.build(dict(small, attention=own)).eval()
@@ -198,7 +198,7 @@ def test_a_file_may_name_the_map_that_the_model_tells(tmp_path: Path) -> None:
         nn.init.normal_(parameter)
     mmgate.save_gates(model, file)
     rule = dict(own, map_size=[8, 8], class_token=False, path=['layers.0.1.*.attn'])
-    describe_anew(file, version=1, host='LinearPVT', shapes={}, places=None, rules={'': [rule]})
+    describe_anew(file, version=1, host='PVT', shapes={}, places=None, rules={'': [rule]})
     for attention in (own, None):
         other = MODELS.build(dict(small, attention=attention)).eval()
         other.load_state_dict(model.state_dict(), strict=False)
@@ -245,7 +245,7 @@ def test_gates_without_parameters_in_a_file_of_version_1(tmp_path: Path) -> None
             mmgate.swap_attention(model, rule)
         return model
 
-    free, plug = dict(path='mapped', type='mmgate.EfficientAttention'), dict(PLUG, path='layer.*.attn')
+    free, plug = dict(path='mapped', type='mmgate.SoftmaxAttention'), dict(PLUG, path='layer.*.attn')
     file = tmp_path / 'g.safetensors'
     mmgate.save_gates(made(free, plug), file)
     rules = [dict(rule, path=[rule['path']]) for rule in (free, plug)]

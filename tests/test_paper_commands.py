@@ -17,8 +17,9 @@ from mmgate.analysis.loading import UNTRAINED
 from mmgate.mm import cli
 
 VANILLA, PLUG = 'vanilla/classification/{}_8xb128-300e_in1k', 'plug/classification/plug-{}_8xb128-300e_in1k'
-SAGA, FLATTEN = 'saga/classification/saga-{}_8xb128-300e_in1k', 'linear/classification/flatten-{}_8xb128-300e_in1k'
-POLA = 'linear/classification/polaformer-{}_8xb128-300e_in1k'
+SAGA = 'saga/classification/saga-{}_8xb128-300e_in1k'
+FLATTEN = '../projects/linear_attention/configs/classification/flatten-{}_8xb128-300e_in1k'
+POLA = '../projects/linear_attention/configs/classification/polaformer-{}_8xb128-300e_in1k'
 DGSA = 'projects/dgsa/configs'
 DETR = '{}deformable-detr_r50_8xb4-50e_coco'
 SWIN_AGENT = 'agent/classification/agent-swin-t_8xb128-300e_in1k'

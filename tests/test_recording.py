@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import filled, half_on_cpu, needs_mmpretrain
+from conftest import filled, needs_mmpretrain
 from helpers.gated import anatomy, assert_same_anatomy
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmcv.ops import MultiScaleDeformableAttention
@@ -29,7 +29,6 @@ from mmgate import gates, note, record
 from mmgate.analysis.probes.layers import effective_rank
 from mmgate.gate import Gate, Sizes
 from mmgate.gates.base.dense import DenseGate
-from mmgate.gates.linear.base import LinearGate
 from mmgate.gates.parts.stripes import merge_stripes, split_stripes
 
 C, HEADS = 16, 2
@@ -239,63 +238,20 @@ def farthest(some: Tensor, every: Tensor) -> float:
     return float(apart.amin(0).max())
 
 
-WITH_POSITIONS = ('FocusedLinearAttention', 'PolaFormerAttention', 'SAGAAttention')
-OF_LINEAR_GATES = [
-    name for name, kind in vars(gates).items() if issubclass(getattr(kind, 'gate_type', nn.Module), LinearGate)
-]
-OF_PRE_TRAINING = dict(map_size=(2, 3))
-LINEAR: dict[str, dict[str, Any]] = {
-    name: OF_PRE_TRAINING if name in WITH_POSITIONS else {} for name in OF_LINEAR_GATES if name != 'HydraAttention'
-}
-
-
-def test_every_linear_attention_but_one_has_a_map_of_keys_and_values() -> None:
-    made = {name: getattr(gates, name)(C, HEADS, **LINEAR.get(name, {})) for name in OF_LINEAR_GATES}
-    found = set()
-    for name, layer in made.items():
-        with record(layer, 'kv') as recording:
-            layer(x(1, 6, C), (2, 3))
-        found |= {name} if recording else set()
-    assert found == set(LINEAR) and len(LINEAR) == 9  # Hydra's heads have one channel each
-
-
 @pytest.mark.parametrize('class_tokens', [0, 1], ids=['map', 'class token'])
-@pytest.mark.parametrize('kind', LINEAR)
-def test_the_map_of_keys_and_values(kind: str, class_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is what the operator multiplies the queries by, divided by the number of tokens."""
-    layer = filled(getattr(gates, kind)(C, HEADS, class_tokens=class_tokens, **LINEAR[kind]), 0.3)
-    model, used = Holder(layer), list[Tensor]()
-    given = dict(x=x(2, 16 + class_tokens, C), hw_shape=(2, 8))
-    with record(model, ['kv', 'gate_out']) as recording, torch.no_grad():
-        model(**given)
-    kv = recording['attn']['kv'].tensors[0]
-
-    def noted(k: Tensor, v: Tensor) -> Tensor:
-        used.append((k.transpose(-1, -2) @ v) / k.shape[-2])
-        return used[-1]
-
-    for operators in ('linear_attention', 'gated_linear'):
-        monkeypatch.setattr(import_module(f'mmgate.ops.{operators}'), 'key_value_map', noted)
-    with torch.no_grad():
-        model(**given)
-        k, v = (layer.gate.split_heads(t) for t in layer.qkv(given['x']).chunk(3, -1)[1:])
-    if kind == 'EfficientAttention':
-        used = [k.softmax(-2).transpose(-1, -2) @ v]
-    elif kind == 'PolaFormerAttention':  # the queries' two halves change places for the second half of the values
-        used = [torch.cat([used[0], used[1].roll(C // HEADS, -2)], -1)]
-    torch.testing.assert_close(kv, used[0])
+def test_the_map_of_keys_and_values(class_tokens: int) -> None:
+    """It is what SAGA multiplies the queries by, divided by the number of tokens."""
+    layer = filled(gates.SAGAAttention(C, HEADS, class_tokens=class_tokens, position_encoding=False), 0.3)
+    tokens = x(2, 16 + class_tokens, C)
+    with record(layer) as recording, torch.no_grad():
+        layer(tokens, (2, 8))
+        k, v = layer.qkv(tokens).chunk(3, -1)[1:]
+        keys, values = k * layer.gate.gate_k(tokens).sigmoid(), v * layer.gate.gate_v(tokens).sigmoid()
+    found = recording['']
+    assert {'kv', 'gate_k', 'gate_v', 'gate_out'} == set(found)
+    kv = found['kv'].tensors[0]
+    torch.testing.assert_close(kv, layer.gate.split_heads(keys).mT @ layer.gate.split_heads(values) / tokens.shape[1])
     assert (effective_rank(kv) <= C // HEADS + 1e-6).all()
-    assert ('gate_out' in recording['attn']) == (kind in ('PolaFormerAttention', 'RALAAttention', 'SAGAAttention'))
-
-
-@half_on_cpu
-@pytest.mark.parametrize('kind', ['FocusedLinearAttention', 'PolaFormerAttention'])
-def test_maps_of_powers_are_not_narrowed(kind: str) -> None:
-    model = Holder(getattr(gates, kind)(C, HEADS, map_size=(4, 4))).half()
-    with record(model, ['kv']) as recording, torch.no_grad():
-        model(x=x(2, 16, C).half(), hw_shape=(4, 4))
-    kv = recording['attn']['kv'].tensors[0]
-    assert kv.dtype is torch.float32 and kv.isfinite().all() and kv.ne(0).any()
 
 
 AGENTS = [{}, *(dict(window=side) for side in (4, 5, 10)), dict(shifted=True, window=4), dict(class_tokens=1)]

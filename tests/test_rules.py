@@ -161,4 +161,4 @@ def test_an_error_shows_the_rules_as_they_were_read() -> None:
 )
 def test_an_option_that_meant_something_else_is_refused(option: dict[str, object], said: str) -> None:
     with pytest.raises(OptionError, match=said):
-        parse_rules(dict(path='attn', type='FocusedLinearAttention', **option))
+        parse_rules(dict(path='attn', type='SAGAAttention', **option))

@@ -30,7 +30,7 @@ SEED = 3
 SOME = ('conditional_detr', 'deformable_detr', 'mask2former_ade', 'retinanet_pvt', 'segformer', 'swin', 'twins_pcpvt')
 OPTIONS: dict[str, dict[str, Any]] = {  # of gates that need some
     'AgentAttention': dict(map_size=(4, 4), agent_num=4),
-    **{name: dict(map_size=(4, 4)) for name in ('SAGAAttention', 'FocusedLinearAttention', 'PolaFormerAttention')},
+    'SAGAAttention': dict(map_size=(4, 4)),
 }
 
 
@@ -98,9 +98,6 @@ VANILLA_SWIN = dict(type='mmdet.SwinTransformer', **SWIN)
 VIT = dict(arch='deit-tiny', drop_rate=0.1)
 PLUG = 'PLuGMultiheadAttention'
 
-LV_VIT = dict(num_layers=2, embed_dims=32, num_heads=2, img_size=64, residual_scale=2)
-VITAE = dict(depths=(1, 0, 1), conv_dims=(16, 16, 32), embed_dims=(32, 32, 64), groups=16)
-
 
 def gated_vit(gate: str = PLUG, **options: Any) -> dict[str, Any]:
     attention = dict(path='layers.*.attn', type=gate)
@@ -110,31 +107,16 @@ def gated_vit(gate: str = PLUG, **options: Any) -> dict[str, Any]:
 PARTNERS: dict[str, tuple[dict, dict]] = {
     'AgentPVT': (VANILLA_PVT, dict(type='mmgate.AgentPVT', **PVT)),
     'SAGAPVT': (VANILLA_PVT, dict(type='mmgate.SAGAPVT', **PVT)),
-    'LinearPVT-vanilla': (VANILLA_PVT, dict(type='mmgate.LinearPVT', **PVT)),
-    'LinearPVT-softmax': (VANILLA_PVT, dict(type='mmgate.LinearPVT', attention=dict(type='SoftmaxAttention'), **PVT)),
-    'LinearPVT': (VANILLA_PVT, dict(type='mmgate.LinearPVT', attention=dict(type='FocusedLinearAttention'), **PVT)),
+    'PVT-vanilla': (VANILLA_PVT, dict(type='mmgate.PVT', **PVT)),
+    'PVT-softmax': (VANILLA_PVT, dict(type='mmgate.PVT', attention=dict(type='SoftmaxAttention'), **PVT)),
     'SAGAPVTv2': (
         dict(type='mmdet.PyramidVisionTransformerV2', embed_dims=32, **PVT),
         dict(type='mmgate.SAGAPVTv2', arch='b0', **PVT),
     ),
     'AgentSwin': (VANILLA_SWIN, dict(type='mmgate.AgentSwin', blocks=(2, 1, 2, 0), **SWIN)),
     'SAGASwin': (VANILLA_SWIN, dict(type='mmgate.SAGASwin', blocks=(2, 1, 2, 0), **SWIN)),
-    'LinearSwin': (VANILLA_SWIN, dict(type='mmgate.LinearSwin', attention=dict(type='MLLAAttention'), **SWIN)),
-    'LinearSwin-vanilla': (VANILLA_SWIN, dict(type='mmgate.LinearSwin', **SWIN)),
+    'Swin-vanilla': (VANILLA_SWIN, dict(type='mmgate.Swin', **SWIN)),
     'AgentCSwin': (dict(agent_nums=(None,) * 4, **CSWIN), CSWIN),
-    'LVViT': (
-        dict(type='mmgate.LVViT', **LV_VIT),
-        dict(
-            type='mmgate.Gated',
-            host='mmgate.LVViT',
-            attention=dict(path='layers.*.attn', type=PLUG),
-            **LV_VIT,
-        ),
-    ),
-    'ViTAE': (
-        dict(type='mmgate.ViTAE', **VITAE),
-        dict(type='mmgate.Gated', host='mmgate.ViTAE', attention=dict(path='**', type=PLUG), **VITAE),
-    ),
     **{
         f'DeiT-{gate}': (dict(type='mmpretrain.VisionTransformer', **VIT), gated_vit(gate))
         for gate in (PLUG, 'SDPAGatedMultiheadAttention', 'AgentAttention', 'SAGAAttention')

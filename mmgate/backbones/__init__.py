@@ -15,10 +15,8 @@ from mmgate.registry import MODELS
 # By file, the package that it is built on, and its backbones.
 FILES = {
     'cswin': ('mmengine', ['AgentCSwin']),
-    'lvvit': ('mmpretrain', ['LVViT', 'TokenLabelHead']),
-    'pvt': ('mmdet', ['AgentPVT', 'LinearPVT', 'LinearPVTv2', 'SAGAPVT', 'SAGAPVTv2']),
-    'swin': ('mmdet', ['AgentSwin', 'LinearSwin', 'SAGASwin']),
-    'vitae': ('mmpretrain', ['ViTAE']),
+    'pvt': ('mmdet', ['AgentPVT', 'PVT', 'PVTv2', 'SAGAPVT', 'SAGAPVTv2']),
+    'swin': ('mmdet', ['AgentSwin', 'SAGASwin', 'Swin']),
 }
 _FILE_OF = {name: file for file, (_, names) in FILES.items() for name in names}
 __all__ = list(_FILE_OF)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from mmcv.cnn.bricks.drop import DropPath
 from mmengine.model import BaseModule
 from torch import Tensor, nn
@@ -14,8 +16,9 @@ from mmgate.backbones.weights import PublishedWeights, cswin_layout
 from mmgate.checkpoints.tensors import State
 from mmgate.errors import ConfigError
 from mmgate.gate import Sizes, start_linear
-from mmgate.gates.base.map import MapAdapter, MapGate, Size
-from mmgate.gates.cross_window import CrossWindowAttention
+from mmgate.gates.base.map import MapAdapter, MapAttention, MapGate, Size
+from mmgate.gates.parts.options import integer
+from mmgate.gates.parts.stripes import merge_stripes, split_stripes
 from mmgate.hosts import adapts
 from mmgate.hosts.around import backbone_and_stage, sizes_of_stage
 from mmgate.registry import MODELS
@@ -28,6 +31,50 @@ CSWIN = {
 }
 STAGES = 4
 Numbers = Sequence[int | None]
+
+
+class CrossWindowAttention(MapAttention):
+    """CSwin's attention: half of the heads in vertical stripes, half in horizontal ones, plus convolved values (LePE).
+
+    The map is padded with zeros to whole stripes.
+
+    Args:
+        embed_dims: Channels C, a multiple of ``num_heads``.
+        num_heads: Heads H.
+        split: Width of the vertical stripes, which are as high as the map, and height of the horizontal ones. None lets
+            all heads attend over the whole map.
+
+    Raises:
+        ConfigError: The number of heads is odd, with stripes, or their width no positive integer.
+
+    Source: CSWin transformer (Dong et al., 2022), Eq. 1 to 6.
+    """
+
+    def __init__(self, embed_dims: int, num_heads: int, *, split: int | None = 7) -> None:
+        super().__init__(embed_dims, num_heads)
+        if split is not None and integer('split', split) and num_heads % 2:
+            raise ConfigError(f'num_heads={num_heads} must be even, half for each direction of the stripes.')
+        self.split = split
+        branches = 1 if split is None else 2
+        width = embed_dims // branches
+        self.lepe = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1, groups=width) for _ in range(branches))
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
+        """Attend in vertical and horizontal stripes, and add the convolved values."""
+        height, width = hw_shape
+        stripes = [hw_shape]
+        if self.split is not None:
+            stripes = [(height, min(self.split, width)), (min(self.split, height), width)]
+        shares = zip(*(part.chunk(len(stripes), -1) for part in (q, k, v)), strict=True)
+        branches = []
+        for share, convolution, stripe in zip(shares, self.lepe, stripes, strict=True):
+            queries, keys, values = (split_stripes(part, hw_shape, stripe) for part in share)
+            # (B n, sh sw, C / branches) each. The convolution sees one stripe, padded with zeros at its borders.
+            local = convolution(values.transpose(1, 2).unflatten(-1, stripe)).flatten(2).transpose(1, 2)
+            q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (queries, keys, values))
+            out = F.scaled_dot_product_attention(q, k, v, scale=self.scale)  # (B n, H / branches, sh sw, d)
+            branches.append(merge_stripes(out.transpose(1, 2).flatten(2) + local, hw_shape, stripe))
+        return torch.cat(branches, -1)
 
 
 class _Block(nn.Module):

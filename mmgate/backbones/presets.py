@@ -1,4 +1,4 @@
-"""Sizes of PVT, PVTv2 and Swin by name (``'tiny'``, ...), and the rules that gate the attention of every stage."""
+"""Sizes of backbones by name (``'tiny'``, ...), and the rules that gate the attention of every stage."""
 
 from __future__ import annotations
 
@@ -11,26 +11,6 @@ from mmgate.registry import MODELS
 
 Options = Mapping[str, Any]
 PRETRAIN_AGENTS = (9, 16, 49, 49)
-
-PVT = {
-    'tiny': dict(num_layers=(2, 2, 2, 2)),
-    'small': dict(num_layers=(3, 4, 6, 3)),
-    'medium': dict(num_layers=(3, 4, 18, 3)),
-    'large': dict(num_layers=(3, 8, 27, 3)),
-}
-PVT_V2 = {
-    'b0': dict(num_layers=(2, 2, 2, 2), embed_dims=32),
-    'b1': dict(num_layers=(2, 2, 2, 2), embed_dims=64),
-}
-SWIN = {
-    'tiny': dict(depths=(2, 2, 6, 2), embed_dims=96, num_heads=(3, 6, 12, 24)),
-    'small': dict(depths=(2, 2, 18, 2), embed_dims=96, num_heads=(3, 6, 12, 24)),
-    'base': dict(depths=(2, 2, 18, 2), embed_dims=128, num_heads=(4, 8, 16, 32)),
-}
-# Number of blocks of each stage, from its first on, that get the new attention; the others keep Swin's.
-AGENT_SWIN_BLOCKS = {'tiny': (2, 2, 6, 0), 'small': (2, 2, 0, 0), 'base': (2, 2, 2, 0)}
-LINEAR_SWIN_BLOCKS = {'tiny': (2, 2, 0, 0), 'small': (2, 2, 0, 0), 'base': (2, 2, 0, 0)}
-SAGA_SWIN_BLOCKS = {'tiny': (2, 2, 6, 0), 'small': (2, 2, 18, 0), 'base': (2, 2, 18, 0)}
 
 
 def preset(presets: Mapping[str, Mapping[str, Any]], arch: str, overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from mmdet.models.backbones.pvt import PyramidVisionTransformer, PyramidVisionTransformerV2
 from torch import nn
 
-from mmgate.backbones.presets import PRETRAIN_AGENTS, PVT, PVT_V2, Options, preset, stage_rules
+from mmgate.backbones.presets import PRETRAIN_AGENTS, Options, preset, stage_rules
 from mmgate.backbones.weights import PublishedWeights
 from mmgate.gate import start_linear
 from mmgate.gates.parts.options import check_option
@@ -18,12 +18,24 @@ from mmgate.swap import swap_attention
 PATCH_NORM_EPS = 1e-5  # of PVT's own patch embeddings, where mmdet has the 1e-6 of the blocks
 SR_RATIOS = (8, 4, 2, 1)
 INITS = ('host', 'paper')
+SIZES = {
+    'tiny': dict(num_layers=(2, 2, 2, 2)),
+    'small': dict(num_layers=(3, 4, 6, 3)),
+    'medium': dict(num_layers=(3, 4, 18, 3)),
+    'large': dict(num_layers=(3, 8, 27, 3)),
+}
+SIZES_V2 = {
+    'b0': dict(num_layers=(2, 2, 2, 2), embed_dims=32),
+    'b1': dict(num_layers=(2, 2, 2, 2), embed_dims=64),
+}
 
 
-class GatedPVT(PublishedWeights, PyramidVisionTransformer):
+@MODELS.register_module(force=True)
+class PVT(PublishedWeights, PyramidVisionTransformer):
     """mmdet's PVT whose attention with spatial reduction is replaced by another attention in every stage.
 
-    Without ``attention`` it keeps its own attention.
+    Without ``attention`` it keeps its own, over a reduced map; with ``attention=dict(type='SoftmaxAttention')`` it has
+    the same over the whole map. These are the partners of comparisons.
 
     The vanilla attention, which reduces its keys and values, is initialised without its gate, so that shared parameters
     start with the same numbers for every attention.
@@ -49,7 +61,7 @@ class GatedPVT(PublishedWeights, PyramidVisionTransformer):
         OptionError: An option that the attention does not have.
     """
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = PVT
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = SIZES
     convolves = False  # True if the feed-forward networks convolve by default
 
     def __init__(
@@ -93,8 +105,16 @@ class GatedPVT(PublishedWeights, PyramidVisionTransformer):
 
 
 @MODELS.register_module(force=True)
-class AgentPVT(GatedPVT):
-    """Backbone PVT with agent attention in every stage; it takes the arguments of :class:`GatedPVT`.
+class PVTv2(PVT, PyramidVisionTransformerV2):
+    """mmdet's PVTv2 with the attention that ``attention`` names, or its own; it takes the arguments of :class:`PVT`."""
+
+    presets = SIZES_V2
+    convolves = True
+
+
+@MODELS.register_module(force=True)
+class AgentPVT(PVT):
+    """Backbone PVT with agent attention in every stage; it takes the arguments of :class:`PVT`.
 
     For dense prediction the paper takes ``agent_nums=(144, 256, 784, 784)``.
 
@@ -106,8 +126,8 @@ class AgentPVT(GatedPVT):
 
 
 @MODELS.register_module(force=True)
-class SAGAPVT(GatedPVT):
-    """Backbone PVT with SAGA (gated linear attention) in every stage; it takes the arguments of :class:`GatedPVT`.
+class SAGAPVT(PVT):
+    """Backbone PVT with SAGA (gated linear attention) in every stage; it takes the arguments of :class:`PVT`.
 
     Source: SAGA, tables 1 and 2.
     """
@@ -116,25 +136,7 @@ class SAGAPVT(GatedPVT):
 
 
 @MODELS.register_module(force=True)
-class SAGAPVTv2(SAGAPVT, PyramidVisionTransformerV2):
-    """Backbone PVTv2 with SAGA (gated linear attention) in every stage; it takes the arguments of :class:`GatedPVT`."""
+class SAGAPVTv2(PVTv2):
+    """Backbone PVTv2 with SAGA (gated linear attention) in every stage; it takes the arguments of :class:`PVT`."""
 
-    presets = PVT_V2
-    convolves = True
-
-
-@MODELS.register_module(force=True)
-class LinearPVT(GatedPVT):
-    """Backbone PVT with the attention that ``attention`` names; it takes the arguments of :class:`GatedPVT`.
-
-    By default it is PVT's own, over a reduced map, and with ``attention=dict(type='SoftmaxAttention')`` the same over
-    the whole map: the partners of comparisons.
-    """
-
-
-@MODELS.register_module(force=True)
-class LinearPVTv2(LinearPVT, PyramidVisionTransformerV2):
-    """Backbone PVTv2 with the attention that ``attention`` names, or its own; arguments as in :class:`GatedPVT`."""
-
-    presets = PVT_V2
-    convolves = True
+    attention_type = 'SAGAAttention'

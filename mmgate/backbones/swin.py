@@ -8,23 +8,19 @@ from typing import Any, ClassVar
 from mmdet.models.backbones.swin import ShiftWindowMSA, SwinTransformer
 from torch import Tensor
 
-from mmgate.backbones.presets import (
-    AGENT_SWIN_BLOCKS,
-    LINEAR_SWIN_BLOCKS,
-    PRETRAIN_AGENTS,
-    SAGA_SWIN_BLOCKS,
-    SWIN,
-    Options,
-    check_stages,
-    preset,
-    stage_rules,
-)
+from mmgate.backbones.presets import PRETRAIN_AGENTS, Options, check_stages, preset, stage_rules
 from mmgate.backbones.weights import PublishedWeights
 from mmgate.errors import ConfigError
 from mmgate.gates.base.map import MapGate
 from mmgate.hosts import adapts
 from mmgate.registry import MODELS
 from mmgate.swap import swap_attention
+
+SIZES = {
+    'tiny': dict(depths=(2, 2, 6, 2), embed_dims=96, num_heads=(3, 6, 12, 24)),
+    'small': dict(depths=(2, 2, 18, 2), embed_dims=96, num_heads=(3, 6, 12, 24)),
+    'base': dict(depths=(2, 2, 18, 2), embed_dims=128, num_heads=(4, 8, 16, 32)),
+}
 
 
 class _Unshifted:
@@ -61,18 +57,19 @@ class UnshiftedWhole(ShiftWindowMSA):
 adapts(MapGate, UnshiftedWhole, like=ShiftWindowMSA)
 
 
-class GatedSwin(PublishedWeights, SwinTransformer):
+@MODELS.register_module(force=True)
+class Swin(PublishedWeights, SwinTransformer):
     """mmdet's Swin with another attention, over the whole map, in the first blocks of its stages.
 
     Without ``attention`` it keeps its own windows.
 
     Args:
         arch: ``'tiny'``, ``'small'`` or ``'base'``.
-        attention: As :class:`.pvt.GatedPVT` takes it, and so the next two.
+        attention: As :class:`.pvt.PVT` takes it, and so the next two.
         agent_nums: Agent tokens of each stage.
         pretrain_agent_nums: Agent tokens of each stage in pre-training.
-        blocks: Number of blocks of each stage, from its first on, with the attention; by default as many as in the
-            preset, or all where ``depths`` has fewer.
+        blocks: Number of blocks of each stage, from its first on, with the attention; by default as many as the
+            class has in ``swapped_blocks``, but all where it has none or ``depths`` has fewer.
         pad_small_map: True shifts windows where one of them is as long as the smaller side of the map, as mmdet does;
             False does not, as Swin's classifiers (mmpretrain's name for it). A side that is smaller than a window is
             padded in both, where mmpretrain's classifiers refuse the map.
@@ -81,10 +78,13 @@ class GatedSwin(PublishedWeights, SwinTransformer):
             ``frozen_stages``, ``drop_path_rate``, ``out_indices``, ...; ``convert_weights`` makes no difference.
 
     Raises:
-        ConfigError: As :class:`.pvt.GatedPVT`, or more ``blocks`` than a stage has.
+        ConfigError: As :class:`.pvt.PVT`, or more ``blocks`` than a stage has.
+
+    Attributes:
+        swapped_blocks: By ``arch``, the default of ``blocks``.
     """
 
-    swapped_blocks: ClassVar[Mapping[str, Sequence[int]]] = LINEAR_SWIN_BLOCKS
+    swapped_blocks: ClassVar[Mapping[str, Sequence[int]]] = {}
 
     def __init__(
         self,
@@ -98,10 +98,11 @@ class GatedSwin(PublishedWeights, SwinTransformer):
         init_cfg: dict | None = None,
         **overrides: Any,
     ) -> None:
-        fields = preset(SWIN, arch, overrides)
+        fields = preset(SIZES, arch, overrides)
         depths = fields['depths']
         if blocks is None:
-            blocks = [min(number, depth) for number, depth in zip(self.swapped_blocks[arch], depths, strict=False)]
+            numbers = self.swapped_blocks.get(arch, depths)
+            blocks = [min(number, depth) for number, depth in zip(numbers, depths, strict=False)]
         check_stages(len(depths), blocks=blocks)
         if any(not 0 <= number <= depth for number, depth in zip(blocks, depths, strict=True)):
             raise ConfigError(f'blocks={tuple(blocks)}: stages of {tuple(depths)} blocks do not have as many to swap.')
@@ -122,15 +123,15 @@ class GatedSwin(PublishedWeights, SwinTransformer):
             swap_attention(self, swapped)
         self._freeze_stages()
 
-    def train(self, mode: bool = True) -> GatedSwin:
+    def train(self, mode: bool = True) -> Swin:
         """Set training or evaluation mode; frozen stages stay in evaluation mode."""
         super().train(mode)  # mmdet's returns nothing
         return self
 
 
 @MODELS.register_module(force=True)
-class AgentSwin(GatedSwin):
-    """Backbone Swin with agent attention over the whole map in its early blocks; arguments as :class:`GatedSwin`.
+class AgentSwin(Swin):
+    """Backbone Swin with agent attention over the whole map in its early blocks; arguments as :class:`Swin`.
 
     For dense prediction the paper takes ``agent_nums=(81, 144, 196, 49)``.
 
@@ -139,24 +140,16 @@ class AgentSwin(GatedSwin):
 
     attention_type = 'AgentAttention'
     pretrain_agents = PRETRAIN_AGENTS
-    swapped_blocks = AGENT_SWIN_BLOCKS
+    swapped_blocks = {'tiny': (2, 2, 6, 0), 'small': (2, 2, 0, 0), 'base': (2, 2, 2, 0)}
 
 
 @MODELS.register_module(force=True)
-class SAGASwin(GatedSwin):
-    """Backbone Swin with SAGA (gated linear attention) over the whole map in stages 1 to 3; see :class:`GatedSwin`.
+class SAGASwin(Swin):
+    """Backbone Swin with SAGA (gated linear attention) over the whole map in stages 1 to 3; see :class:`Swin`.
 
     Source: SAGA, tables 1 and 2. The window of 56 that its parameter counts imply is the whole map at 224 pixels; on a
     larger image the attention, being linear, still sees the whole map.
     """
 
     attention_type = 'SAGAAttention'
-    swapped_blocks = SAGA_SWIN_BLOCKS
-
-
-@MODELS.register_module(force=True)
-class LinearSwin(GatedSwin):
-    """Backbone Swin with the attention that ``attention`` names in stages 1 and 2, as in FLatten-Swin.
-
-    Arguments as :class:`GatedSwin`; by default every block has Swin's own windows.
-    """
+    swapped_blocks = {'tiny': (2, 2, 6, 0), 'small': (2, 2, 18, 0), 'base': (2, 2, 18, 0)}

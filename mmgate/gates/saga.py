@@ -8,12 +8,12 @@ from torch import Tensor
 
 from mmgate.errors import ConfigError
 from mmgate.gate import Sizes
+from mmgate.gates.base.linear import LinearGate
 from mmgate.gates.base.map import Size, map_attention
 from mmgate.notes import note
 from mmgate.ops.gated_linear import gated_linear_attention
 from mmgate.ops.linear_attention import key_value_map
 
-from .linear.base import LinearGate
 from .parts.options import check_option
 
 GATES = ('gate_k', 'gate_v', 'gate_out')
@@ -36,7 +36,7 @@ class SAGAGate(LinearGate):
         output_augmentation: True multiplies by G (Table 4, Output_Aug).
         scale_by_tokens: True (default) scales K^T V by 1 / N and Q by 1 / sqrt(d), as above. False scales neither, as
             in Eq. 10 as printed; the output then grows with the number of tokens and soon leaves half precision.
-        **kwargs: Arguments of :class:`~mmgate.gates.linear.base.LinearGate`.
+        **kwargs: Arguments of :class:`~mmgate.gates.base.linear.LinearGate`.
 
     Raises:
         ConfigError: ``qk_scale`` is given together with ``scale_by_tokens=False``.

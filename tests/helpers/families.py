@@ -31,16 +31,6 @@ MAP: dict[str, tuple[type[MapAttention], dict[str, Any]]] = {
     'agent': (gates.AgentAttention, dict(map_size=(4, 4), agent_num=4)),
     'agent_static': (gates.AgentAttention, dict(map_size=(4, 4), agent_num=4, agents='static', window=2)),
     'saga': (gates.SAGAAttention, dict(map_size=(4, 4))),
-    'cross_window': (gates.CrossWindowAttention, dict(split=2)),
-    'hydra': (gates.HydraAttention, {}),
-    'efficient': (gates.EfficientAttention, {}),
-    'angular': (gates.LinearAngularAttention, {}),
-    'enhanced': (gates.EnhancedLinearAttention, {}),
-    'focused': (gates.FocusedLinearAttention, dict(map_size=(4, 4))),
-    'polaformer': (gates.PolaFormerAttention, dict(map_size=(4, 4))),
-    'inline': (gates.InLineAttention, {}),
-    'mlla': (gates.MLLAAttention, {}),
-    'rala': (gates.RALAAttention, {}),
 }
 DEFORMABLE: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     'ungated': (gates.MultiScaleDeformableAttention, {}),

@@ -98,8 +98,6 @@ VANILLA = {
     'visformer-t_8xb128-300e_in1k': (224, 1.3),
     'xcit-t12_8xb128-300e_in1k': (224, 1.2),
     'gcvit-xxt_8xb128-300e_in1k': (224, 2.1),
-    'lvvit-t_8xb128-300e_in1k': (224, 2.9),
-    'vitae-t_4xb128-300e_in1k': (224, 1.76),  # 1.5 in the paper, 1.76 in the authors' code
 }
 
 

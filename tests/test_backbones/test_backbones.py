@@ -22,10 +22,10 @@ TINY_SWIN = dict(depths=(2, 2, 2, 2), drop_path_rate=0.0)
 @pytest.mark.parametrize(
     'kind, partner, options',
     [
-        ('AgentPVT', dict(type='mmgate.LinearPVT'), TINY),
-        ('SAGAPVTv2', dict(type='mmgate.LinearPVTv2'), TINY),
-        ('AgentSwin', dict(type='mmgate.LinearSwin'), TINY_SWIN),
-        ('SAGASwin', dict(type='mmgate.LinearSwin'), dict(pad_small_map=False, **TINY_SWIN)),
+        ('AgentPVT', dict(type='mmgate.PVT'), TINY),
+        ('SAGAPVTv2', dict(type='mmgate.PVTv2'), TINY),
+        ('AgentSwin', dict(type='mmgate.Swin'), TINY_SWIN),
+        ('SAGASwin', dict(type='mmgate.Swin'), dict(pad_small_map=False, **TINY_SWIN)),
         ('AgentCSwin', dict(type='mmgate.AgentCSwin', agent_nums=(None,) * 4), SMALL),
     ],
     ids=str,

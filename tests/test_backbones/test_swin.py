@@ -51,7 +51,7 @@ def test_calls_for_maps_of_other_sizes_do_not_meet() -> None:
 def test_windows_of_small_maps_shift_as_mmdets_unless_they_are_told_not_to() -> None:
     """The map of the third stage, 7 x 10, is as high as a window."""
     sizes: dict[str, Any] = dict(embed_dims=32, depths=(2, 2, 2, 2), num_heads=(1, 2, 4, 8), drop_path_rate=0.0)
-    ours = dict(type='mmgate.LinearSwin')
+    ours = dict(type='mmgate.Swin')
     kinds = [dict(type='mmdet.SwinTransformer'), ours, dict(ours, pad_small_map=False)]
     models: list[Any] = [MODELS.build(dict(kind, **sizes)) for kind in kinds]
     x = torch.randn(1, 3, 112, 160)

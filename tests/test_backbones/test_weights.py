@@ -27,7 +27,6 @@ SWIN: dict[str, Any] = dict(depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 2), embed_d
 OF_TWO_SIZES: dict[str, dict[str, Any]] = {
     'agent_pvt': dict(type='mmgate.AgentPVT', **PVT),
     'saga_pvt': dict(type='mmgate.SAGAPVT', **PVT),
-    'flatten_pvt': dict(type='mmgate.LinearPVT', attention=dict(type='FocusedLinearAttention'), **PVT),
     'agent_swin': dict(type='mmgate.AgentSwin', blocks=(1, 1, 1, 1), **SWIN),
     'saga_swin': dict(type='mmgate.SAGASwin', blocks=(1, 1, 1, 1), **SWIN),
     'agent_cswin': dict(type='mmgate.AgentCSwin', **SMALL),
@@ -70,7 +69,7 @@ def test_loading_resizes_as_a_forward_pass_does(name: str, way: str, tmp_path: P
 
 
 @needs_mmpretrain
-@pytest.mark.parametrize('kind', [None, 'AgentAttention', 'SAGAAttention', 'FocusedLinearAttention'])
+@pytest.mark.parametrize('kind', [None, 'AgentAttention', 'SAGAAttention'])
 def test_a_vit_of_another_resolution_is_resized_on_loading(kind: str | None, tmp_path: Path) -> None:
     """mmpretrain's hook resizes the position embedding, ours what the attention has."""
     rule = kind and dict(type=kind, **(dict(agent_num=4) if kind == 'AgentAttention' else {}))

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from mmgate.gates import (
     AgentAttention,
-    CrossWindowAttention,
     DifferentialGatedMultiheadAttention,
     DifferentialMultiheadAttention,
     DifferentialV2MultiheadAttention,
@@ -24,7 +23,6 @@ from mmgate.gates import (
     PLuGMultiScaleDeformableAttention,
     SAGAAttention,
     SDPAGatedMultiheadAttention,
-    SoftmaxAttention,
 )
 from mmgate.ops.agent import agent_attention
 from mmgate.ops.dense import plug_attention
@@ -92,17 +90,14 @@ def test_every_map_of_an_operator_drops_its_weights_once(name: str) -> None:
     assert abs((out != 0).float().mean() - kept) < 0.05
 
 
-@pytest.mark.parametrize('kind', [AgentAttention, CrossWindowAttention, SoftmaxAttention])
-def test_attention_over_a_map_drops_its_weights(kind: type) -> None:
-    """In training, which leaves what a convolution adds."""
-    sizes = {AgentAttention: dict(map_size=(2, 3), agent_num=4), CrossWindowAttention: dict(split=None)}.get(kind, {})
-    layer = filled(kind(C, H, attn_drop=1.0, **sizes), 0.5)
+def test_attention_over_a_map_drops_its_weights() -> None:
+    """In training, which leaves what the convolution adds."""
+    layer = filled(AgentAttention(C, H, attn_drop=1.0, map_size=(2, 3), agent_num=4), 0.5)
     x = torch.randn(B, N, C)
     v = layer.qkv(x)[..., 2 * C :].transpose(1, 2).unflatten(-1, (2, 3))
-    convolve = layer.gate.dwc if kind is AgentAttention else layer.lepe[0] if sizes else torch.zeros_like
-    left = layer.proj(convolve(v).flatten(2).transpose(1, 2))
-    torch.testing.assert_close(layer.train()(x, (2, 3)), left)
-    assert not torch.allclose(layer.eval()(x, (2, 3)), left)
+    local = layer.gate.dwc(v).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(layer.train()(x, (2, 3)), layer.proj(local))
+    assert not torch.allclose(layer.eval()(x, (2, 3)), layer.proj(local))
 
 
 @pytest.mark.parametrize('kind', [AgentAttention, SAGAAttention])

@@ -62,14 +62,11 @@ def saturate(name: str, layer: Any, x: Tensor) -> None:
         nn.init.normal_(layer.attention_weights.weight)
         layer.attention_weights.weight *= LOGITS / layer.attention_weights(x).abs().max()
     factor = 1e3 if name in SATURATING else 3.0
-    gate = getattr(layer, 'gate', nn.Module())  # stripes have none
-    for key, parameter in gate.named_parameters():
+    for key, parameter in getattr(layer, 'gate', nn.Module()).named_parameters():
         if key.startswith(('gate_q_proj', 'gate_k_proj')):
             parameter *= factor**0.5  # of which a product is taken
         elif key.startswith(('gate_weight', 'gate_proj', 'gate_k', 'gate_v')):
             parameter *= factor
-        elif key == 'power':
-            parameter[:, ::2], parameter[:, 1::2] = 20.0, -20.0
 
 
 @every_precision

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mmgate import restore_attention, swap_attention
 from mmgate.errors import ConfigError, OptionError
 from mmgate.gate import Sizes, gate_of_type, registered_gates
-from mmgate.gates import CrossWindowAttention, SoftmaxAttention
+from mmgate.gates import SoftmaxAttention
 from mmgate.gates.agent import AgentGate
 from mmgate.gates.base.map import MapGate, map_in_training
 from mmgate.gates.saga import SAGAGate
@@ -71,9 +71,9 @@ def seen(host: dict[str, Any], images: Tensor, **options: Any) -> tuple[nn.Modul
         (dict(ONE_EACH, type='mmdet.SwinTransformer'), 4),
         (dict(ONE_EACH, type='mmseg.SwinTransformer'), 4),
         pytest.param(PRETRAINED_SWIN, 4, marks=needs_mmpretrain),
-        (dict(type='mmgate.LinearPVT', num_layers=[1] * 4), 4),
-        (dict(type='mmgate.LinearPVTv2', num_layers=[1] * 4), 4),
-        (dict(type='mmgate.LinearSwin', depths=(1, 1, 1, 1), embed_dims=16, num_heads=(1, 2, 4, 8)), 4),
+        (dict(type='mmgate.PVT', num_layers=[1] * 4), 4),
+        (dict(type='mmgate.PVTv2', num_layers=[1] * 4), 4),
+        (dict(type='mmgate.Swin', depths=(1, 1, 1, 1), embed_dims=16, num_heads=(1, 2, 4, 8)), 4),
         (dict(type='mmgate.AgentCSwin', depths=(1, 1, 1, 1), embed_dims=16, agent_nums=(None,) * 4), 4),
     ],
     ids=lambda value: value['type'] if isinstance(value, dict) else '',
@@ -90,9 +90,9 @@ def test_an_image_size_is_right_for_all_stages(host: dict[str, Any], stages: int
         (PVT, (224, 224)),
         (dict(PVT, pretrain_img_size=96), (96, 96)),
         pytest.param(dict(PRETRAINED_SWIN, img_size=(128, 96)), (128, 96), marks=needs_mmpretrain),
-        (dict(type='mmgate.LinearPVT', num_layers=[1] * 4, pretrain_img_size=96), (96, 96)),
-        (dict(type='mmgate.LinearPVTv2', num_layers=[1] * 4, pretrain_img_size=(128, 96)), (128, 96)),
-        (dict(type='mmgate.LinearSwin', **ONE_EACH, pretrain_img_size=96), (96, 96)),
+        (dict(type='mmgate.PVT', num_layers=[1] * 4, pretrain_img_size=96), (96, 96)),
+        (dict(type='mmgate.PVTv2', num_layers=[1] * 4, pretrain_img_size=(128, 96)), (128, 96)),
+        (dict(type='mmgate.Swin', **ONE_EACH, pretrain_img_size=96), (96, 96)),
         (
             dict(type='mmgate.AgentCSwin', depths=(1,) * 4, agent_nums=(None,) * 4, pretrain_img_size=96),
             (96, 96),
@@ -101,7 +101,6 @@ def test_an_image_size_is_right_for_all_stages(host: dict[str, Any], stages: int
             pytest.param(dict(VIT, type=f'mmpretrain.{name}', img_size=(48, 64)), (48, 64), marks=needs_mmpretrain)
             for name in ('VisionTransformer', 'DistilledVisionTransformer', 'DeiT3', 'RevVisionTransformer')
         ),
-        pytest.param(dict(type='mmgate.LVViT', num_layers=1, img_size=(32, 48)), (32, 48), marks=needs_mmpretrain),
         pytest.param(dict(T2T, img_size=64), (64, 64), marks=needs_mmpretrain),
     ],
     ids=lambda value: value['type'] if isinstance(value, dict) else 'x'.join(map(str, value)),
@@ -125,8 +124,6 @@ def test_the_tokens_of_a_vit_are_those_of_its_patches() -> None:
     model, (gate, _) = seen(dict(VIT, img_size=(48, 64)), torch.randn(1, 3, 48, 64), image_size=224)
     assert (gate.class_tokens, gate.host_map, gate.map_size, gate.stride) == (1, (3, 4), (14, 14), 16)
     assert gate.seen == [(3, 4)] and model.patch_embed(torch.randn(1, 3, 48, 64))[1] == (3, 4)
-    _, (gate,) = seen(dict(type='mmgate.LVViT', num_layers=1, img_size=32), torch.randn(1, 3, 32, 32), image_size=64)
-    assert (gate.stride, gate.map_size, gate.seen) == (16, (4, 4), [(2, 2)])
 
 
 @pytest.mark.parametrize(
@@ -201,10 +198,6 @@ def test_every_gate_of_maps_heeds_class_tokens(host: str, gate: type[nn.Module])
     for model in (vanilla, gated):
         model.eval()  # returns nothing
     rule = dict(type=gate, path='layers.*.attn')
-    if gate is CrossWindowAttention:
-        with pytest.raises(ConfigError, match='no class token: it would lie in no stripe'):
-            swap_attention(gated, rule)
-        return
     names = swap_attention(gated, rule)
     gates: list[Any] = [gated.get_submodule(name).gate for name in names]
     assert {(gate.class_tokens, gate.host_map) for gate in gates} == {(2 if 'Distilled' in host else 1, (3, 4))}
@@ -237,7 +230,7 @@ def test_a_vit_takes_images_of_the_size_that_it_was_built_for(window: int | None
 def test_no_size_is_needed_without_position_terms() -> None:
     """In a model that does not keep its map."""
     model = MODELS.build(dict(ONE_EACH, type='mmdet.SwinTransformer'))
-    assert len(swap_attention(model, dict(type='FocusedLinearAttention', path='**', position_encoding=False))) == 4
+    assert len(swap_attention(model, dict(type='SAGAAttention', path='**', position_encoding=False))) == 4
     model = MODELS.build(dict(ONE_EACH, type='mmdet.SwinTransformer'))
     assert len(swap_attention(model, dict(AGENTS, path='**', bias=False))) == 4
 

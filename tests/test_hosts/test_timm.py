@@ -83,7 +83,7 @@ def test_a_checkpoint_of_timms_own_gates_loads_into_ours() -> None:
     torch.testing.assert_close(gated(images), model(images), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize('gate', ['AgentAttention', 'SAGAAttention', 'FocusedLinearAttention'])
+@pytest.mark.parametrize('gate', ['AgentAttention', 'SAGAAttention'])
 @pytest.mark.parametrize('name, before', [('vit', 1), ('deit', 2), ('dinov2', 5), ('siglip', 0), ('swin', 0)])
 def test_attention_over_a_map_finds_the_map(name: str, before: int, gate: str) -> None:
     """And the class and register tokens before it; images of another size are refused where a call names no map."""

@@ -58,11 +58,6 @@ def shared_keys(
     return shared_key_map(query, second_query, key, weight, bias) @ value
 
 
-def rank_augmented(q: Tensor, k: Tensor) -> Tensor:
-    weights = torch.softmax((q.mean(2, keepdim=True) * k).sum(-1) / k.shape[-1] ** 0.5, -1)
-    return k * weights[..., None] * k.shape[2]
-
-
 def plug(function: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
     def run(
         query: Tensor, key: Tensor, value: Tensor, gate_query: Tensor, gate_key: Tensor, bias: Any = None
@@ -109,20 +104,6 @@ OPS = {
         {**LINEAR, 'norm_q': 'BHNf', 'norm_k': 'BHMf'},
         dict.fromkeys(('q', 'k', 'norm_q', 'norm_k'), 'positive'),
     ),
-    'hydra': Op(linear.hydra_attention, linear.hydra_attention_reference, dict(q='BNC', k='BMC', v='BMC')),
-    'efficient': Op(linear.efficient_attention, linear.efficient_attention_reference, LINEAR),
-    'angular': Op(
-        linear.linear_angular_attention, linear.linear_angular_attention_reference, dict(q='BHNd', k='BHNd', v='BHNe')
-    ),
-    'polarity': Op(
-        linear.polarity_attention,
-        linear.polarity_attention_reference,
-        {**LINEAR, 'power': '1H1d'},
-        dict(power='ones'),
-        dict(e=2),
-    ),
-    'inline': Op(linear.inline_attention, linear.inline_attention_reference, LINEAR),
-    'rank_augmented': Op(linear.rank_augmented_keys, rank_augmented, dict(q='BHNd', k='BHMd')),
     **{
         f'plug_{backend}_{position}': Op(
             plug(plug_attention, backend=backend, position=position), plug_reference(position), PLUG

@@ -3,4 +3,4 @@ _base_ = '../../_base_/classification/imagenet_pvt_8xb128-300e.py'
 
 model = dict(
     backbone=dict(
-        type='mmgate.LinearPVT', arch='tiny', out_indices=(3,), drop_path_rate=0.1))
+        type='mmgate.PVT', arch='tiny', out_indices=(3,), drop_path_rate=0.1))

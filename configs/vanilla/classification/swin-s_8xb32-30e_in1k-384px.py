@@ -3,7 +3,7 @@ _base_ = '../../_base_/classification/imagenet_384px_8xb32-30e.py'
 
 model = dict(
     backbone=dict(
-        type='mmgate.LinearSwin',
+        type='mmgate.Swin',
         arch='small',
         out_indices=(3,),
         pretrain_img_size=384,

@@ -294,6 +294,25 @@ class GatedMapAttention(MapAdapter):
         return self.attend_gated(x, hw_shape, identity)
 
 
-def map_attention(name: str, gate: type[MapGate]) -> Callable[..., nn.Module]:
-    """Register and return a function that builds :class:`MapAttention` with a gate."""
-    return attention_named(name, gate, ':class:`.MapAttention`', MapAttention, GatedMapAttention)
+def map_attention(name: str, gate: type[MapGate], *, force: bool = False) -> Callable[..., nn.Module]:
+    """Register and return a function that builds :class:`MapAttention` with a gate.
+
+    Args:
+        name: The registered name, by which rules name the gate, too.
+        gate: Class of the gate.
+        force: True replaces what is registered under the name.
+    """
+    return attention_named(name, gate, ':class:`.MapAttention`', MapAttention, GatedMapAttention, force=force)
+
+
+class SoftmaxGate(MapGate):
+    """Plain softmax attention over all tokens of an H x W map, and its class token if there is one, as a baseline.
+
+    ``softmax(Q K^T / sqrt(d)) V``
+
+    Agent and linear attention differ from this baseline in the attention only, while PVT's own attention also reduces
+    the keys' map and Swin's divides the map into windows. The cost is O(N^2 d) operations, in torch's fused attention.
+    """
+
+
+SoftmaxAttention = map_attention('SoftmaxAttention', SoftmaxGate)

@@ -23,6 +23,7 @@ def attention_named(
     build: Callable[..., nn.Module],
     adapter: type[Adapter],
     child: str = '',
+    force: bool = False,
 ) -> Callable[..., nn.Module]:
     """Register and return a function that builds attention (the host) and puts a gate into it, as a rule does.
 
@@ -33,6 +34,7 @@ def attention_named(
         build: Builds the host; the function takes its arguments, and the options of the gate.
         adapter: Adapter of the host.
         child: Path, in the host, of the module that is gated; empty for the host itself.
+        force: True replaces what is registered under the name.
     """
 
     def build_gated(*args: Any, **options: Any) -> nn.Module:
@@ -49,7 +51,7 @@ def attention_named(
         f'    It takes the arguments of {host}, and the options of :class:`{gate.__name__}`.'
     )
     build_gated.gate_type = gate  # type: ignore[attr-defined]
-    return MODELS.register_module()(build_gated)
+    return MODELS.register_module(force=force)(build_gated)
 
 
 def gate_alone(

@@ -6,11 +6,39 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from mmgate.errors import ConfigError, OptionError
 from mmgate.gate import Sizes
-from mmgate.gates import AgentAttention, FocusedLinearGate, HydraGate, SAGAAttention, SAGAGate
+from mmgate.gates import AgentAttention, SAGAAttention, SAGAGate, SoftmaxAttention
+from mmgate.gates.base.linear import LinearGate
 from mmgate.gates.base.map import MapAttention, map_in_training
+
+C, HEADS = 12, 3
+
+
+def formula(layer: SoftmaxAttention, x: Tensor, scale: float) -> Tensor:
+    """Return ``softmax(Q K^T scale) V`` of every head, projected."""
+    query, key, value = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in layer.qkv(x).chunk(3, -1))
+    heads = (query @ key.mT * scale).softmax(-1) @ value
+    return layer.proj(heads.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize('class_tokens', [0, 2], ids=['map', 'class_tokens'])
+@pytest.mark.parametrize('qk_scale', [None, 0.3], ids=['usual_scale', 'scale'])
+def test_softmax_attention_is_its_formula(qk_scale: float | None, class_tokens: int) -> None:
+    layer = SoftmaxAttention(C, HEADS, qk_scale=qk_scale, class_tokens=class_tokens).double()
+    x = torch.randn(2, class_tokens + 3 * 5, C, dtype=torch.float64)
+    torch.testing.assert_close(layer(x, (3, 5)), formula(layer, x, qk_scale or (C // HEADS) ** -0.5))
+
+
+def test_softmax_attention_drops_weights_in_training_alone() -> None:
+    layer = SoftmaxAttention(C, HEADS, attn_drop=0.5).double()
+    x = torch.randn(1, 15, C, dtype=torch.float64)
+    expected = formula(layer, x, (C // HEADS) ** -0.5)
+    assert not torch.allclose(layer.train()(x, (3, 5)), expected)
+    torch.testing.assert_close(layer.eval()(x, (3, 5)), expected)
+
 
 TOLD = Sizes(8, 2, host_map=(14, 7), stride=16)
 
@@ -52,11 +80,11 @@ def test_a_map_that_nothing_tells_is_asked_for(sizes: Sizes, rule: dict, said: s
 
 
 def test_position_encodings_are_where_the_paper_has_them_or_the_rule_says() -> None:
-    for gate, default in ((SAGAGate, True), (FocusedLinearGate, True), (HydraGate, False)):
+    for gate, default in ((SAGAGate, True), (LinearGate, False)):
         for options, expected in (({}, default), (dict(position_encoding=not default), not default)):
             made = gate(TOLD, **options)
             assert (made.position_encoding is not None) == (made.map_size is not None) == expected
-    assert HydraGate(TOLD, image_size=32).map_size == HydraGate(TOLD, map_size=(2, 2)).map_size == (2, 2)
+    assert LinearGate(TOLD, image_size=32).map_size == LinearGate(TOLD, map_size=(2, 2)).map_size == (2, 2)
     assert SAGAGate(Sizes(8, 2), position_encoding=False).map_size is None
 
 

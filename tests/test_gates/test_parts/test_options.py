@@ -12,6 +12,7 @@ from helpers.gated import gated_attention
 from mmgate import layers
 from mmgate.errors import ConfigError
 from mmgate.gate import Gate, Sizes
+from mmgate.gates.base.linear import LinearGate
 from mmgate.gates.parts.options import check_option, height_and_width, integer, number
 
 
@@ -71,10 +72,8 @@ MAP = dict(map_size=(4, 4))
         (layers.AgentGate, dict(MAP, value_factor=nan), 'value_factor=nan must be a finite number'),
         (layers.AgentGate, dict(MAP, broadcast_scale=-1.0), 'broadcast_scale=-1.0 must be a finite number above 0'),
         (layers.SAGAGate, dict(map_size=(0, 7)), 'map_size'),
-        (layers.FocusedLinearGate, dict(MAP, power=-3), 'power=-3 must be'),
-        (layers.PolaFormerGate, dict(MAP, alpha=-1.0), 'alpha=-1.0 must be'),
-        (layers.EnhancedLinearGate, dict(dwc=True), 'dwc=True must be'),
-        (layers.CrossWindowGate, dict(split=0), 'split=0 must be'),
+        (LinearGate, dict(dwc=True), 'dwc=True must be an integer, 0 or more: the odd side of a kernel'),
+        (LinearGate, dict(dwc=4), 'dwc=4 must be odd: the odd side of a kernel'),
         (layers.PLuGGate, dict(heads='all'), 'shared, per_head'),
         (layers.PLuGGate, dict(ratio=-1.0), 'ratio=-1.0 must be'),
         (layers.PLuGGate, dict(ratio=0.01), 'leaves no gate channel'),

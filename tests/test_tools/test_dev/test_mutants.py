@@ -32,11 +32,8 @@ def test_every_module_has_tests(mutants: ModuleType) -> None:
 
     first, *others = mutants.tests_of('gates/plug.py')
     assert first == 'tests/test_gates/test_plug.py' and sorted([first, *others]) == files('test_gates')
-    of_linear = files('test_gates/test_linear')
-    assert mutants.tests_of('gates/linear/hydra.py') == of_linear + files('test_gates')
-    of_all = mutants.tests_of('gates/linear/__init__.py')
-    assert of_all[0] == 'tests/test_gates/test_linear/test_linear.py'
-    assert sorted(of_all[: len(of_linear)]) == of_linear and of_all[len(of_linear) :] == files('test_gates')
+    of_parts = files('test_gates/test_parts')
+    assert sorted(mutants.tests_of('gates/parts/stripes.py')[: len(of_parts)]) == of_parts
     folder = 'tests/test_ops/test_dense'
     assert mutants.tests_of('ops/dense/chunked.py')[0] == f'{folder}/test_chunked.py'
     assert mutants.tests_of('ops/dense/__init__.py')[0] == f'{folder}/test_dense.py'

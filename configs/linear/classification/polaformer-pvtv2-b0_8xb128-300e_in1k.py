@@ -1,2 +1,0 @@
-_base_ = '../../vanilla/classification/pvtv2-b0_8xb128-300e_in1k.py'
-model = dict(backbone=dict(attention=dict(type='PolaFormerAttention')))

@@ -1,0 +1,4 @@
+_base_ = '../../../../configs/vanilla/classification/pvt-t_8xb128-300e_in1k.py'
+custom_imports = dict(imports=['mmgate', 'projects.linear_attention'], allow_failed_imports=False)
+# SAGA's Fig. 1: the plain linear attention of ReLU(Q) and ReLU(K), without a depthwise convolution
+model = dict(backbone=dict(attention=dict(type='EnhancedLinearAttention', dwc=0)))

@@ -1,0 +1,6 @@
+_base_ = '../../../../configs/vanilla/mask_rcnn/mask-rcnn_swin-t_ms-crop-3x_coco.py'
+custom_imports = dict(imports=['mmgate', 'projects.linear_attention'], allow_failed_imports=False)
+
+# From Swin's own ImageNet weights, which fill what is shared; the papers trained their own.
+model = dict(backbone=dict(type='mmgate.LinearSwin', attention=dict(type='FocusedLinearAttention')))
+optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')
