@@ -148,7 +148,7 @@ def write(net: Network, inputs: Sequence[Tensor], path: Path, divisor: int) -> s
         if value.producer() is None and value.const_value is not None and value.name not in graph.initializers:
             graph.register_initializer(value)
     graph.sort()
-    notes = dict(inputs=net.inputs, outputs=net.outputs, model=describe_model(net.model), takes=takes)
+    notes: dict[str, Any] = dict(inputs=net.inputs, outputs=net.outputs, model=describe_model(net.model), takes=takes)
     notes |= dict(divisor=divisor, least=least, size=[height, width])
     written.model.metadata_props[NOTES_KEY] = json.dumps(notes)
     written.save(path, external_data=False)
