@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def attending(pipe: Any, row: Row) -> Iterator[dict[str, Any]]:
     if row.method == 'ToMeSD':
         tomesd.apply_patch(pipe, ratio=row.ratio)
     elif row.method == 'AgentSD':
-        options = dict(ratio=row.ratio, value_factor=row.value_factor, power=row.power, early=row.early)
+        options = {name: value for name, value in asdict(row).items() if name != 'method'}
         arguments['callback_on_step_end'] = apply_agent_sd(pipe, **options).on_step_end
     try:
         yield arguments
@@ -148,24 +148,18 @@ class FID:
 
         self.device, self.dims = device, dims
         self.model = InceptionV3([InceptionV3.BLOCK_INDEX_BY_DIM[dims]]).to(device)
-        self.reference = self._read(reference) if reference.suffix == STATISTICS else self._kept(reference, cache)
+        if reference.suffix != STATISTICS and not cache.exists():
+            logger.warning(f'reading the images of {reference}, once; {cache} keeps what is needed of them')
+            mean, covariance = self._statistics(reference, batch=1)  # one by one, as their sizes differ
+            np.savez_compressed(cache, mu=mean, sigma=covariance)
+        with np.load(reference if reference.suffix == STATISTICS else cache) as file:
+            self.reference = file['mu'], file['sigma']
 
     def __call__(self, folder: Path) -> float:
         """Return the distance of the images of a folder, all of one size."""
         from pytorch_fid.fid_score import calculate_frechet_distance
 
         return float(calculate_frechet_distance(*self._statistics(folder, batch=50), *self.reference))
-
-    def _kept(self, reference: Path, cache: Path) -> tuple[Any, Any]:
-        if not cache.exists():
-            logger.warning(f'reading the images of {reference}, once; {cache} keeps what is needed of them')
-            mean, covariance = self._statistics(reference, batch=1)  # one by one, as their sizes differ
-            np.savez_compressed(cache, mu=mean, sigma=covariance)
-        return self._read(cache)
-
-    def _read(self, path: Path) -> tuple[Any, Any]:
-        with np.load(path) as file:
-            return file['mu'], file['sigma']
 
     def _statistics(self, folder: Path, batch: int) -> tuple[Any, Any]:
         from pytorch_fid.fid_score import IMAGE_EXTENSIONS, calculate_activation_statistics
@@ -213,9 +207,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     prompts = [PROMPT.format(name) for name in read_classes(args.classes) for _ in range(args.per_class)]
     options = dict(num_inference_steps=args.steps, guidance_scale=args.guidance, height=args.size, width=args.size)
     args.out.mkdir(parents=True, exist_ok=True)
-    keep_settings(
-        args.out / 'settings.json', dict(model=args.model, prompts=prompts, seed=args.seed, dtype=args.dtype, **options)
-    )
+    kept = args.out / 'settings.json'
+    settings = dict(model=args.model, prompts=prompts, seed=args.seed, dtype=args.dtype, **options)
+    former = json.loads(kept.read_text()) if kept.exists() else settings
+    other = [name for name, value in settings.items() if former.get(name) != value]
+    if other:
+        raise SystemExit(f'{args.out} has images of other settings ({", ".join(other)}): give another --out.')
+    kept.write_text(json.dumps(settings, indent=1))
     fid = None
     if args.reference:
         fid = FID(args.reference, args.out / f'reference-{args.reference.stem}-{args.dims}.npz', device, args.dims)
@@ -233,20 +231,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     write(found, args.tables, args.out / 'results.csv')
 
 
-def keep_settings(path: Path, settings: dict[str, Any]) -> None:
-    """Write down which images a folder has.
-
-    Raises:
-        SystemExit: It has images of other settings.
-    """
-    if not path.exists():
-        path.write_text(json.dumps(settings, indent=1))
-    former = json.loads(path.read_text())
-    other = [name for name, value in settings.items() if former.get(name) != value]
-    if other:
-        raise SystemExit(f'{path.parent} has images of other settings ({", ".join(other)}): give another --out.')
-
-
 def write(found: dict[Row, list[str]], tables: Sequence[int], path: Path) -> None:
     """Write what was found of each row to a CSV file, and print it table by table beside the paper's FID."""
     names = [field.name for field in fields(Row)]
@@ -258,15 +242,13 @@ def write(found: dict[Row, list[str]], tables: Sequence[int], path: Path) -> Non
     for table in tables:
         print(f'\nTable {table}\n', line(head), line(['---'] * len(head)), sep='\n')
         for row, paper in TABLES[table].items():
-            values = [str(value) for value in astuple(row)]
-            if row.method != 'AgentSD':
-                values[2:] = [''] * 3
-            print(line([*values, *found[row], f'{paper:.2f}']))
+            options = astuple(row) if row.method == 'AgentSD' else (row.method, row.ratio, '', '', '')
+            print(line([*options, *found[row], f'{paper:.2f}']))
 
 
-def line(cells: Sequence[str]) -> str:
+def line(cells: Sequence[Any]) -> str:
     """Return cells as a line of a Markdown table."""
-    return f'| {" | ".join(cells)} |'
+    return f'| {" | ".join(map(str, cells))} |'
 
 
 if __name__ == '__main__':

@@ -19,7 +19,8 @@ from torch import Tensor
 from mmgate import record
 from projects.dgsa.data import PAD, encode, vocabulary_of, words_of
 from projects.dgsa.model import ATTENTIONS, TextClassifier, compared
-from projects.dgsa.study import DATA, SIZES, parts, setting_of, train
+from projects.dgsa.side_by_side import train_side_by_side
+from projects.dgsa.study import DATA, SIZES, parts, prepared, setting_of
 
 LINE = 104  # characters of a line of words
 LEAST, MOST = 20, 60  # words of a text that is drawn by default
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         len(vocabulary) + 2, int(labels.max()) + 1, arguments.seed, expansion=arguments.expansion, **sizes
     )
     for model in models.values():
-        train(model.to(arguments.device), words, labels, setting, 0.0, arguments.seed)
+        list(train_side_by_side([prepared(model.to(arguments.device), words, labels, setting, 0.0, arguments.seed)]))
         model.cpu()
     numbered, classes = encode(test, vocabulary, setting['length'])
     number = choose(models, numbered, classes) if arguments.text is None else arguments.text

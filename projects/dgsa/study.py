@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from scipy.stats import t
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmgate import ConfigError
+from projects.dgsa import side_by_side
 from projects.dgsa.data import SOURCES, Examples, corrupt, docstrings, encode, published, split, trimmed, vocabulary_of
 from projects.dgsa.model import ATTENTIONS, TABLE_2, TextClassifier, compared
+from projects.dgsa.side_by_side import Training, batches_of, train_side_by_side
 
 # Table 4; Rotten Tomatoes by the text of A.3.2, 20 Newsgroups' layers by Table 6. bfloat16 is ours
 PAPER: dict[str, Any] = dict(
@@ -35,43 +36,42 @@ DATA = f'one of {", ".join(SETTINGS)}; or FOLDER/NAME, where FOLDER/NAME_train.j
 FIELDS = ('data', 'expansion', 'train_noise', 'attention', 'seed', 'parameters', 'test_noise', 'accuracy', 'seconds')
 
 
-def train(
+def prepared(
     model: TextClassifier, words: Tensor, labels: Tensor, setting: dict[str, Any], noise: float, seed: int
-) -> None:
-    """Train by Table 4: AdamW, warm-up and linear decay, gradients clipped; batches are the same for every model."""
-    draw, device, batch = torch.Generator().manual_seed(seed), next(model.parameters()).device, setting['batch']
+) -> Training:
+    """Return the training by Table 4; batches and noise are the same for every model."""
+    device, epochs = model.words.weight.device, setting['epochs']
+    batches = batches_of(len(words), setting['batch'], epochs, seed)
+    steps, warmup = len(batches), setting['warmup']
+    rates = [setting['lr'] * min((n + 1) / warmup, (steps - n) / max(1, steps - warmup)) for n in range(steps)]
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]  # biases and norms
-    groups = [dict(params=decayed, weight_decay=0.01), dict(params=others, weight_decay=0.0)]
-    optimizer = torch.optim.AdamW(groups, lr=setting['lr'], betas=(0.9, 0.98), eps=1e-8, fused=True)
-    steps, warmup = setting['epochs'] * -(-len(words) // batch), setting['warmup']
+    if noise:  # each epoch has texts of its own
+        epoch = torch.arange(steps)[:, None] // (steps // epochs)
+        batches = torch.where(batches < 0, batches, batches + epoch * len(words))
+        draw = torch.Generator().manual_seed(seed)
+        words = torch.cat([corrupt(words, noise, model.words.num_embeddings, draw) for _ in range(epochs)])
+        labels = labels.repeat(epochs)
+    words, labels = trimmed(words).to(device), labels.to(device)
 
-    def factor(step: int) -> float:
-        return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
+    def losses(rows: Tensor) -> Tensor:
+        # A graph's shapes are fixed.
+        texts = words[rows] if device.type == 'cuda' else trimmed(words[rows])
+        return F.cross_entropy(model(texts), labels[rows], reduction='none')
 
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    torch.manual_seed(seed)  # dropout
     model.train()
-    for _ in range(setting['epochs']):
-        for chosen in torch.randperm(len(words), generator=draw).split(batch):
-            x = trimmed(corrupt(words[chosen], noise, model.words.num_embeddings, draw)).to(device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=setting['bfloat16']):
-                loss = F.cross_entropy(model(x), labels[chosen].to(device))
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
+    groups = [dict(params=decayed, weight_decay=0.01), dict(params=others, weight_decay=0.0)]
+    options: dict[str, Any] = dict(bfloat16=setting['bfloat16'], compiled=model.blocks, clip=1.0)
+    training = Training(model, losses, batches, rates, groups, betas=(0.9, 0.98), eps=1e-8, **options)
+    torch.manual_seed(seed)  # dropout
+    return training
 
 
-@torch.no_grad()
 def accuracy(model: TextClassifier, words: Tensor, labels: Tensor, noise: float, seed: int) -> float:
     """Return the share of texts, in percent, whose class is found, with that much noise."""
-    model.eval()
     noisy = corrupt(words, noise, model.words.num_embeddings, torch.Generator().manual_seed(seed))
     device = model.words.weight.device
-    found = torch.cat([model(trimmed(x).to(device)).argmax(-1).cpu() for x in noisy.split(256)])
-    return 100 * (found == labels).double().mean().item()
+    return side_by_side.accuracy(model, (trimmed(x).to(device) for x in noisy.split(256)), labels)
 
 
 def parts(data: str, seed: int) -> tuple[Examples, Examples]:
@@ -106,7 +106,7 @@ def planned(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train what the CSV file does not hold yet, and add the rows of each model when it is trained."""
+    """Train what the CSV file does not hold yet, on a GPU all of a seed at once; add each model's rows at its end."""
     setting, keys = setting_of(arguments.data), planned(arguments)
     if not keys:
         print(f'{csv_of(arguments)} has all of these runs. Give another --csv to train them again.')
@@ -118,14 +118,24 @@ def run(arguments: argparse.Namespace) -> None:
         words, labels = encode(training, vocabulary, setting['length'])
         test_words, test_labels = encode(test, vocabulary, setting['length'])
         counts = (len(vocabulary) + 2, int(labels.max()) + 1)
-        for key in of_seed:
-            model = compared(*counts, seed, expansion=key['expansion'], **sizes)[key['attention']]
-            start = time.process_time()
-            train(model.to(arguments.device), words, labels, setting, key['train_noise'], seed)
-            found = {noise: accuracy(model, test_words, test_labels, noise, seed) for noise in NOISE}
-            key['parameters'] = sum(parameter.numel() for parameter in model.parameters())
-            key['seconds'] = round(time.process_time() - start, 1)
-            write(csv_of(arguments), [key | dict(test_noise=n, accuracy=round(a, 3)) for n, a in found.items()])
+        on_gpu = arguments.device.startswith('cuda')
+        clock = time.perf_counter if on_gpu else time.process_time
+        chosen = list(of_seed)
+        for at_once in [chosen] if on_gpu else [[key] for key in chosen]:
+            trainings: dict[Training, dict[str, Any]] = {}
+            for key in at_once:
+                model = compared(*counts, seed, expansion=key['expansion'], **sizes)[key['attention']]
+                model.to(arguments.device)
+                trainings[prepared(model, words, labels, setting, key['train_noise'], seed)] = key
+            start = clock()
+            for training in train_side_by_side(trainings):
+                model = training.model
+                size = sum(parameter.numel() for parameter in model.parameters())
+                found = {noise: accuracy(model, test_words, test_labels, noise, seed) for noise in NOISE}
+                row = dict(**trainings[training], parameters=size)
+                times = dict(seconds=round(clock() - start, 1))
+                rows = [dict(**row, test_noise=n, accuracy=round(share, 3), **times) for n, share in found.items()]
+                write(csv_of(arguments), rows)
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -134,10 +144,10 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Add rows to the CSV file."""
+    """Add rows to the CSV file, which gets the first row's names when it is new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open('a', newline='') as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator='\n')
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator='\n')
         if file.tell() == 0:
             writer.writeheader()
         writer.writerows(rows)
@@ -174,6 +184,8 @@ def report(arguments: argparse.Namespace) -> None:
 
 def interval(values: list[float]) -> str:
     """Return the mean of the values with its 95 % interval by Student's t."""
+    from scipy.stats import t
+
     if len(values) < 2:
         return 'too few seeds'
     half = float(t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5

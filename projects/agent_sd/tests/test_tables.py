@@ -17,8 +17,7 @@ from PIL import Image
 from tiny_model import save_tiny_model
 from torch import nn
 
-from projects.agent_sd import tables
-from projects.agent_sd.tables import FID, TABLES, Row, attending, generate, main, memory
+from projects.agent_sd.tables import FID, TABLES, Row, generate, main
 
 CALL = dict(num_inference_steps=4, height=16, width=24)
 
@@ -77,47 +76,11 @@ def test_every_method_has_the_same_noise_and_leaves_the_pipeline(pipe, tmp_path)
     for image, other in zip(made['SD'], expected, strict=True):
         assert np.abs(image.astype(int) - other).max() <= 1
     assert len({np.stack(images).tobytes() for images in made.values()}) == 4
-    generate(pipe, Row('SD', 0), prompts, tmp_path / 'again', batch=2, seed=seed, **CALL)
-    np.testing.assert_array_equal(np.stack(pixels(tmp_path / 'again')), np.stack(made['SD']))
-
-
-def test_only_missing_images_are_made(pipe, tmp_path):
-    row, prompts = Row('AgentSD'), ['a cat', 'a bird']
-    generate(pipe, row, prompts, tmp_path, **CALL)
-    before = pixels(tmp_path)
-    (tmp_path / '00001.png').unlink()
-    written = (tmp_path / '00000.png').stat().st_mtime_ns
-    generate(pipe, row, prompts, tmp_path, **CALL)
-    assert (tmp_path / '00000.png').stat().st_mtime_ns == written
-    np.testing.assert_array_equal(pixels(tmp_path), before)
-    assert len((tmp_path / 'seconds.csv').read_text().splitlines()) == 3
-
-
-def test_memory_is_that_of_one_more_image(pipe, monkeypatch):
-    sizes = []
-
-    class Pipe:
-        unet = pipe.unet
-
-        def __call__(self, prompts, **arguments):
-            sizes.append(len(prompts))
-
-    def timed(run, device):
-        run()
-        return 0.0, {1: 1024.0, 2: 2560.0}[sizes[-1]]
-
-    monkeypatch.setattr(tables, 'timed', timed)
-    assert memory(Pipe(), Row('SD', 0), 'a cat', torch.device('cpu')) == 1.5
-    assert sizes == [1, 2]
-
-
-def test_what_fails_leaves_the_pipeline(pipe):
-    for row in (Row('ToMeSD'), Row('AgentSD')):
-        with pytest.raises(RuntimeError, match='stopped'), attending(pipe, row):
-            raise RuntimeError('stopped')
-        names = {type(module).__name__ for module in pipe.unet.modules()}
-        names |= {type(processor).__name__ for processor in pipe.unet.attn_processors.values()}
-        assert not names & {'ToMeBlock', 'AgentSDProcessor'}
+    (tmp_path / 'SD/00001.png').unlink()
+    written = (tmp_path / 'SD/00000.png').stat().st_mtime_ns
+    generate(pipe, Row('SD', 0), prompts, tmp_path / 'SD', batch=2, seed=seed, **CALL)  # only what is missing
+    np.testing.assert_array_equal(np.stack(pixels(tmp_path / 'SD')), np.stack(made['SD']))
+    assert (tmp_path / 'SD/00000.png').stat().st_mtime_ns == written
 
 
 def test_distance_to_images_of_any_size_and_folder(inception, tmp_path):

@@ -1,78 +1,110 @@
-"""Images of SVHN, and noise on images, as a config builds them."""
+"""The vision models without the mm packages: equal to those of the configs, and trained from a folder."""
+
+import re
+from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-pytest.importorskip('mmcv', reason='configs of images need the mm packages')
+pytest.importorskip('timm', reason='the models are built from timm, which is not installed')
 
-import projects.dgsa  # noqa: F401  (registers both)
-from mmgate.registry import DATASETS, TRANSFORMS
-from projects.dgsa.noise import NOISES
+from projects.dgsa import images
+from projects.dgsa.side_by_side import train_side_by_side
+from projects.dgsa.study import read
 
-
-def noisy(image, **options):
-    np.random.seed(0)
-    return TRANSFORMS.build(dict(type='mmgate.RandomNoise', **options))(dict(img=image.copy()))['img']
-
-
-@pytest.mark.parametrize('dtype', [np.uint8, np.float32], ids=['uint8', 'float32'])
-@pytest.mark.parametrize('kind', NOISES)
-def test_noise_grows_with_its_level(kind, dtype):
-    """Dtype and range stay, and a seed gives the same."""
-    image = np.full((64, 64, 3), 128, dtype)
-    outs = [noisy(image, kinds=[kind], levels=[level]) for level in (0.05, 0.2)]
-    assert all(out.dtype == dtype and out.min() >= 0 and out.max() <= 255 for out in outs)
-    assert np.array_equal(outs[1], noisy(image, kinds=[kind], levels=[0.2]))
-    few, many = (np.abs(out.astype(float) - 128).mean() for out in outs)
-    assert 0 < few < many
+CONFIGS = {'vit': 'vanilla/vit', 'vit_matched': 'vanilla/vit-matched', 'dgvit_x2': 'dgvit-x2', 'dgvit_x4': 'dgvit'}
+NAMES = {  # of parameters, ours and mmpretrain's
+    'head.0': 'head.layers.pre_logits',
+    'head.2': 'head.layers.head',
+    'patch_embed.proj': 'patch_embed.projection',
+    'blocks': 'layers',
+    'norm1': 'ln1',
+    'norm2': 'ln2',
+    'norm': 'ln1',
+}
 
 
-@pytest.mark.parametrize(
-    'kind, deviation',
-    [('gaussian', 25.5), ('uniform', 25.5 / 3**0.5), ('speckle', 12.8), ('shot', 25.5 * (128 / 255) ** 0.5)],
-)
-def test_noise_has_its_deviation(kind, deviation):
-    out = noisy(np.full((256, 256), 128, np.float64), kinds=[kind], levels=[0.1])
-    assert out.std() == pytest.approx(deviation, rel=0.03)
+def mm_state(model, networks):
+    """Return the parameters of a model by the names of its config."""
+    state = {}
+    for key, value in model.state_dict().items():
+        for old, new in (NAMES | networks).items():
+            key = re.sub(rf'(^|\.){re.escape(old)}\.', rf'\1{new}.', key)
+        state[key if key.startswith('head') else f'backbone.{key}'] = value
+    return state
 
 
-def test_salt_and_pepper_turn_a_share_of_pixels():
-    out = noisy(np.full((256, 256, 3), 128, np.uint8), kinds=['salt_and_pepper'], levels=[0.2])
-    assert ((out == 0) | (out == 255)).mean() == pytest.approx(0.2, abs=0.01)
-    assert (out == out[..., :1]).all()  # a pixel, not a channel
+@pytest.mark.parametrize('name', CONFIGS)
+def test_it_is_the_configs_model(name):
+    pytest.importorskip('mmpretrain', reason='the configs need mmpretrain, which is not installed')
+    from mmengine.config import Config
+
+    from mmgate import MODELS
+
+    config = Config.fromfile(Path(__file__).parents[1] / f'configs/{CONFIGS[name]}_1xb128-100e_cifar10.py')
+    theirs = MODELS.build(config.model).eval()
+    theirs.init_weights()
+    ours = images.build(name, 0).eval()
+    torch.nn.init.normal_(ours.head[2].weight)  # it starts at 0
+    spread = {key: value.std().item() for key, value in theirs.state_dict().items() if value.ndim > 1}
+    layers = ('ffn.expand', 'ffn.project') if 'dgvit' in name else ('ffn.layers.0.0', 'ffn.layers.1')
+    state = mm_state(ours, dict(zip(('mlp.fc1', 'mlp.fc2'), layers, strict=True)))
+    theirs.load_state_dict(state, strict=True)
+    x = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(ours(x), theirs(x, mode='tensor'), atol=1e-5, rtol=1e-4)
+    for key, deviation in spread.items():  # the starts are alike, too
+        if 'head.layers.head' not in key:
+            assert state[key].std().item() == pytest.approx(deviation, rel=0.2, abs=1e-3), key
 
 
-def test_a_share_of_images_gets_noise():
-    image = np.full((4, 4, 3), 128, np.uint8)
-    transform = TRANSFORMS.build(dict(type='mmgate.RandomNoise', levels=[0.5], prob=0.25))
-    np.random.seed(0)
-    changed = sum(not np.array_equal(transform(dict(img=image.copy()))['img'], image) for _ in range(1000))
-    assert 200 < changed < 300
+def test_models_share_their_start():
+    states = [images.build(name, 3, depth=2).state_dict() for name in images.MODELS]
+    for key in ('blocks.1.attn.qkv.weight', 'patch_embed.proj.weight', 'pos_embed', 'head.0.weight'):
+        assert all(torch.equal(state[key], states[0][key]) for state in states)
+    gated, vanilla = states[3:]
+    assert all(torch.equal(gated[key], value) for key, value in vanilla.items()) and len(gated) > len(vanilla)
+    other = images.build('vit', 4, depth=2).state_dict()
+    assert not torch.equal(other['pos_embed'], states[0]['pos_embed'])
 
 
-@pytest.mark.parametrize(
-    'options, message',
-    [
-        (dict(kinds=['fog']), "kinds=.'fog'. must list some of gaussian"),
-        (dict(kinds='gaussian'), 'must list some of'),
-        (dict(levels=[0]), 'numbers above 0'),
-        (dict(prob=2), 'prob=2 must lie'),
-    ],
-)
-def test_wrong_noise_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        TRANSFORMS.build(dict(type='mmgate.RandomNoise', **options))
+def test_images_are_cropped_and_flipped():
+    pixels = torch.randint(1, 256, (3, 3, 32, 32), dtype=torch.uint8)[torch.arange(10) % 3]
+    torch.manual_seed(0)
+    padded = torch.nn.functional.pad(pixels, (4,) * 4)
+    places = set()
+    for image, found in zip(padded, images.cropped(pixels), strict=True):
+        hits = []
+        for top, left, flip in product(range(9), range(9), (False, True)):
+            crop = image[:, top : top + 32, left : left + 32]
+            if torch.equal(found, crop.flip(-1) if flip else crop):
+                hits.append((top, left, flip))
+        assert len(hits) == 1
+        places.add(hits[0])
+    assert len(places) > 5 and {flip for *_, flip in places} == {False, True}
 
 
-def test_svhn_reads_the_published_files(tmp_path):
-    savemat = pytest.importorskip('scipy.io', reason='scipy').savemat
-    images = np.random.default_rng(0).integers(0, 256, (32, 32, 3, 5), dtype=np.uint8)
-    savemat(tmp_path / 'test_32x32.mat', dict(X=images, y=np.array([[1], [10], [3], [9], [10]], np.uint8)))
-    of_svhn = dict(type='mmgate.SVHN', data_root=str(tmp_path), pipeline=[])
-    data = DATASETS.build(dict(split='test', **of_svhn))
-    assert [data[i]['gt_label'] for i in range(5)] == [1, 0, 3, 9, 0] and data.metainfo['classes'][0] == '0'
-    assert np.array_equal(data[2]['img'], images[..., 2])
-    with pytest.raises(FileNotFoundError, match='train_32x32.mat'):
-        DATASETS.build(dict(split='train', **of_svhn))
-    with pytest.raises(ValueError, match="split='val' must be one of"):
-        DATASETS.build(dict(split='val', **of_svhn))
+def test_a_folder_trains_and_a_run_that_was_stopped_goes_on(tmp_path, monkeypatch):
+    draw = np.random.default_rng(0)
+    for part in ('train', 'test'):
+        pixels = draw.integers(256, size=(12, 32, 32, 3), dtype=np.uint8)
+        np.savez(tmp_path / f'{part}.npz', images=pixels, labels=draw.integers(10, size=12))
+    monkeypatch.setattr(images, 'BATCH', 8)
+    out = tmp_path / 'out'
+    call = ['--out', str(out), '--epochs', '1', '--depth', '1', '--device', 'cpu', '--models', 'vit', 'dgvit_x2']
+    with pytest.raises(ValueError, match='train.npz is missing'):
+        images.main(['--data', str(tmp_path / 'none'), *call])
+    call = ['--data', str(tmp_path), *call]
+    images.main([*call, '--seeds', '1', '--models', 'vit'])
+    with monkeypatch.context() as short:
+        short.setattr(images, 'train_side_by_side', lambda trainings, until: train_side_by_side(trainings, 0.0))
+        images.main([*call, '--seeds', '0'])
+    assert sorted(path.name for path in out.glob('*.pt')) == ['dgvit_x2-0-1-plain.pt', 'vit-0-1-plain.pt']
+    images.main([*call, '--seeds', '0', '1'])
+    rows = [(row['model'], row['seed'], row['images']) for row in read(out / 'cifar10.csv')]
+    assert [row[:2] for row in rows] == [('vit', '1'), ('vit', '0'), ('dgvit_x2', '0'), ('dgvit_x2', '1')]
+    assert {row[2] for row in rows} == {'plain'}
+    assert not list(out.glob('*.pt'))
+    images.main([*call, '--crop', '--seeds', '0'])
+    assert {row['images'] for row in read(out / 'cifar10.csv')[4:]} == {'cropped'}

@@ -15,6 +15,7 @@ pytest.importorskip('scipy', reason='the report takes Student intervals from sci
 from mmgate import record, swap_attention
 from projects.dgsa import data, figures, study
 from projects.dgsa.model import ATTENTIONS, TABLE_2, TextClassifier, compared, count_parameters
+from projects.dgsa.side_by_side import train_side_by_side
 
 EXPANSIONS = (2, 4, 16 / 3)
 TABLE6 = {  # millions, by expansion; layers and classes
@@ -211,7 +212,7 @@ def test_training_learns(attention):
     torch.manual_seed(0)
     model = TextClassifier(40, 3, attention=attention, **SMALL)
     setting = dict(epochs=12, batch=16, lr=1e-2, warmup=10, bfloat16=True)
-    study.train(model, words[:120], labels[:120], setting, 0.0, 0)
+    list(train_side_by_side([study.prepared(model, words[:120], labels[:120], setting, 0.0, 0)]))
     assert study.accuracy(model, words[120:], labels[120:], 0.0, 0) > 90
     assert study.accuracy(model, words[120:], labels[120:], 0.9, 0) < 75
 
