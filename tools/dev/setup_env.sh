@@ -124,6 +124,8 @@ build_mmcv() {
   if ! {
     run_pip download --no-build-isolation --no-deps --no-binary :all: -d "$work" "$MMCV" &&
       tar -xzf "$work"/*.tar.gz -C "$work" && rm "$work"/*.tar.gz && "$PYTHON" tools/dev/join_sources.py "$work"/*mmcv* &&
+      { [ "$(printf '%s\n' 2.14 "$TORCH" | sort -V | head -n 1)" != 2.14 ] || # whose headers need C++20
+        sed -i 's/-std=c++17/-std=c++20/' "$work"/*mmcv*/setup.py; } &&
       run_pip wheel -v --no-build-isolation --no-deps --no-cache-dir --wheel-dir "$work/out" "$work"/*mmcv*
   } >"$log" 2>&1; then
     say "mmcv did not build; the end of $log:"
