@@ -1,4 +1,4 @@
-"""tools/train.py, and tools/test.py, find projects beside an mmgate of a wheel, which leaves the checkout off the path."""
+"""tools/train.py and tools/test.py find projects beside an mmgate of a wheel, which leaves the root off the path."""
 
 from __future__ import annotations
 
