@@ -70,6 +70,10 @@ _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names
 __all__ = ['__version__', *_MODULE_OF]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
         found = getattr(import_module(f'{__name__}.{_MODULE_OF[name]}'), name)

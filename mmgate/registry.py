@@ -47,12 +47,21 @@ else:
     from mmengine import registry as root
     from mmengine.registry import Registry
 
-    def _child(parent: Registry, *modules: str) -> Registry:
+    def _child(parent: Registry, *modules: str, kind: type[Registry] = Registry) -> Registry:
         """Make mmgate's registry below one of mmengine's; ``locations`` are the modules with its entries."""
         locations = [f'mmgate.{module}' for module in modules]
-        return Registry(parent.name, parent=parent, scope='mmgate', locations=locations)
+        return kind(parent.name, parent=parent, scope='mmgate', locations=locations)
 
-    MODELS = _child(root.MODELS, 'gated', 'gates', 'backbones', 'speed.matching')
+    class Models(Registry):
+        """Registry of models, some of which are imported when they are looked up: entries with ``found_at``."""
+
+        def get(self, key: str) -> Any:
+            """Return what is registered by a name, with or without a scope; None if there is nothing."""
+            entry = super().get(key)
+            module = getattr(entry, 'found_at', None)
+            return entry if module is None else getattr(import_module(module), entry.__name__)
+
+    MODELS = _child(root.MODELS, 'gated', 'gates', 'backbones', 'speed.matching', kind=Models)
     # Those of projects.
     DATASETS = _child(root.DATASETS, 'moved')
     TRANSFORMS = _child(root.TRANSFORMS, 'moved')

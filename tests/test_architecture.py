@@ -62,6 +62,7 @@ TESTED_BY = {
     'test_hosts/test_window.py': ('hosts/relative_positions.py',),
     'test_doctor.py': ('benchmarks/backends.py',),
     'test_environment.py': ('__init__.py',),
+    'test_moved.py': ('gates/__init__.py',),
     'test_gates/test_saga.py': ('gates/base/linear.py',),
     'test_ops/test_any_arguments.py': ('ops/differential.py',),
     'test_ops/test_deformable/test_deformable.py': (

@@ -136,3 +136,33 @@ def test_a_detector_trains_without_the_other_packages(tmp_path: Path) -> None:
     (tmp_path / 'config.py').write_text(CONFIG.replace('EPOCHS', '1') + hook)
     done = run_python('-c', FIRST_ITERATION, cwd=tmp_path, PYTHONPATH=f'{ROOT}')
     assert '\nimported\n' in done.stdout
+
+
+USERS_OWN = """
+import mmgate, torch
+from mmgate.hosts.table import adapter_for
+from mmdet.models.backbones.pvt import SpatialReductionAttention
+from torch import nn
+
+class Mine(mmgate.DenseAdapter):
+    def forward(self, x):
+        return x
+
+mmgate.adapts(mmgate.DenseGate, SpatialReductionAttention)(Mine)
+assert adapter_for(mmgate.DenseGate, SpatialReductionAttention(16, 4))[0] is Mine
+
+@mmgate.MODELS.register_module()
+class PVT(nn.Module):
+    pass
+
+assert type(mmgate.MODELS.build(dict(type='mmgate.PVT'))) is PVT
+swin = mmgate.MODELS.get('AgentSwin')
+assert issubclass(swin, nn.Module) and mmgate.MODELS.get('mmgate.AgentSwin') is swin
+assert type(mmgate.MODELS.build(dict(type='mmgate.AgentSwin', arch='tiny'))) is swin
+assert mmgate.MODELS.get('PVT') is PVT
+"""
+
+
+def test_what_a_user_registers_first_is_not_replaced_by_what_is_imported_later() -> None:
+    pytest.importorskip('mmdet')
+    run_python('-c', USERS_OWN)

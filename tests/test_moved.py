@@ -37,3 +37,15 @@ def test_a_project_registers_its_names(project: str) -> None:
     for attribute, names in moved.MOVED[project].items():
         for name in names:
             assert getattr(registry, attribute).get(f'mmgate.{name}').__module__.startswith(f'{project}.')
+
+
+@pytest.mark.parametrize('module', ['gates', 'layers', 'backbones'])
+def test_a_python_import_says_what_to_import(module: str) -> None:
+    name = 'LVViT' if module == 'backbones' else 'HydraAttention'
+    with pytest.raises(ImportError, match=f'{name} is registered by projects'):
+        getattr(import_module(f'mmgate.{module}'), name)
+
+
+def test_a_backbone_whose_attention_moved_says_what_to_import(moved_name: str) -> None:
+    with pytest.raises(ConfigError, match='MovedAttention is registered by projects.elsewhere'):
+        registry.MODELS.build(dict(type='mmgate.AgentPVT', arch='tiny', attention=dict(type=moved_name)))

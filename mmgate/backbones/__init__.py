@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from mmgate._environment import why_not
+from mmgate.moved import how_to_import
 from mmgate.registry import MODELS
 
 # By file, the package that it is built on, and its backbones.
@@ -23,6 +24,8 @@ __all__ = list(_FILE_OF)
 
 
 def __getattr__(name: str) -> Any:
+    if name not in _FILE_OF and how_to_import(name):
+        raise ImportError(how_to_import(name))
     if name not in _FILE_OF:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     file = _FILE_OF[name]
@@ -38,9 +41,11 @@ def _builder(name: str) -> Callable[..., Any]:
         return __getattr__(name)(**options)
 
     build.__name__ = build.__qualname__ = name
+    build.found_at = __name__  # type: ignore[attr-defined]
     return build
 
 
-# A config that names one imports its file, in which the class takes the function's entry.
+# MODELS.get finds the class. Whoever has registered another one of the name keeps it.
 for _name in __all__:
-    MODELS.register_module(name=_name, module=_builder(_name))
+    if _name not in MODELS.module_dict:
+        MODELS.register_module(name=_name, module=_builder(_name))

@@ -21,7 +21,6 @@ from mmgate.gates.parts.options import integer
 from mmgate.gates.parts.stripes import merge_stripes, split_stripes
 from mmgate.hosts import adapts
 from mmgate.hosts.around import backbone_and_stage, sizes_of_stage
-from mmgate.registry import MODELS
 from mmgate.swap import swap_attention
 
 CSWIN = {
@@ -107,7 +106,6 @@ class _Embedding(nn.Module):
         return self.norm(grid.flatten(2).transpose(1, 2)), (grid.shape[2], grid.shape[3])
 
 
-@MODELS.register_module(force=True)
 class AgentCSwin(PublishedWeights, BaseModule):
     """Backbone CSwin with agent attention in stages 1 and 2, cross-shaped windows in stage 3, the whole map in stage 4.
 

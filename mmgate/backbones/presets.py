@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmgate.errors import ConfigError
-from mmgate.gate import gate_options
+from mmgate.gate import gate_of_type, gate_options
 from mmgate.registry import MODELS
 
 Options = Mapping[str, Any]
@@ -62,7 +62,7 @@ def stage_rules(
                 rule.update({'agent_num': number, option: number})
     rules = [{**rule, **one} for rule, one in zip(rules, options, strict=True)]
     for rule, agents in zip(rules, kind_agents, strict=False):
-        gate = MODELS.get(rule['type'])
+        gate = gate_of_type(MODELS.get(rule['type']))
         if gate is not None and 'pretrain_agent_num' in gate_options(gate):
             rule.setdefault('agent_num', agents)
             rule.setdefault('pretrain_agent_num', agents)

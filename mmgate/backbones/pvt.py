@@ -12,7 +12,6 @@ from mmgate.backbones.presets import PRETRAIN_AGENTS, Options, preset, stage_rul
 from mmgate.backbones.weights import PublishedWeights
 from mmgate.gate import start_linear
 from mmgate.gates.parts.options import check_option
-from mmgate.registry import MODELS
 from mmgate.swap import swap_attention
 
 PATCH_NORM_EPS = 1e-5  # of PVT's own patch embeddings, where mmdet has the 1e-6 of the blocks
@@ -30,7 +29,6 @@ SIZES_V2 = {
 }
 
 
-@MODELS.register_module(force=True)
 class PVT(PublishedWeights, PyramidVisionTransformer):
     """mmdet's PVT whose attention with spatial reduction is replaced by another attention in every stage.
 
@@ -104,7 +102,6 @@ class PVT(PublishedWeights, PyramidVisionTransformer):
                 module.reset_parameters()
 
 
-@MODELS.register_module(force=True)
 class PVTv2(PVT, PyramidVisionTransformerV2):
     """mmdet's PVTv2 with the attention that ``attention`` names, or its own; it takes the arguments of :class:`PVT`."""
 
@@ -112,7 +109,6 @@ class PVTv2(PVT, PyramidVisionTransformerV2):
     convolves = True
 
 
-@MODELS.register_module(force=True)
 class AgentPVT(PVT):
     """Backbone PVT with agent attention in every stage; it takes the arguments of :class:`PVT`.
 
@@ -125,7 +121,6 @@ class AgentPVT(PVT):
     pretrain_agents = PRETRAIN_AGENTS
 
 
-@MODELS.register_module(force=True)
 class SAGAPVT(PVT):
     """Backbone PVT with SAGA (gated linear attention) in every stage; it takes the arguments of :class:`PVT`.
 
@@ -135,7 +130,6 @@ class SAGAPVT(PVT):
     attention_type = 'SAGAAttention'
 
 
-@MODELS.register_module(force=True)
 class SAGAPVTv2(PVTv2):
     """Backbone PVTv2 with SAGA (gated linear attention) in every stage; it takes the arguments of :class:`PVT`."""
 

@@ -13,7 +13,6 @@ from mmgate.backbones.weights import PublishedWeights
 from mmgate.errors import ConfigError
 from mmgate.gates.base.map import MapGate
 from mmgate.hosts import adapts
-from mmgate.registry import MODELS
 from mmgate.swap import swap_attention
 
 SIZES = {
@@ -57,7 +56,6 @@ class UnshiftedWhole(ShiftWindowMSA):
 adapts(MapGate, UnshiftedWhole, like=ShiftWindowMSA)
 
 
-@MODELS.register_module(force=True)
 class Swin(PublishedWeights, SwinTransformer):
     """mmdet's Swin with another attention, over the whole map, in the first blocks of its stages.
 
@@ -129,7 +127,6 @@ class Swin(PublishedWeights, SwinTransformer):
         return self
 
 
-@MODELS.register_module(force=True)
 class AgentSwin(Swin):
     """Backbone Swin with agent attention over the whole map in its early blocks; arguments as :class:`Swin`.
 
@@ -143,7 +140,6 @@ class AgentSwin(Swin):
     swapped_blocks = {'tiny': (2, 2, 6, 0), 'small': (2, 2, 0, 0), 'base': (2, 2, 2, 0)}
 
 
-@MODELS.register_module(force=True)
 class SAGASwin(Swin):
     """Backbone Swin with SAGA (gated linear attention) over the whole map in stages 1 to 3; see :class:`Swin`.
 

@@ -17,7 +17,7 @@ from .runtime import Exported
 
 
 def build_network(model: nn.Module) -> Network:
-    """Return the network to export for a model: a module around a copy of the model, in eval mode.
+    """Return the network to export for a model: a module around a copy of the model.
 
     Vanilla deformable attention runs on mmgate's operator, which computes the same and can be exported.
 

@@ -13,7 +13,7 @@ from mmengine.model import BaseModel
 from mmengine.structures import BaseDataElement, InstanceData
 from torch import Tensor
 
-from mmgate.errors import ConfigError
+from mmgate.errors import ConfigError, first_line
 
 from .network import Network, Run
 
@@ -62,7 +62,14 @@ class Differences:
 def check_finds_something(model: BaseModel, batches: Iterable[dict[str, Any]], threshold: float) -> None:
     """Raise ConfigError if PyTorch finds nothing in the images, because every file would agree with it there."""
     for batch in batches:
-        for result in model.test_step(deepcopy(batch)):
+        try:
+            results = model.test_step(deepcopy(batch))
+        except Exception as error:
+            raise ConfigError(
+                f'PyTorch fails on these images, as tools/test.py would: {first_line(error)}. A segmentor that cuts '
+                'images into windows may need test_cfg.mode=whole: --cfg-options model.test_cfg.mode=whole.'
+            ) from error
+        for result in results:
             found = 'pred_instances' in result and bool((result.pred_instances.scores > threshold).any())
             if found or any(len(classes.unique()) > 1 for classes in _maps(result)):
                 return

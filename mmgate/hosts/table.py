@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -66,6 +67,10 @@ def adapts(
             raise TypeError(f'{cls!r} is no dotted name of a host class, such as vitdet.vit.Attention.')
 
     def register(adapter: Any) -> Any:
+        # mmgate's own adapters come first, so that a later one takes their place.
+        if not adapter.__module__.startswith('mmgate.'):
+            for host in filter(inspect.isclass, hosts):
+                import_adapters(host)  # type: ignore[arg-type]
         _ADAPTERS.update({(gate_class, host): adapter for host in hosts})
         return adapter
 
@@ -134,7 +139,9 @@ def adapted_base(gate: type[Gate], host: type) -> type | None:
 
 
 def host_names(gate: type) -> list[str]:
-    """Return the names of all attention classes into which a gate fits."""
+    """Return the names of all attention classes, of packages that are imported, into which a gate fits."""
+    for package in PACKAGES & sys.modules.keys():
+        _import_file(package)
     hosts = dict.fromkeys(host for base, host in _ADAPTERS if base in gate.__mro__)
     return [host if isinstance(host, str) else full_name(host) for host in hosts]
 

@@ -330,4 +330,6 @@ def is_plain(head: Any, base: type[DETRHead] = DETRHead, own: Sequence[str] = TA
         and assigns_by(head, COSTS)
         and not any(getattr(cost, 'binary_input', False) for cost in head.assigner.match_costs)
         and all(host_method(MatchedOnceHead, head, name) is getattr(base, name) for name in own)
+        # Subclasses of others may compute with the losses, which are known later.
+        and host_method(MatchedOnceHead, head, 'loss_by_feat').__module__.startswith('mmdet.')
     )

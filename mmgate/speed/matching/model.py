@@ -163,7 +163,8 @@ class SummedLosses(BaseModel):
 
     def parse_losses(self, losses: dict[str, Any]) -> tuple[Tensor, Any]:
         """Sum the losses of a step; the numbers for the log are the losses themselves, with their names."""
-        if not all(isinstance(loss, Tensor) and loss.numel() == 1 for loss in losses.values()):
+        single = all(isinstance(loss, Tensor) and loss.numel() == 1 for loss in losses.values())
+        if not single or 'loss' in losses or not any('loss' in name for name in losses):
             return super().parse_losses(losses)
         numbers = {name: loss.reshape(()) for name, loss in losses.items()}
         total = torch.stack([number for name, number in numbers.items() if 'loss' in name]).sum()

@@ -103,6 +103,6 @@ class AsynchronousConstants(TorchFunctionMode):
             plain = isinstance(given, list) and all(isinstance(one, (int, float)) for one in given)
             of_cpu = isinstance(given, Tensor) and given.device.type == 'cpu'
             if func is Tensor.new_tensor and (plain or of_cpu):
-                copy = torch.as_tensor(given).detach().clone().to(own.dtype)
+                copy = torch.as_tensor(given, dtype=own.dtype).detach().clone()
                 return to_device(copy, kwargs.get('device', own.device))
         return func(*args, **kwargs)

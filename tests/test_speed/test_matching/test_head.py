@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.matching import CLASSES, COSTS, LAYERS, META, QUERIES, Waits, objects
-from mmdet.models.dense_heads import detr_head
+from mmdet.models.dense_heads import DeformableDETRHead, detr_head
 from mmdet.models.task_modules.assigners import HungarianAssigner
 from mmdet.structures.bbox import bbox_cxcywh_to_xyxy
 from mmengine.registry import MODELS, init_default_scope
@@ -18,6 +18,7 @@ from torch import Tensor
 import mmgate  # noqa: F401
 from mmgate.errors import ConfigError
 from mmgate.speed.matching import head as heads
+from mmgate.speed.matching.model import match_once
 
 FOCAL = dict(type='FocalLoss', use_sigmoid=True, gamma=2.0, alpha=0.25, loss_weight=2.0)
 PLAIN = dict(num_classes=CLASSES, embed_dims=16)
@@ -170,6 +171,16 @@ def test_what_a_subclass_of_a_changed_head_overrides_is_called(overridden: dict[
         leaves, rest = loss_inputs('DETR', (3, 0, 5))
         results.append(head.loss_by_feat(*leaves, *rest))
     torch.testing.assert_close(results[1], results[0])
+
+
+def test_a_head_that_computes_with_its_losses_is_refused() -> None:
+    class Weighted(DeformableDETRHead):
+        def loss_by_feat(self, *args: Any, **kwargs: Any) -> Any:
+            losses = super().loss_by_feat(*args, **kwargs)
+            return losses | dict(loss_iou=losses['loss_iou'] * 2)
+
+    with pytest.raises(TypeError, match="losses or costs other than mmdet's"):
+        match_once(Weighted(**deepcopy(HEADS['Deformable'][1])))
 
 
 def test_the_result_is_the_host() -> None:
