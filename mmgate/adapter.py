@@ -193,12 +193,12 @@ def make_gate(
     """
     adapter.check(host)
     methods = methods_of(adapter)
-    if 'forward' not in methods and not methods & names_of(type(host)):
+    if 'forward' not in methods and not methods & names_below(type(host), nn.Module):
         raise TypeError(f'{adapter.__qualname__} has no forward, which calls the gate; write it.')
     for name in (CHILD, RECORD):
         if getattr(host, name, None) is not None:
             raise ConfigError(f'this {full_name(type(host))} has an attribute {name!r} already.')
-    own = _names_below(adapter, nn.Module) & (host._modules.keys() | host._parameters.keys() | host._buffers.keys())
+    own = names_below(adapter, nn.Module) & (host._modules.keys() | host._parameters.keys() | host._buffers.keys())
     # A class's attribute comes before what a module registers, for the host's own methods, too.
     if own:
         raise ConfigError(f'{adapter.__qualname__} and the {full_name(type(host))} both have {sorted(own)[0]!r}.')
@@ -269,17 +269,12 @@ def methods_of(adapter: type[Adapter]) -> set[str]:
     return {name for base in _below(adapter, Adapter) for name, value in vars(base).items() if _is_method(value)}
 
 
-def names_of(host: type[nn.Module]) -> set[str]:
-    """Return the names that a host's class has beyond those of every module."""
-    return _names_below(host, nn.Module)
-
-
 def _below(cls: type, below: type) -> tuple[type, ...]:
     """Return a class and those of its bases that come before ``below``."""
     return cls.__mro__[: cls.__mro__.index(below)]
 
 
-def _names_below(cls: type, base: type) -> set[str]:
+def names_below(cls: type, base: type) -> set[str]:
     """Return the names that a class has beyond those of one of its bases."""
     return {name for one in _below(cls, base) for name in vars(one)}
 

@@ -17,7 +17,17 @@ from torch import nn
 from torch.fx import Proxy
 from torch.utils import checkpoint
 
-from mmgate.adapter import RECORD, Adapter, Record, Switch, is_off, methods_of, names_of, unused_tensors, why_not_called
+from mmgate.adapter import (
+    RECORD,
+    Adapter,
+    Record,
+    Switch,
+    is_off,
+    methods_of,
+    names_below,
+    unused_tensors,
+    why_not_called,
+)
 from mmgate.errors import ConfigError
 from mmgate.gate import CHILD
 from mmgate.ops.tracing import is_compiling
@@ -51,7 +61,7 @@ def gated_class(adapter: type[Adapter], host: type[nn.Module]) -> type[Any]:
     if (adapter, host) in _CLASSES:
         return _CLASSES[adapter, host]
     adapter_methods = methods_of(adapter)
-    host_names = names_of(host)
+    host_names = names_below(host, nn.Module)
     members: dict[str, Any] = {
         name: _either(adapter, host, name) for name in sorted(adapter_methods & host_names - {'forward'})
     }

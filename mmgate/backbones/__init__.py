@@ -1,4 +1,4 @@
-"""Backbones with Agent, SAGA and other attention; most are mmdet's or mmpretrain's with their attention gated.
+"""Backbones with Agent, SAGA and other attention; mmdet's PVT and Swin, and CSwin, with their attention gated.
 
 A backbone's file, and the package that it is built on, are imported at its first use.
 """
@@ -24,9 +24,10 @@ __all__ = list(_FILE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _FILE_OF and how_to_import(name):
-        raise ImportError(how_to_import(name))
     if name not in _FILE_OF:
+        moved = how_to_import(name)
+        if moved is not None:
+            raise ImportError(moved)
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     file = _FILE_OF[name]
     package = FILES[file][0]
