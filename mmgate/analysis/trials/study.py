@@ -297,7 +297,8 @@ def _run(folder: Path, settings: dict[str, Any], metric: str, execute: Execute) 
     checkpoint = settings.get('checkpoint') or (folder / 'last_checkpoint').read_text().strip()
     execute(['test', settings['config'], checkpoint, '--work-dir', str(folder / 'test'), *options])
     logs = sorted((folder / 'test').glob('*/*.json'), key=lambda path: path.stat().st_mtime)
-    metrics = json.loads(logs[-1].read_text().splitlines()[-1]) if logs else {}
+    # Every process of a test writes this file, with times of its own: a longer text may leave its end behind.
+    metrics, _ = json.JSONDecoder().raw_decode(logs[-1].read_text()) if logs else ({}, 0)
     if metric not in metrics:
         raise ConfigError(f'the test of {folder} gave no {metric}; it gave {", ".join(metrics) or "nothing"}.')
     took = {} if resumes or 'checkpoint' in settings else dict(seconds=round(time.monotonic() - begun, 1))
