@@ -128,7 +128,7 @@ class GatedProjectAttention(DeformableAdapter):
 
 @adapts(DeformableGate, MS_DEFORM_ATTN)
 class GatedMSDeformAttn(GatedProjectAttention):
-    """Adapter for ``MSDeformAttn`` of Deformable DETR's repository and of copies of it, such as rfdetr's.
+    """Adapter for ``MSDeformAttn`` of Deformable DETR's repository and copies (DINO, Mask DINO, ViT-Adapter, rfdetr).
 
     IDEA-Research's copies (DINO, DN-DETR, Lite-DETR, TAPTR) have ``use_4D_normalizer``, which moves points otherwise.
     """
@@ -307,7 +307,7 @@ class GatedDetrexAttention(GatedGroundingDINOAttention):
 
 @adapts(DeformableGate, *RT_DETR)
 class GatedMSDeformableAttention(GatedProjectAttention):
-    """Adapter for ``MSDeformableAttention`` of the repositories of RT-DETR (v1 and v2), D-FINE and DEIM.
+    """Adapter for ``MSDeformableAttention`` of the repositories of RT-DETR (v1, v2, v4), D-FINE and DEIM.
 
     In D-FINE and DEIM the decoder projects the values once and hands in a list of levels.
     """
