@@ -16,11 +16,10 @@ from mmgate.gate import Gate
 from mmgate.gates.base.deformable import DeformableGate
 from mmgate.gates.base.dense import DenseGate
 from mmgate.gates.base.map import MapGate
-from mmgate.hosts.table import _ADAPTERS
+from mmgate.hosts.table import _ADAPTERS, PACKAGES
 
 PAGE = Path(__file__).parents[2] / 'docs/hosts.md'
-FILES = ('projects', 'timm', 'transformers')
-PACKAGES = ('torch', 'timm')  # whose classes are hosts themselves; those of others are known by name
+FILES = sorted(name for name in PACKAGES if not name.startswith('mm'))
 KINDS: dict[type[Gate], str] = {DenseGate: 'dense', DeformableGate: 'deformable', MapGate: 'over a map'}
 START = '<!-- written by tools/dev/host_table.py -->\n'
 END = '<!-- end of the table -->\n'
