@@ -16,6 +16,7 @@ from torch import nn
 from mmgate.analysis.complexity import count_config, count_model
 from mmgate.gates import AgentAttention, SAGAAttention
 from mmgate.ops import gated_linear_attention, ms_deform_attn
+from mmgate.ops.custom_op import CAN_REGISTER
 
 Q, K = torch.zeros(2, 4, 10, 8), torch.zeros(2, 4, 6, 8)  # (B, H, N, d)
 SHAPES, START = torch.tensor([[4, 5], [2, 3]]), torch.tensor([0, 20])
@@ -121,7 +122,10 @@ def test_figures_of_a_table_are_counted_and_are_the_papers_or_say_why_not(row: t
     skip_unless_readable((page.parent / config).resolve())
     counted = count_config(Config.fromfile(page.parent / config), int(height), int(width))
     cells = [cell.strip() for cell in cells]
-    for figure, paper, ours in ((counted.parameters / 1e6, *cells[:2]), (counted.macs / 1e9, *cells[2:])):
+    figures = [(counted.parameters / 1e6, *cells[:2]), (counted.macs / 1e9, *cells[2:])]
+    if page.parent.name == 'plug' and not CAN_REGISTER:  # which does not count the sampling, and says so
+        figures.pop()
+    for figure, paper, ours in figures:
         assert f'{figure:.{len(ours.partition(".")[2])}f}' == ours, f'{page} has {ours}'
         digits = len(paper.partition('.')[2])
         assert not paper or f'{figure:.{digits}f}' == paper or reason.strip(), 'no reason is given'

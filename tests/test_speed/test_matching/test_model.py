@@ -110,8 +110,9 @@ def operators(cfg: Config, *, fused: bool = False) -> tuple[int, Counter[str]]:
 
 # The most operators of a step as configured, over mmdet's or mmseg's. Deformable DETR has 2,671, where mmdet has 7,800.
 MOST = {'deformable_detr': 0.35, 'dino': 0.3, 'mask2former': 0.51}
-# The most waits. mmdet's pixel decoder waits nine times for the sizes of its three levels, one after the other.
-MOST_WAITS = {'deformable_detr': 3, 'dino': 3, 'mask2former': 12}
+# The most waits. mmdet's pixel decoder waits nine times for the sizes of its three levels, one after the other; the
+# gradients' norm is one more with torch 2.1.
+MOST_WAITS = {'deformable_detr': 3, 'dino': 3, 'mask2former': 13}
 
 
 @pytest.fixture
