@@ -99,8 +99,8 @@ class PLuGDeformableGate(DeformableGate):
         It is (B, Q, H|1, L|1, P|1), or (B, Q, H|1, N|1) where the levels have different numbers of points.
         """
         gate = self.gml(self.gate_proj(query)).unflatten(-1, self.gate_shape)
-        # There are more points than levels, so that the last axis is that of levels if it has their number.
-        if not isinstance(self.num_points, int) and gate.shape[-1] == self.num_levels:
+        _, of_levels, of_points = GRANULARITIES[self.granularity]
+        if not isinstance(self.num_points, int) and of_levels and not of_points:
             gate = spread(gate, self.num_points, 3)
         return gate
 
