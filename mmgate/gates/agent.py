@@ -53,11 +53,12 @@ class AgentGate(MapGate):
             convolution (Eq. 9, k).
         broadcast_scale: Factor of the logits of queries and agents, ``qk_scale`` by default; Stable Diffusion takes
             ``d ** -0.15`` (Table 12).
-        window: Side of square windows. Each window attends by itself, with separate agents (Table 3). By default, and
-            for a map that is no larger, the whole map attends. The map is padded with zeros to whole windows. Where
-            Swin shifts its windows, these are shifted as well, by half a window: the map is rolled, so that a window at
-            the border holds tokens of opposite sides. These attend to each other, as in the authors' code, whose agent
-            attention receives Swin's mask and does not use it.
+        window: Side of square windows, each with separate agents (Table 3). By default, and for a map that is no
+            larger, the whole map attends. Where Swin shifts its windows, these are shifted by half a window.
+
+    The map is padded with zeros to whole windows, and rolled where they are shifted. A window at the border then holds
+    tokens of opposite sides, which attend to each other, as in the authors' code: their agent attention receives Swin's
+    mask and does not use it.
 
     A class token takes part in both attentions, with the biases ``ac_bias`` and ``ca_bias``, but not in the pooling and
     the convolution.

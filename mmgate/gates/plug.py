@@ -40,10 +40,9 @@ class PLuGDeformableGate(DeformableGate):
             ``'head_level_point'``, ``'head'``, ``'level_point'`` or ``'level'``.
         position: ``'pre_softmax'`` (default) gates the logits, ``'post_softmax'`` the weights (Table 10).
         residual: True (default) multiplies by ``1 + G``, False by ``G`` (Table 12).
-        init: Start of the gate. ``'identity'`` (default): exactly the vanilla attention until the gate is trained.
-            ``'paper'``: as the authors' detectors start linear layers. ``'vit'``: as vision transformers start them,
-            see :class:`GatingModulation`. The gate projection starts xavier-uniform with torch's bias, but for
-            ``'vit'``.
+        init: Start of the gate: ``'identity'`` (default), the vanilla attention; ``'paper'``, as the authors' detectors
+            start linear layers; or ``'vit'``, as vision transformers start them, see :class:`GatingModulation`. The
+            gate projection starts xavier-uniform with torch's bias, but for ``'vit'``.
         backend: Backend of :func:`mmgate.ops.ms_deform_attn`. Default ``'auto'``.
 
     Raises:

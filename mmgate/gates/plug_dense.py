@@ -28,9 +28,9 @@ class PLuGGate(DenseGate):
         activation: Activation of the gate: ``'tanh'`` (default), ``'hardtanh'``, ``'softsign'``, ``'none'`` (Table 5).
         position: ``'pre_softmax'`` (default) gates the logits, ``'post_softmax'`` the weights (Table 10).
         residual: True (default) multiplies by ``1 + G``, False by ``G`` (Table 11).
-        init: Start of the gate. ``'identity'`` (default): the vanilla attention. ``'paper'``: as the authors' models
-            start linear layers in detectors. ``'vit'``: as they do in vision transformers. See
-            :class:`GatingModulation`. The gate projections start xavier-uniform with torch's bias, but for ``'vit'``.
+        init: Start of the gate: ``'identity'`` (default), the vanilla attention; ``'paper'``, as the authors' detectors
+            start linear layers; or ``'vit'``, as vision transformers start them, see :class:`GatingModulation`. The
+            gate projections start xavier-uniform with torch's bias, but for ``'vit'``.
         backend: Backend of :func:`mmgate.ops.plug_attention`. Default ``'auto'``.
 
     Raises:

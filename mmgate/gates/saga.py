@@ -34,7 +34,7 @@ class SAGAGate(LinearGate):
         gate: True gates keys and values (Table 4, Gate_Aug).
         dwc: True adds the convolved values (Table 4, DWC).
         output_augmentation: True multiplies by G (Table 4, Output_Aug).
-        scale_by_tokens: True (default) scales K^T V by 1 / N and Q by 1 / sqrt(d), as above. False scales neither, as
+        scale_by_tokens: True (default) scales K^T V by 1 / N and Q by 1 / sqrt(d). False scales neither, as
             in Eq. 10 as printed; the output then grows with the number of tokens and soon leaves half precision.
         **kwargs: Arguments of :class:`~mmgate.gates.base.linear.LinearGate`.
 

@@ -24,9 +24,9 @@ class LinearGate(MapGate):
         sizes: Sizes of the host's attention.
         dwc: Side of the kernel of a depthwise convolution, whose output is added to the heads; 0 for no convolution. By
             default ``default_dwc`` of the class, which is the paper's.
-        position_encoding: True adds a learnt position encoding to the keys. By default the class's ``has_positions``
-            says it, which is the paper's, and a ``map_size`` or ``image_size`` that is given. The encoding is resized
-            bilinearly for another map, in a forward pass and on loading.
+        position_encoding: True adds a learnt position encoding to the keys, resized bilinearly for another map. By
+            default the class's ``has_positions`` says it, which is the paper's, and a ``map_size`` or ``image_size``
+            that is given.
         map_size: Height and width of the map in pre-training, the shape of the encoding; by default that of
             ``image_size``.
         image_size: Side, or height and width, of the images in pre-training; by default those of the map that the model
