@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .training import gate_parameters as gate_parameters
     from .training import train_only_gates as train_only_gates
 
-__version__ = '0.2.0'
+__version__ = '0.3.0'
 
 # By module, the names that it gives to the package at their first use.
 _NAMES = {
