@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, run_python
 
+from mmgate.deploy import export, runtime
+
 CONFIG = """
 custom_imports = dict(imports=['projects.NAME'], allow_failed_imports=False)
 """
@@ -55,6 +57,9 @@ def test_each_tool_imports_projects(
     (tmp_path / 'root/projects/imported_by_a_tool.py').write_text(SAYS)
     (tmp_path / 'config.py').write_text(CONFIG.replace('NAME', 'imported_by_a_tool'))
     (tmp_path / 'study.py').write_text("runs = {'one': 'config.py'}\nseeds = [0]\nmetric = 'mIoU'\n")
+    # These two are looked at before the config.
+    monkeypatch.setattr(export, 'check_environment', lambda: None)
+    monkeypatch.setattr(runtime, 'Exported', lambda *given: None)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, 'path', [*sys.path])
     monkeypatch.setattr(sys, 'argv', [str(tool), *ARGUMENTS.get(name, PLOT).split()])

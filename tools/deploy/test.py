@@ -23,9 +23,9 @@ def main(argv: list[str]) -> None:
     add_trust_option(parser)
     args = parser.parse_args(argv)
     args.work_dir = args.work_dir or f'work_dirs/deploy/{Path(args.file).stem}'
+    run = Exported(args.file, args.runtime)
     args.launcher = 'none'
     cfg = load_config(args)
-    run = Exported(args.file, args.runtime)
     put_gates(cfg, args.gate, gates=args.gates, train=args.train)
     runner = cli.build_runner(cfg)
     serve(runner.model, run)
