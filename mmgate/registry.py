@@ -47,12 +47,23 @@ else:
     from mmengine import registry as root
     from mmengine.registry import Registry
 
-    def _child(parent: Registry, *modules: str, kind: type[Registry] = Registry) -> Registry:
+    class Ours(Registry):
+        """Registry in which a name stays theirs who register it before mmgate's modules are imported."""
+
+        def _register_module(self, module: Any, module_name: Any = None, force: bool = False) -> None:
+            taken = self.module_dict.get(module_name or module.__name__) if _of_mmgate(module) else None
+            if taken is None or _of_mmgate(taken):
+                super()._register_module(module, module_name, force)
+
+    def _of_mmgate(registered: Any) -> bool:
+        return getattr(registered, '__module__', '').startswith('mmgate.')
+
+    def _child(parent: Registry, *modules: str, kind: type[Registry] = Ours) -> Registry:
         """Make mmgate's registry below one of mmengine's; ``locations`` are the modules with its entries."""
         locations = [f'mmgate.{module}' for module in modules]
         return kind(parent.name, parent=parent, scope='mmgate', locations=locations)
 
-    class Models(Registry):
+    class Models(Ours):
         """Registry of models, some of which are imported when they are looked up: entries with ``found_at``."""
 
         def get(self, key: str) -> Any:
