@@ -38,6 +38,7 @@ CROSSING = {
     'test_tools/test_malicious.py',
     'test_tools/test_mistakes.py',
     # what runs where there is no mm package
+    'test_gates/test_plug_dense.py',
     'test_transformers/test_exported.py',
     'test_transformers/test_from_pretrained.py',
     'test_transformers/test_hosts_of_transformers.py',

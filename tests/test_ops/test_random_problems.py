@@ -17,7 +17,7 @@ import torch
 from helpers.samplings import by_backend, compare, drawn, exactly, with_gradients
 from torch import Tensor
 
-from mmgate.gates.gml import GatingModulation
+from mmgate.gates.plug import GatingModulation
 from mmgate.ops import plug_attention
 from mmgate.ops.deformable import deformable_blocks as cuts
 from mmgate.ops.deformable import triton_deformable as sampler

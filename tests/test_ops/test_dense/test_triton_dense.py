@@ -12,8 +12,7 @@ from helpers.gated import gated_attention
 from torch import Tensor
 
 from mmgate.errors import ConfigError
-from mmgate.gates.gml import GatingModulation
-from mmgate.gates.plug_dense import PLuGGate
+from mmgate.gates.plug import GatingModulation, PLuGGate
 from mmgate.ops import plug_attention
 from mmgate.ops.dense import chunked
 from mmgate.ops.dense import dense_blocks as blocks
