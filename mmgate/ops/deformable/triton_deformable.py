@@ -15,8 +15,7 @@ from torch import Tensor
 from mmgate.errors import UnsupportedCall
 
 from .. import triton_backend
-from ..backend import Place
-from ..custom_op import arguments_of, operator, save_fields, saved_fields
+from ..backend import Place, arguments_of, operator, save_fields, saved_fields
 from ..triton_backend import compile_only, interpreted, launch, needs_backward
 from . import deformable_blocks
 from .deformable_blocks import cut_for

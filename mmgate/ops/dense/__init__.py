@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..backend import OPERATORS, Backend, check_backend, run_operator
-from ..custom_op import outside_graphs
+from ..backend import OPERATORS, Backend, check_backend, outside_graphs, run_operator
 from ..native import advice_for_native, why_not_native
 from . import chunked, native_dense, reference, triton_dense
 from .pairs import Modulation, Pairs, check

@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from ..autocast import autocast_dtype, without_autocast
-from ..custom_op import first_derivatives, save_fields, saved_fields
+from ..backend import first_derivatives, save_fields, saved_fields
 from ..tracing import is_compiling
 from . import reference
 from .pairs import Modulation, Pairs

@@ -13,8 +13,7 @@ from torch import Tensor
 from mmgate.errors import UnsupportedCall
 
 from .. import triton_backend
-from ..backend import Place
-from ..custom_op import arguments_of, operator
+from ..backend import Place, arguments_of, operator
 from ..triton_backend import MAX_DIM, compile_only, interpreted, launch, needs_backward, power_of_two
 from .dense_blocks import biased, blocks_for, gate_block
 from .pairs import Modulation, Pairs
