@@ -78,8 +78,6 @@ TESTED_BY = {
         'ops/triton_backend.py',
     ),
     'test_ops/test_dense/test_chunked.py': ('ops/dense/reference.py',),
-    'test_ops/test_dense/test_dense.py': ('ops/dense/pairs.py',),
-    'test_ops/test_dense/test_softmax.py': ('ops/dense/native_dense.py',),
     'test_ops/test_dense/test_triton_dense.py': ('ops/dense/dense_blocks.py', 'ops/dense/dense_kernels.py'),
     'test_process.py': ('registry.py',),
     'test_gating.py': ('adapter.py',),

@@ -16,7 +16,7 @@ from .. import triton_backend
 from ..backend import Place, arguments_of, operator
 from ..triton_backend import MAX_DIM, compile_only, interpreted, launch, needs_backward, power_of_two
 from .dense_blocks import biased, blocks_for, gate_block
-from .pairs import Modulation, Pairs
+from .reference import Modulation, Pairs
 
 
 class KernelTensors(NamedTuple):
