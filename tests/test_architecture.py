@@ -73,12 +73,11 @@ TESTED_BY = {
     ),
     'test_ops/test_deformable/test_triton_deformable.py': (
         'ops/deformable/deformable_backward.py',
-        'ops/deformable/deformable_blocks.py',
         'ops/deformable/deformable_kernels.py',
         'ops/triton_backend.py',
     ),
     'test_ops/test_dense/test_chunked.py': ('ops/dense/reference.py',),
-    'test_ops/test_dense/test_triton_dense.py': ('ops/dense/dense_blocks.py', 'ops/dense/dense_kernels.py'),
+    'test_ops/test_dense/test_triton_dense.py': ('ops/dense/dense_kernels.py',),
     'test_process.py': ('registry.py',),
     'test_gating.py': ('adapter.py',),
     'test_swap.py': ('errors.py', 'plan.py'),
