@@ -10,7 +10,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, TypeVar
 
-from mmgate._environment import torch_alone
+from mmgate._environment import without_mmengine
 
 Registered = TypeVar('Registered', bound=Callable[..., Any])
 
@@ -41,7 +41,7 @@ class Names:
 
 
 MODELS: Any
-if torch_alone():
+if without_mmengine():
     MODELS = Names()
 else:
     from mmengine import registry as root

@@ -115,7 +115,7 @@ def files_of_tests() -> list[Path]:
 
 
 def mirrored_by(test: Path) -> list[Path]:
-    """Return what a test file mirrors: a module of mmgate, or a script, notebook or module of ``tools``.
+    """Return what a test file mirrors: a module of mmgate, or a script or module of ``tools``.
 
     ``test_a/test_b.py`` mirrors ``mmgate/a/b.py`` or ``_b.py``; ``test_a/test_a.py`` mirrors ``mmgate/a/__init__.py``.
     """
@@ -123,7 +123,7 @@ def mirrored_by(test: Path) -> list[Path]:
     places = [ROOT.joinpath('mmgate', *folders)]
     if folders[:1] == ['tools']:
         places.append(ROOT.joinpath(*folders))
-    names = [f'{name}.py', f'_{name}.py', f'{name}.sh', f'{name}.ipynb']
+    names = [f'{name}.py', f'_{name}.py', f'{name}.sh']
     if folders and folders[-1] == name:
         names.append('__init__.py')
     return [place / file for place in places for file in names if (place / file).is_file()]

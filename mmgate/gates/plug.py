@@ -179,10 +179,9 @@ class PLuGDeformableGate(DeformableGate):
             ``'head_level_point'``, ``'head'``, ``'level_point'`` or ``'level'``.
         position: ``'pre_softmax'`` (default) gates the logits, ``'post_softmax'`` the weights (Table 10).
         residual: True (default) multiplies by ``1 + G``, False by ``G`` (Table 12).
-        init: Start of the gate. ``'identity'`` (default): exactly the vanilla attention until the gate is trained.
-            ``'paper'``: as the authors' detectors start linear layers. ``'vit'``: as vision transformers start them,
-            see :class:`GatingModulation`. The gate projection starts xavier-uniform with torch's bias, but for
-            ``'vit'``.
+        init: Start of the gate: ``'identity'`` (default), the vanilla attention; ``'paper'``, as the authors' detectors
+            start linear layers; or ``'vit'``, as vision transformers start them, see :class:`GatingModulation`. The
+            gate projection starts xavier-uniform with torch's bias, but for ``'vit'``.
         backend: Backend of :func:`mmgate.ops.ms_deform_attn`. Default ``'auto'``.
 
     Raises:
@@ -238,8 +237,8 @@ class PLuGDeformableGate(DeformableGate):
         It is (B, Q, H|1, L|1, P|1), or (B, Q, H|1, N|1) where the levels have different numbers of points.
         """
         gate = self.gml(self.gate_proj(query)).unflatten(-1, self.gate_shape)
-        # There are more points than levels, so that the last axis is that of levels if it has their number.
-        if not isinstance(self.num_points, int) and gate.shape[-1] == self.num_levels:
+        _, of_levels, of_points = GRANULARITIES[self.granularity]
+        if not isinstance(self.num_points, int) and of_levels and not of_points:
             gate = spread(gate, self.num_points, 3)
         return gate
 
@@ -264,9 +263,9 @@ class PLuGGate(DenseGate):
         activation: Activation of the gate: ``'tanh'`` (default), ``'hardtanh'``, ``'softsign'``, ``'none'`` (Table 5).
         position: ``'pre_softmax'`` (default) gates the logits, ``'post_softmax'`` the weights (Table 10).
         residual: True (default) multiplies by ``1 + G``, False by ``G`` (Table 11).
-        init: Start of the gate. ``'identity'`` (default): the vanilla attention. ``'paper'``: as the authors' models
-            start linear layers in detectors. ``'vit'``: as they do in vision transformers. See
-            :class:`GatingModulation`. The gate projections start xavier-uniform with torch's bias, but for ``'vit'``.
+        init: Start of the gate: ``'identity'`` (default), the vanilla attention; ``'paper'``, as the authors' detectors
+            start linear layers; or ``'vit'``, as vision transformers start them, see :class:`GatingModulation`. The
+            gate projections start xavier-uniform with torch's bias, but for ``'vit'``.
         backend: Backend of :func:`mmgate.ops.plug_attention`. Default ``'auto'``.
 
     Raises:
