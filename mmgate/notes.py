@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mmgate.ops.custom_op import outside_graphs
+from mmgate.ops.backend import outside_graphs
 
 GATES = 'gates'  # names all notes that have axes, which are those of gates
 WEIGHTS = ('attention', 'values')  # notes of dense attention

@@ -14,7 +14,7 @@ from mmgate._environment import log
 from mmgate.adapter import Record
 from mmgate.former import was_in_vit
 from mmgate.frozen import frozen_attention
-from mmgate.gates.gml import GatingModulation
+from mmgate.gates.plug import GatingModulation
 from mmgate.gating import gate_module
 from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.plan import Planned, plan_gates

@@ -38,6 +38,7 @@ CROSSING = {
     'test_tools/test_malicious.py',
     'test_tools/test_mistakes.py',
     # what runs where there is no mm package
+    'test_gates/test_plug_dense.py',
     'test_transformers/test_exported.py',
     'test_transformers/test_from_pretrained.py',
     'test_transformers/test_hosts_of_transformers.py',
@@ -68,14 +69,11 @@ TESTED_BY = {
     ),
     'test_ops/test_deformable/test_triton_deformable.py': (
         'ops/deformable/deformable_backward.py',
-        'ops/deformable/deformable_blocks.py',
         'ops/deformable/deformable_kernels.py',
         'ops/triton_backend.py',
     ),
     'test_ops/test_dense/test_chunked.py': ('ops/dense/reference.py',),
-    'test_ops/test_dense/test_dense.py': ('ops/dense/pairs.py',),
-    'test_ops/test_dense/test_softmax.py': ('ops/dense/native_dense.py',),
-    'test_ops/test_dense/test_triton_dense.py': ('ops/dense/dense_blocks.py', 'ops/dense/dense_kernels.py'),
+    'test_ops/test_dense/test_triton_dense.py': ('ops/dense/dense_kernels.py',),
     'test_process.py': ('registry.py',),
     'test_gating.py': ('adapter.py',),
     'test_swap.py': ('errors.py', 'plan.py'),

@@ -25,7 +25,7 @@ from mmgate.errors import ConfigError
 from mmgate.gate import Sizes
 from mmgate.gates.base.dense import DenseAdapter, DenseGate
 from mmgate.gates.base.map import MapAdapter, MapGate
-from mmgate.gates.plug_dense import PLuGGate
+from mmgate.gates.plug import PLuGGate
 from mmgate.hosts.from_model import nearest_with, stride_of
 from mmgate.hosts.relative_positions import RelativeAttentionAdapter
 from mmgate.hosts.table import adapts

@@ -16,7 +16,7 @@ from torch import nn
 from mmgate.analysis.complexity import count_config, count_model
 from mmgate.gates import AgentAttention, SAGAAttention
 from mmgate.ops import gated_linear_attention, ms_deform_attn
-from mmgate.ops.custom_op import CAN_REGISTER
+from mmgate.ops.backend import CAN_REGISTER
 
 Q, K = torch.zeros(2, 4, 10, 8), torch.zeros(2, 4, 6, 8)  # (B, H, N, d)
 SHAPES, START = torch.tensor([[4, 5], [2, 3]]), torch.tensor([0, 20])

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mmgate.benchmarks import training
-from mmgate.gates import plug_dense
+from mmgate.gates import plug
 from mmgate.mm.config_file import read_config
 from mmgate.speed.derived import derived_class
 from mmgate.speed.hooks import CompileHook, MatchOnceHook
@@ -120,7 +120,7 @@ def _one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count neither side's attention, which is a kernel on a GPU and many operators on a CPU."""
     for module, name in (
         (multi_scale_deform_attn, 'multi_scale_deformable_attn_pytorch'),
-        (plug_dense, 'plug_attention'),
+        (plug, 'plug_attention'),
     ):
         monkeypatch.setattr(module, name, Counts.without(getattr(module, name)))
 
