@@ -34,7 +34,8 @@ RULES = {  # function, inputs, multiply-accumulates
     'deformable': (ms_deform_attn, DEFORMABLE, 2 * 7 * 4 * 2 * 3 * 8 * 5),
 }
 
-# Rows of the tables of parameters and multiply-accumulates, by their page or docs/papers.yml: name, config, image, figures and reason.
+# Rows of the tables of parameters and multiply-accumulates, by their page or docs/papers.yml: name, config, image,
+# figures and reason.
 ROW = re.compile(r'^\| \[(.*)\]\((.*\.py)\) \| (\d+) x (\d+) \|(.*)\|(.*)\|(.*)\|(.*)\|(.*)\|$', re.MULTILINE)
 PAGES = sorted(page for folder in ('configs', 'projects') for page in ROOT.glob(f'{folder}/*/README.md'))
 ROWS = [(page, *row) for page in PAGES for row in ROW.findall(page.read_text())]

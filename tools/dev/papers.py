@@ -42,17 +42,16 @@ LISTS = {'Figures', 'Measures'}  # tables whose rows are answered one by one
 INTRODUCTION = """# The papers: what is theirs, what is ours
 
 **No result on this page is ours, and no config on it was trained at its paper's scale.** Accuracies are the papers'.
-What was trained at a smaller scale is in [when gates help](when_gates_help.md).
+Smaller trials are in [when gates help](when_gates_help.md).
 
-For each paper: what is the paper's and what mmgate chose, a line for each config, commands for the other rows, and what
-is missing. *Source* is one of: **paper** (it says so), **files** (its authors' public code or checkpoints), **counts**
-(inferred from its parameter counts), **ours** (our choice, or an open point that we settled).
+The *source* of a point is the **paper**, its authors' **files** (code, checkpoints), its parameter **counts**, or
+**ours**: our choice.
 
-In the tables of configs, *tables* are the paper's tables and figures (F) in which the config is a row. *Ungated* links
-the partner without the method; a figure without a link is of the package's config of the same name. Parameters (trained
-ones) and multiply-accumulates (MACs) are counted here, by
-`python tools/analysis_tools/get_flops.py CONFIG --shape HEIGHT WIDTH`; the paper's are in brackets. Each row as the paper
-prints it is in [papers.yml](papers.yml), from which `python tools/dev/papers.py` writes this page.
+In the tables of configs, *tables* are the paper's tables and figures (F) that have the config as a row. *Ungated* is the
+partner without the method, linked if it is mmgate's, and else the package's config of the same name. Parameters are the
+trained ones, multiply-accumulates (MACs) by `python tools/analysis_tools/get_flops.py CONFIG --shape HEIGHT WIDTH`: as
+counted here, the ungated model's first, and in brackets as the paper prints them. Every printed row is in
+[papers.yml](papers.yml), from which `python tools/dev/papers.py` writes this page.
 """
 
 
@@ -184,7 +183,7 @@ def _counted(
     """Return parameters and multiply-accumulates, each with the paper's in brackets, and the reason of a difference."""
     if name in counts:
         _, *cells, why = counts[name]
-        return (*(f'{ours} ({paper})' if paper else ours for paper, ours in zip(cells[::2], cells[1::2])), why)
+        return (*(f'{ours} ({paper})' if paper else ours for paper, ours in zip(cells[::2], cells[1::2], strict=True)), why)
     if name not in models:
         return '', '', ''
     printed = figures[name].get(PARAMETERS)
