@@ -47,8 +47,8 @@ Smaller trials are in [when gates help](when_gates_help.md).
 The *source* of a point is the **paper**, its authors' **files** (code, checkpoints), its parameter **counts**, or
 **ours**: our choice.
 
-In the tables of configs, *tables* are the paper's tables and figures (F) that have the config as a row. *Ungated* is the
-partner without the method, linked if it is mmgate's, and else the package's config of the same name. Parameters are the
+In the tables of configs, *tables* are the paper's tables and figures (F) that have the config as a row. *Ungated* is
+the partner without the method, linked if it is mmgate's, and else the package's config of the same name. Parameters are the
 trained ones, multiply-accumulates (MACs) by `python tools/analysis_tools/get_flops.py CONFIG --shape HEIGHT WIDTH`: as
 counted here, the ungated model's first, and in brackets as the paper prints them. Every printed row is in
 [papers.yml](papers.yml), from which `python tools/dev/papers.py` writes this page.
@@ -183,7 +183,10 @@ def _counted(
     """Return parameters and multiply-accumulates, each with the paper's in brackets, and the reason of a difference."""
     if name in counts:
         _, *cells, why = counts[name]
-        return (*(f'{ours} ({paper})' if paper else ours for paper, ours in zip(cells[::2], cells[1::2], strict=True)), why)
+        return (
+            *(f'{ours} ({paper})' if paper else ours for paper, ours in zip(cells[::2], cells[1::2], strict=True)),
+            why,
+        )
     if name not in models:
         return '', '', ''
     printed = figures[name].get(PARAMETERS)
