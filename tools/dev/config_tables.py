@@ -29,7 +29,7 @@ def fill(page: str, folder: Path, models: Sequence[Mapping[str, Any]]) -> str:
         link = f'[{_short(path, folder.name)}]({path}) {data["Parameters"] / 1e6:.1f}'
         rows.setdefault((str(path.parent), training), []).append(link)
     lines = [f'| `{place}/` | {", ".join(links)} | {training} |\n' for (place, training), links in sorted(rows.items())]
-    filled, found = TABLE.subn(lambda _: HEADER + ''.join(lines), page)
+    filled, found = TABLE.subn(lambda _: f'\n{HEADER}{"".join(lines)}\n', page)
     if found != 1:
         raise ValueError(f'{folder}/README.md has {found} places for a table of configs, not one.')
     return filled

@@ -48,9 +48,9 @@ The *source* of a point is the **paper**, its authors' **files** (code, checkpoi
 **ours**: our choice.
 
 In the tables of configs, *tables* are the paper's tables and figures (F) that have the config as a row. *Ungated* is
-the partner without the method, linked if it is mmgate's, and else the package's config of the same name. Parameters are the
-trained ones, multiply-accumulates (MACs) by `python tools/analysis_tools/get_flops.py CONFIG --shape HEIGHT WIDTH`: as
-counted here, the ungated model's first, and in brackets as the paper prints them. Every printed row is in
+the partner without the method, linked if it is mmgate's, and else the package's config of the same name. Parameters are
+the trained ones, multiply-accumulates (MACs) by `python tools/analysis_tools/get_flops.py CONFIG --shape HEIGHT WIDTH`:
+as counted here, the ungated model's first, and in brackets as the paper prints them. Every printed row is in
 [papers.yml](papers.yml), from which `python tools/dev/papers.py` writes this page.
 """
 
