@@ -53,6 +53,9 @@ the trained ones, multiply-accumulates (MACs) by `python tools/analysis_tools/ge
 as counted here, the ungated model's first, and in brackets as the paper prints them. Every printed row is in
 [papers.yml](papers.yml), from which `python tools/dev/papers.py` writes this page.
 """
+NEXT = """Next: [when gates help](when_gates_help.md), [all configs](../configs/README.md),
+[train and test](train.md).
+"""
 
 
 def read_rows() -> dict[str, dict[str, Any]]:
@@ -101,6 +104,7 @@ def make_page(papers: Mapping[str, Any], models: Mapping[str, Any]) -> str:
         lines += [f'- {table}: {content["note"]}' for table, content in entry['tables'].items() if content.get('note')]
         lines += ['', f'### {paper}: commands and other rows', '', *_others(entry), '']
         lines += [f'### {paper}: missing', '', *_missing(entry), '']
+    lines.append(NEXT)
     return re.sub(r'\n{3,}', '\n\n', '\n'.join(lines))
 
 
