@@ -215,8 +215,8 @@ def _others(entry: Mapping[str, Any]) -> list[str]:
             lines.append(f'- {title}: `{command}`' + (f', where ... is {", ".join(given)}' if any(rest) else ''))
         for row, given in content['rows'].items():
             kind, text, _ = _answer(given)
-            name = f'Figure {row}' if table == 'Figures' else title if row == 'all' else f'{table}, {row}'
             if kind in ('see', 'option'):
+                name = f'Figure {row}' if table == 'Figures' else table if row == 'all' else f'{table}, {row}'
                 lines.append(f'- {name}: {"see " if kind == "see" else ""}{text}')
     return lines
 
