@@ -172,7 +172,7 @@ class InterfaceAdapter(DenseAdapter):
                 f'the forward of {full_name(host_type)} in transformers {__version__} is not the one that the table of '
                 f'mmgate has seen in {WRITTEN_WITH}. If it projects the same arguments, declare it by a subclass: '
                 f'@mmgate.adapts(mmgate.DenseGate, {host_type.__name__}) class Mine({cls.__name__}), see '
-                'docs/transformers.md.'
+                'docs/hosts.md.'
             )
         implementation = host.config._attn_implementation
         if implementation not in PLAIN_MASKS:

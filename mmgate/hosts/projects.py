@@ -128,7 +128,7 @@ class ProjectAttentionAdapter(DeformableAdapter):
 
 @adapts(DeformableGate, MS_DEFORM_ATTN)
 class MSDeformAttnAdapter(ProjectAttentionAdapter):
-    """Adapter for ``MSDeformAttn`` of Deformable DETR's repository and of copies of it, such as rfdetr's.
+    """Adapter for ``MSDeformAttn`` of Deformable DETR's repository and copies (DINO, Mask DINO, ViT-Adapter, rfdetr).
 
     IDEA-Research's copies (DINO, DN-DETR, Lite-DETR, TAPTR) have ``use_4D_normalizer``, which moves points otherwise.
     """
@@ -307,7 +307,7 @@ class DetrexAttentionAdapter(GroundingDINOAttentionAdapter):
 
 @adapts(DeformableGate, *RT_DETR)
 class MSDeformableAttentionAdapter(ProjectAttentionAdapter):
-    """Adapter for ``MSDeformableAttention`` of the repositories of RT-DETR (v1 and v2), D-FINE and DEIM.
+    """Adapter for ``MSDeformableAttention`` of the repositories of RT-DETR (v1, v2, v4), D-FINE and DEIM.
 
     In D-FINE and DEIM the decoder projects the values once and hands in a list of levels.
     """

@@ -13,7 +13,7 @@ from mmgate.gates.parts.resizing import resize_axis
 
 
 class RelativeAttentionAdapter(DenseAdapter):
-    """Adapter that lets dense gates into ViTDet's ``Attention`` and into classes with the same attributes.
+    """Adapter that lets dense gates into ViTDet's ``Attention`` and classes with the same attributes.
 
     A query's bias of a key is ``q Rh[y - y'] + q Rw[x - x']``, added to the logits after the gate. The tables, of
     distances down ``(2 H - 1, d)`` and to the right ``(2 W - 1, d)``, are interpolated where the map is not of their

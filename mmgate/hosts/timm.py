@@ -301,7 +301,7 @@ def check_width(host: Any) -> None:
 
 @adapts(MapGate, TOKENS)
 class MixedAttention(SizedByProjections, MapAdapter):  # type: ignore[override]
-    """Adapter that lets attention over a map (Agent, SAGA, linear) replace that of timm's ViT.
+    """Adapter that lets attention over a map (Agent, SAGA, linear) replace the attention of timm's ViT.
 
     Class and register tokens come before the map's. A call of it does not name the map, which is the one that the ViT
     was built for.

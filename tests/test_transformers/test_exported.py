@@ -26,7 +26,7 @@ OUTPUTS = ('logits', 'pred_boxes')
 UNEVEN = dict(decoder_n_points=[3, 6, 3])  # as D-FINE is published
 CASES: dict[str, dict[str, Any]] = dict(deformable_detr={}, rt_detr={}, d_fine=UNEVEN, rf_detr={})
 
-PAGE = (ROOT / 'docs/transformers.md').read_text()
+PAGE = (ROOT / 'docs/hosts.md').read_text()
 # Whose code allows any number of images.
 ANY_NUMBER = ('deformable_detr', 'rf_detr')
 

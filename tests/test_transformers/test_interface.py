@@ -258,7 +258,7 @@ mmgate.adapts(mmgate.DenseGate, Theirs, GroupedAttention, like=ViTAttention)
 
 @mmgate.adapts(mmgate.DenseGate, NamedAttention)
 class GatedNamedAttention(InterfaceAdapter):
-    """The adapter that docs/transformers.md shows."""
+    """The adapter that docs/hosts.md shows."""
 
     form = Form('x', 'memory', key_position='place', projections=('to_q', 'to_k', 'to_v'), output='to_out')
 

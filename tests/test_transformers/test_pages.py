@@ -1,4 +1,4 @@
-"""The pages about other packages' models, run block by block as a reader does; models are small."""
+"""The page about other packages' models, run block by block as a reader does; models are small."""
 
 from __future__ import annotations
 
@@ -16,9 +16,17 @@ from helpers.hub_models import build, feed
 
 import mmgate
 
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(ROOT / 'tools/dev')
+    import host_table
 
-def blocks(page: str) -> list[str]:
-    return re.findall(r'```python\n(.*?)```', (ROOT / 'docs' / page).read_text(), re.S)
+PAGE = (ROOT / 'docs/hosts.md').read_text()
+
+
+def blocks(*sections: str) -> list[str]:
+    """Return the code of the page's sections; '' is its beginning."""
+    parts = {part.partition('\n')[0]: part for part in ('\n' + PAGE.partition('\n')[2]).split('\n## ')}
+    return [block for name in sections for block in re.findall(r'```python\n(.*?)```', parts[name], re.S)]
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +36,7 @@ def _scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     model = build('deformable_detr')
-    (block,) = blocks('hosts.md')
+    (block,) = blocks('')
     exec(block, dict(model=model))
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 6 and printed[0].startswith('model.encoder.layers.0.self_attn DeformableDetrMultiscale')
@@ -46,7 +54,7 @@ def test_transformers() -> None:
     build('deformable_detr').save_pretrained('vanilla')
     space: dict[str, Any] = dict(feed('deformable_detr', padded=True))
     gates = []
-    for block in blocks('transformers.md'):
+    for block in blocks('transformers', 'Export', 'Declare a class', 'Look at sampling points'):
         exec(block, space)
         gates.append(len(mmgate.gate_parameters(space['model'])))
     written = {path.name for path in Path().iterdir()}
@@ -55,9 +63,14 @@ def test_transformers() -> None:
     assert gates[0] > gates[1] > 0
 
 
+def test_the_table_of_hosts_is_what_the_adapters_say() -> None:
+    pytest.importorskip('timm', reason='the table has its hosts')
+    assert host_table.written() == PAGE, 'run python -P tools/dev/host_table.py'
+
+
 def test_timm() -> None:
     pytest.importorskip('timm', reason='needs timm')
     space: dict[str, Any] = {}
-    (block,) = blocks('timm.md')
+    (block,) = blocks('timm')
     exec(block, space)
     assert len([one for one in mmgate.list_attention(space['model']) if one.gate]) == 12

@@ -18,7 +18,9 @@ import mmgate
 from mmgate.analysis.probes.sampling import record_sampling
 from mmgate.hosts.projects import MSDeformAttnAdapter
 
-PAGE = re.findall(r'```python\n(.*?)```', (ROOT / 'docs/rfdetr.md').read_text(), re.S)
+TEXT = (ROOT / 'docs/hosts.md').read_text()
+PAGE = re.findall(r'```python\n(.*?)```', TEXT.partition('\n## RF-DETR\n')[2].partition('\n## ')[0], re.S)
+(LOOK,) = re.findall(r'```python\n(.*?)```', TEXT.partition('\n## Look at sampling points\n')[2], re.S)
 SIDE = 64
 SMALL = dict(num_queries=20, num_select=20, group_detr=2, resolution=SIDE, positional_encoding_size=SIDE // 16)
 
@@ -130,7 +132,7 @@ def test_its_trainer_trains_the_gates(tmp_path: Path, monkeypatch: pytest.Monkey
     before = {name: one.clone() for name, one in mmgate.gate_parameters(build()[0]).items()}
     after = mmgate.gate_parameters(module)
     assert any(not torch.equal(after[name].cpu(), one) for name, one in before.items())
-    exec(PAGE[2], space)
+    exec(PAGE[2].splitlines()[0], space)
     loaded = mmgate.gate_parameters(space['detector'].model.model)
     assert all(torch.equal(loaded[name], one.cpu()) for name, one in after.items())
 
@@ -142,7 +144,7 @@ def test_an_export_holds_the_gates(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for parameter in mmgate.gate_parameters(model).values():
         nn.init.normal_(parameter, std=0.5)
     monkeypatch.chdir(tmp_path)
-    exec(PAGE[3], space)
+    exec(PAGE[2].splitlines()[1], space)
     (file,) = (tmp_path / 'exported').glob('*.onnx')
     session = onnxruntime.InferenceSession(str(file))
     image = samples().tensors[:1]
@@ -190,7 +192,8 @@ def test_sampling_points_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     pixels = np.random.default_rng(0).integers(0, 255, (480, 640, 3), np.uint8)
     Image.fromarray(pixels).save('street.jpg')
-    exec(PAGE[4], dict(space, images=samples().tensors))
+    code = LOOK.replace('pixel_values, pixel_mask', 'images').replace('[3, 7]', '[0, 1]')
+    exec(code, dict(space, model=model, images=samples().tensors))
     assert (tmp_path / 'points.png').stat().st_size > 10_000
     found = []
     for _ in range(2):

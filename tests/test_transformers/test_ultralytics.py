@@ -15,7 +15,9 @@ import torch
 from conftest import ROOT
 from torch import Tensor, nn
 
-PAGE = re.findall(r'```python\n(.*?)```', (ROOT / 'docs/ultralytics.md').read_text(), re.S)
+TEXT = (ROOT / 'docs/hosts.md').read_text()
+PAGE = re.findall(r'```python\n(.*?)```', TEXT.partition('\n## ultralytics\n')[2].partition('\n## ')[0], re.S)
+(LOOK,) = re.findall(r'```python\n(.*?)```', TEXT.partition('\n## Look at sampling points\n')[2], re.S)
 SIDE = 128  # of which the levels have more pixels than the decoder has queries
 
 
@@ -180,7 +182,8 @@ def test_sampling_points_are_drawn(tmp_path: Path) -> None:
     model, space = build()
     pixels = np.random.default_rng(0).integers(0, 255, (480, 640, 3), np.uint8)
     Image.fromarray(pixels).save('street.jpg')
-    exec(PAGE[3], dict(space, images=images()))
+    code = LOOK.replace('pixel_values, pixel_mask', 'images').replace('[3, 7]', '[0, 1]')
+    exec(code, dict(space, model=model, images=images()))
     assert Path('points.png').stat().st_size > 10_000
     found = []
     for _ in range(2):
