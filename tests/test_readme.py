@@ -154,7 +154,8 @@ def test_the_tutorial_runs_as_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize('kind', ['PLuGMultiheadAttention', 'SDPAGatedMultiheadAttention'])
 def test_its_adapter_lets_gates_into_a_host(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (example,) = (block for block in PYTHON.values() if '@mmgate.adapts(mmgate.DenseGate, Attention)' in block)
+    page = [block for name, block in PYTHON.items() if name.startswith('docs/extend.md')]
+    (example,) = (block for block in page if '@mmgate.adapts(mmgate.DenseGate, Attention)' in block)
     monkeypatch.setattr(table, '_ADAPTERS', dict(table._ADAPTERS))
     space: dict = dict(__name__='guide')
     exec('import mmgate, torch\nfrom torch import nn\n' + example, space)
