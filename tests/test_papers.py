@@ -34,12 +34,6 @@ def test_the_page_is_what_the_metafiles_say() -> None:
         ({'not': ' '}, 'not is empty'),
         ({'run': 'python tools/analysis_tools/plot_nothing.py'}, 'plot_nothing.py is no file'),
         ({'run': 'python -m projects.dgsa.nothing run'}, 'projects/dgsa/nothing.py is no file'),
-        (
-            {'run': 'python -m projects.gated_lm.study run --variants none --out projects/gated_lm/results.csv'},
-        ),
-        (
-            {'run': 'python -m projects.dgsa.study run --csv projects/dgsa/docstrings.csv'},
-        ),
         ({'run': 'python -m projects.dgsa.study run --data imdb --width 2'}, 'unrecognized arguments: --width 2'),
         ({'run': 'python tools/analysis_tools/plot_cka.py CONFIG --out DIR'}, 'arguments are required: checkpoint'),
         pytest.param(
