@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from . import mmcv_ext
-from ._environment import check_environment, torch_alone
+from ._environment import check_environment, without_mmengine
 
 if TYPE_CHECKING:
     from .adapter import Adapter as Adapter
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .gates.base.map import MapGate as MapGate
     from .gates.base.map import map_attention as map_attention
     from .hosts import adapts as adapts
-    from .hosts.around import nearest_with as nearest_with
+    from .hosts.from_model import nearest_with as nearest_with
     from .listing import list_attention as list_attention
     from .notes import note as note
     from .recording import record as record
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .training import gate_parameters as gate_parameters
     from .training import train_only_gates as train_only_gates
 
-__version__ = '0.2.0'
+__version__ = '0.3.0'
 
 # By module, the names that it gives to the package at their first use.
 _NAMES = {
@@ -55,7 +55,7 @@ _NAMES = {
     'gates.base.linear': ['LinearGate'],
     'gates.base.map': ['MapAdapter', 'MapGate', 'map_attention'],
     'hosts': ['adapts'],
-    'hosts.around': ['nearest_with'],
+    'hosts.from_model': ['nearest_with'],
     'listing': ['list_attention'],
     'notes': ['note'],
     'recording': ['record'],
@@ -64,7 +64,7 @@ _NAMES = {
     'swap': ['swap_attention'],
     'training': ['gate_parameters', 'train_only_gates'],
 }
-if torch_alone():
+if without_mmengine():
     del _NAMES['gated']  # builds from configs
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = ['__version__', *_MODULE_OF]
@@ -86,7 +86,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
-if not torch_alone():
+if not without_mmengine():
     from importlib.metadata import PackageNotFoundError, distribution
 
     mmcv_ext.provide()

@@ -51,7 +51,7 @@ def check_mmcv() -> None:
         raise ImportError(CANNOT.format('\n'.join(f'  - {problem}' for problem in found)))
 
 
-def torch_alone() -> bool:
+def without_mmengine() -> bool:
     """Return True if mmengine is not installed: then operators, layers and ``swap_attention`` work, but no configs.
 
     ``MMGATE_TORCH_ALONE=1`` acts as if it were not, for processes that need no mm package and have to start quickly.
@@ -61,13 +61,13 @@ def torch_alone() -> bool:
 
 
 def available(package: str) -> bool:
-    """Return True if the Python package of this name can be imported and is not excluded by :func:`torch_alone`."""
-    return not (package in MM and torch_alone()) and why_not(package) is None
+    """Return True if the Python package of this name can be imported, and :func:`without_mmengine` leaves it in."""
+    return not (package in MM and without_mmengine()) and why_not(package) is None
 
 
 def log(message: str, level: int = logging.INFO) -> None:
     """Write a message to mmengine's current logger or, without mmengine, to Python's logger named ``mmgate``."""
-    if torch_alone():
+    if without_mmengine():
         logging.getLogger('mmgate').log(level, message)
     else:
         from mmengine.logging import print_log

@@ -18,7 +18,7 @@ from torch import nn
 
 from mmgate.errors import ConfigError, full_name
 from mmgate.former import OF_ADAPTERS, refuse_former
-from mmgate.gate import CHILD, Gate, Sizes, StateDict, are_hidden, gates_hidden, initialise_gates, random_stream
+from mmgate.gate import GATE_NAME, Gate, Sizes, StateDict, are_hidden, gates_hidden, initialise_gates, random_stream
 from mmgate.wrappers import without_wrappers
 
 # The dtypes in which layers compute; quantised weights are stored in others.
@@ -30,7 +30,7 @@ REPORT = '_params_init_info'
 
 
 class Adapter(nn.Module):
-    """Base class of adapters; an adapter lets gates into one family of attention modules (hosts).
+    """Base class of adapters; an adapter lets gates into attention modules of one class, or of several alike (hosts).
 
     An adapter overrides ``forward`` with the host's signature and calls its gate there. The class of a gated module
     derives from the adapter and, after it, from the host's class, so that ``self`` has all attributes of the host.
@@ -70,7 +70,7 @@ class Adapter(nn.Module):
         """Raise ConfigError if an attention module computes something that this adapter's ``forward`` does not."""
 
     @classmethod
-    def around(cls, model: nn.Module, path: str) -> dict[str, Any]:
+    def sizes_from_model(cls, model: nn.Module, path: str) -> dict[str, Any]:
         """Return sizes that the model around a host tells, by their names in :class:`Sizes`.
 
         Args:
@@ -82,14 +82,14 @@ class Adapter(nn.Module):
     def gates(self) -> list[Gate]:
         """Return the module's gates: its child ``gate``, or each of those in it, by name, of attention with several."""
         # Not by self.gate, which timm's adapters have as None while it is off.
-        child: Any = self._modules[CHILD]
+        child: Any = self._modules[GATE_NAME]
         return [module for module in child.modules() if isinstance(module, Gate)]
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: object, **kwargs: object) -> None:
         lacking = {name: t.detach() for name, t in unused_tensors(self).items() if f'{prefix}{name}' not in state_dict}
         record = record_of(self)
         # A file of gates alone says nothing of the host.
-        of_host = (key for key in state_dict if key.startswith(prefix) and not key.startswith(f'{prefix}{CHILD}.'))
+        of_host = (key for key in state_dict if key.startswith(prefix) and not key.startswith(f'{prefix}{GATE_NAME}.'))
         if record is not None and any(True for _ in of_host):
             record.lacks = list(lacking)
         state_dict.update({f'{prefix}{name}': tensor for name, tensor in lacking.items()})
@@ -98,7 +98,7 @@ class Adapter(nn.Module):
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the module's children as ``Module.named_children`` does; while gates are hidden, not the gate."""
         for name, child in super().named_children():
-            if name != CHILD or not are_hidden():
+            if name != GATE_NAME or not are_hidden():
                 yield name, child
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
@@ -118,15 +118,15 @@ class Switch:
     """Switch of a gated module's gate, one in each thread; a copy or a pickle of it is on.
 
     Args:
-        here: Namespace whose attribute ``off`` is True while the gate is off, else False or absent.
+        of_thread: Namespace whose attribute ``off`` is True while the gate is off, else False or absent.
     """
 
-    def __init__(self, here: Any = None) -> None:
+    def __init__(self, of_thread: Any = None) -> None:
         # One for each module: in a common set torch.compile would guard every module's id, and compile each layer anew.
-        if here is None:
-            here = threading.local()
-            here.off = False  # found faster than an attribute that is absent
-        self.here = here
+        if of_thread is None:
+            of_thread = threading.local()
+            of_thread.off = False  # found faster than an attribute that is absent
+        self.of_thread = of_thread
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Switch, ()
@@ -137,10 +137,10 @@ class Record:
     """Record that a gated module keeps of its gating.
 
     Attributes:
-        adapter: Adapter of the host's family.
+        adapter: Adapter of the host's class.
         name: Name of the module in the model that was swapped.
         rule: Rule that gated it.
-        child: Path to the module from the one that the rule chose; empty if the rule chose the module itself.
+        inner: Path to the module from the one that the rule chose; empty if the rule chose the module itself.
         replaced: The host's plain attribute of the gate's name, while the gate is in the module. timm's is None.
         froze: The unused parameters that gating has frozen.
         lacks: The unused tensors that the last checkpoint of the host did not have.
@@ -150,20 +150,20 @@ class Record:
     adapter: type[Adapter]
     name: str
     rule: Mapping[str, Any]
-    child: str = ''
+    inner: str = ''
     replaced: dict[str, Any] = field(default_factory=dict)
     froze: list[str] = field(default_factory=list)
     lacks: list[str] = field(default_factory=list)
     switch: Switch = field(default_factory=Switch)
 
     def chosen_name(self, name: str) -> str:
-        """Return the name of the module that the rule named, which may be a wrapper around the gated one.
+        """Return the name of the module that the rule chose, which may be a wrapper around the gated one.
 
         Args:
             name: The gated module's name in the same model.
         """
         # Wrappers may have come since.
-        suffixes = [f'.{child}' for child in (self.child, without_wrappers(self.child)) if child]
+        suffixes = [f'.{inner}' for inner in (self.inner, without_wrappers(self.inner)) if inner]
         return next((f'.{name}'.removesuffix(one)[1:] for one in suffixes if f'.{name}'.endswith(one)), name)
 
 
@@ -179,7 +179,7 @@ def make_gate(
     """Make a gate, or several in a ``ModuleDict``, for an attention module (the host), and return it.
 
     Args:
-        adapter: Adapter of the host's family.
+        adapter: Adapter of the host's class.
         host: Module to be gated.
         gate_type: Class of the gate.
         model: The model around the host, which may tell sizes; None if there is none.
@@ -195,7 +195,7 @@ def make_gate(
     methods = methods_of(adapter)
     if 'forward' not in methods and not methods & names_below(type(host), nn.Module):
         raise TypeError(f'{adapter.__qualname__} has no forward, which calls the gate; write it.')
-    for name in (CHILD, RECORD):
+    for name in (GATE_NAME, RECORD):
         if getattr(host, name, None) is not None:
             raise ConfigError(f'this {full_name(type(host))} has an attribute {name!r} already.')
     own = names_below(adapter, nn.Module) & (host._modules.keys() | host._parameters.keys() | host._buffers.keys())
@@ -203,10 +203,10 @@ def make_gate(
     if own:
         raise ConfigError(f'{adapter.__qualname__} and the {full_name(type(host))} both have {sorted(own)[0]!r}.')
     sizes = adapter.sizes(host)
-    told = {} if model is None else adapter.around(model, path)
+    from_model = {} if model is None else adapter.sizes_from_model(model, path)
     if isinstance(sizes, Sizes):
-        return gate_type(replace(sizes, **told), **options)
-    return nn.ModuleDict({name: gate_type(replace(one, **told), **options) for name, one in sizes.items()})
+        return gate_type(replace(sizes, **from_model), **options)
+    return nn.ModuleDict({name: gate_type(replace(one, **from_model), **options) for name, one in sizes.items()})
 
 
 def initialised_gate(
@@ -221,7 +221,7 @@ def initialised_gate(
     """Make a gate as :func:`make_gate` does, initialise it from the random stream of a name, and move it to its host.
 
     Args:
-        adapter: Adapter of the host's family.
+        adapter: Adapter of the host's class.
         host: Module to be gated.
         gate_type: Class of the gate.
         name: Name of the stream, and of the host in the model.
@@ -245,7 +245,7 @@ def why_not_called(module: nn.Module, adapter: type[Adapter]) -> str | None:
 
     Args:
         module: Module to be gated.
-        adapter: Adapter of its family.
+        adapter: Adapter of its class.
     """
     hooked = any('_hf_hook' in vars(part) for part in module.modules())
     if hooked and any(parameter.is_meta for parameter in module.parameters()):
@@ -285,7 +285,7 @@ def _is_method(value: object) -> bool:
 
 def is_off(module: Adapter) -> bool:
     """Return True if the gate of a gated module is off in this thread."""
-    return module.gating is not None and getattr(module.gating.switch.here, 'off', False)
+    return module.gating is not None and getattr(module.gating.switch.of_thread, 'off', False)
 
 
 def record_of(module: nn.Module) -> Record | None:

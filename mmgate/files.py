@@ -17,11 +17,11 @@ from mmgate.checkpoints.gates_file import GatesFile, checksum, read_gates, write
 from mmgate.errors import ConfigError, listed
 from mmgate.gate import Gate
 from mmgate.gates.base.map import IMAGE_SIDE
-from mmgate.hosts.around import needs_image_size
+from mmgate.hosts.from_model import needs_image_size
 from mmgate.hosts.table import adapter_for
 from mmgate.registry import MODELS
 from mmgate.rules import gate_named
-from mmgate.start import initialise_gates_last
+from mmgate.start import wrap_init_weights
 from mmgate.swap import swap_attention
 from mmgate.wrappers import (
     named_parts,
@@ -34,10 +34,9 @@ from mmgate.wrappers import (
     without_wrappers,
 )
 
-from .removal import forget_trained, restore_attention
+from .removal import release_trained, restore_attention
 
-# Type and options of a gate.
-Rule = dict[str, Any]
+TypeAndOptions = dict[str, Any]  # of a gate, as a rule has them
 # Options of the images in pre-training, which a rule or the model tells. Position terms are resized to them on loading.
 OF_IMAGES = ('image_size', 'map_size')
 
@@ -137,14 +136,14 @@ def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
             f'{path} holds other gates than this model has: {listed(other, separator="; ")}. Leave `attention` away, '
             'then they come from the file; a backbone that brings gates has to be built as it was.'
         )
-    grouped: dict[str, Rule] = {}
+    grouped: dict[str, TypeAndOptions] = {}
     for place, rule in wanted.items():
         if place not in there:
             grouped.setdefault(json.dumps(rule), {**rule, 'path': []})['path'].append(place)
     missing = [*grouped.values()]
     if missing:
         refuse_replicated(wrapped)
-    forget_trained(model)
+    release_trained(model)
     try:
         if missing:
             swap_attention(model, missing)
@@ -159,12 +158,12 @@ def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
     hook = model._register_load_state_dict_pre_hook(partial(_meet_checkpoint, path, content), with_module=True)
     vars(model).update(gates_file=os.fspath(path), gates_file_hook=hook)
     if content.host_tensors:
-        initialise_gates_last(model)
+        wrap_init_weights(model)
         vars(model)['after_init_weights'] = partial(_fill, model, content.host_tensors)
     return content
 
 
-def _places(model: nn.Module) -> dict[str, Rule]:
+def _places(model: nn.Module) -> dict[str, TypeAndOptions]:
     """Return type and options of each gate by the path, in the model as it is now, of the module that a rule chose."""
     places = {}
     for name, module in gated_modules(model):
@@ -180,7 +179,7 @@ def _places(model: nn.Module) -> dict[str, Rule]:
     return places
 
 
-def _described(rule: Mapping[str, Any]) -> Rule:
+def _described(rule: Mapping[str, Any]) -> TypeAndOptions:
     """Return type and options of a rule in the form that a gates file has, so that equivalent ones compare as equal."""
     # The backend belongs to the machine, not to the gate. class_token, which mmgate 0.2.0 had, is told by the model.
     options = {name: value for name, value in rule.items() if name not in ('path', 'type', 'backend', 'class_token')}
@@ -194,7 +193,7 @@ def _described(rule: Mapping[str, Any]) -> Rule:
         raise ConfigError(f'a file of gates cannot hold the rule {rule}: {error}.') from error
 
 
-def _alike(rule: Rule, other: Rule | None) -> bool:
+def _alike(rule: TypeAndOptions, other: TypeAndOptions | None) -> bool:
     """Return True if two rules put in the same gates; the images in pre-training may differ."""
     known, found = ({k: v for k, v in (one or {}).items() if k not in OF_IMAGES} for one in (rule, other))
     return known == found
@@ -214,7 +213,9 @@ def _named(gate_type: str | type[nn.Module]) -> str:
     )
 
 
-def _places_by_patterns(path: Any, model: nn.Module, content: GatesFile, there: Mapping[str, Rule]) -> dict[str, Rule]:
+def _places_by_patterns(
+    path: Any, model: nn.Module, content: GatesFile, there: Mapping[str, TypeAndOptions]
+) -> dict[str, TypeAndOptions]:
     """Return the places of a file of version 1, with type and options of each gate.
 
     The gates' tensors tell the gated modules. A pattern matches such a module or the wrapper around it. Maps that the
@@ -226,7 +227,7 @@ def _places_by_patterns(path: Any, model: nn.Module, content: GatesFile, there: 
         for prefix, rules in content.patterns.items()
         for rule in rules
     ]
-    places: dict[str, Rule] = {}
+    places: dict[str, TypeAndOptions] = {}
     for gated in content.attention:
         for place in (gated.rpartition('.')[0], gated):
             fitting = [rule for pattern, rule in rules if place in parts and pattern.fullmatch(place)]

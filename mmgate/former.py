@@ -27,7 +27,7 @@ OF_GATES = {
 }
 OF_ADAPTERS = {
     'check_host': 'check',
-    'check_gate': 'the reason in whole_heads or no_gate of Sizes',
+    'check_gate': 'the reason in why_whole_heads or why_no_gate of Sizes',
     'build_gate': 'a dict of Sizes, by name, that sizes returns for several gates',
     'make_gate': 'check and sizes',
     'own_gates': 'check',
@@ -35,9 +35,9 @@ OF_ADAPTERS = {
     'vits': "nothing; a rule has init='vit'",
     'is_in_vit': "nothing; a rule has init='vit'",
     'recognises': 'the names of the classes in adapts',
-    'after_gating': 'around, which returns fields of Sizes that the model around the host tells',
-    'map_of_images': 'around',
-    'embedded_map': 'around',
+    'after_gating': 'sizes_from_model, which returns fields of Sizes that the model around the host tells',
+    'map_of_images': 'sizes_from_model',
+    'embedded_map': 'sizes_from_model',
     'leaves_out': 'unused',
     'over_channels': NOTHING,
     'gate_type': 'nothing, and register the class of the gate',

@@ -62,12 +62,12 @@ def frozen_in_training(model: nn.Module, modules: Mapping[str, nn.Module]) -> li
 def warn_of_frozen(model: nn.Module, names: Sequence[str]) -> None:
     """Warn of gates that do not train, since the attention around them does not; copies of what trains are averages."""
     copies = tuple(f'{name}.' for name in averaged_copies(model))
-    resting = [name for name in names if not name.startswith(copies)]
-    if resting:
+    still = [name for name in names if not name.startswith(copies)]
+    if still:
         log(
-            f'mmgate: {len(resting)} gates stay as they start, or as a checkpoint fills them, because the attention '
+            f'mmgate: {len(still)} gates stay as they start, or as a checkpoint fills them, because the attention '
             f'around them is frozen in training (frozen_stages, or requires_grad=False): '
-            f'{listed(resting, MOST_NAMES)}. To train them, freeze less, or train gates beside frozen weights: '
+            f'{listed(still, MOST_NAMES)}. To train them, freeze less, or train gates beside frozen weights: '
             "train='gates'.",
             logging.WARNING,
         )

@@ -25,11 +25,11 @@ from mmgate.former import OF_GATES, refuse_former
 from mmgate.registry import MODELS
 from mmgate.wrappers import name_in_states
 
-# The name of the child by which a gated module computes its gate.
-CHILD = 'gate'
+# The attribute of a gated module that is its gate.
+GATE_NAME = 'gate'
 
 StateDict = dict[str, Tensor]
-_here = threading.local()
+_of_thread = threading.local()
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Sizes:
         points: Sampling points P of a head and level, of deformable attention; one number for each level if they
             differ.
         query_width: Channels of a query and of a key in one head; d by default.
-        whole_heads: Why a gate may neither split heads nor add queries, the end of a message; empty if it may.
-        no_gate: Why no gate fits, but only attention without a gate, with which the host is recorded: a whole message;
-            empty if gates do.
+        why_whole_heads: Why a gate may neither split heads nor add queries, the end of a message; empty if it may.
+        why_no_gate: Why no gate fits, but only attention without a gate, with which the host is recorded: a whole
+            message; empty if gates do.
         over_channels: True if the channels of a head attend to each other, not the tokens.
         shifted: True if the host shifts its windows over the map.
         host_map: Height and width of the map that the host sees at the image size which the model around it keeps;
@@ -69,8 +69,8 @@ class Sizes:
     levels: int = 1
     points: int | tuple[int, ...] = 1
     query_width: int | None = None
-    whole_heads: str = ''
-    no_gate: str = ''
+    why_whole_heads: str = ''
+    why_no_gate: str = ''
     over_channels: bool = False
     shifted: bool = False
     host_map: tuple[int, int] | None = None
@@ -185,8 +185,8 @@ def refuse_to_split(sizes: Sizes, how: str) -> None:
         sizes: Sizes of the host's attention.
         how: Words for the message, such as ``'splits heads in two'``.
     """
-    if sizes.whole_heads:
-        raise ConfigError(f'the gate {how}, but {sizes.whole_heads}.')
+    if sizes.why_whole_heads:
+        raise ConfigError(f'the gate {how}, but {sizes.why_whole_heads}.')
 
 
 def refuse_other_output(sizes: Sizes) -> None:
@@ -256,7 +256,7 @@ def registered_gates() -> Iterator[Any]:
 
 def is_gate_key(key: str) -> bool:
     """Return True if a key of a state dict is the name of a gate's tensor."""
-    return CHILD in key.split('.')
+    return GATE_NAME in key.split('.')
 
 
 def undecayed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -304,16 +304,16 @@ def gates_hidden(hidden: bool = True) -> Iterator[None]:
         hidden: False shows them again, inside of a block that hides them.
     """
     before = are_hidden()
-    _here.hidden = hidden
+    _of_thread.hidden = hidden
     try:
         yield
     finally:
-        _here.hidden = before
+        _of_thread.hidden = before
 
 
 def are_hidden() -> bool:
     """Return True if gates are hidden in this thread, see :func:`gates_hidden`."""
-    return getattr(_here, 'hidden', False)
+    return getattr(_of_thread, 'hidden', False)
 
 
 def start_linear(*layers: nn.Linear | nn.Conv2d | None) -> None:

@@ -29,7 +29,7 @@ from mmgate.adapter import (
     why_not_called,
 )
 from mmgate.errors import ConfigError
-from mmgate.gate import CHILD
+from mmgate.gate import GATE_NAME
 from mmgate.ops.tracing import is_compiling
 
 _CLASSES: dict[tuple[type[Adapter], type[nn.Module]], type[Any]] = {}
@@ -40,15 +40,15 @@ def gate_module(host: Any, adapter: type[Adapter], gate: nn.Module, record: Reco
 
     Args:
         host: Module to be gated.
-        adapter: Adapter of its family.
+        adapter: Adapter of its class.
         gate: Child that it receives, on the host's device; it gets the host's mode.
         record: Record that the module keeps.
     """
     gate.train(host.training)
-    if CHILD in vars(host):
-        record.replaced[CHILD] = vars(host).pop(CHILD)
+    if GATE_NAME in vars(host):
+        record.replaced[GATE_NAME] = vars(host).pop(GATE_NAME)
     host.__class__ = gated_class(adapter, type(host))
-    host._modules[CHILD] = gate
+    host._modules[GATE_NAME] = gate
     vars(host)[RECORD] = record
     freeze_unused(host)
 
@@ -145,7 +145,7 @@ def remove_gate(module: Any) -> None:
     :func:`refuse_removal` says if that is possible.
     """
     record = vars(module).pop(RECORD)
-    del module._modules[CHILD]
+    del module._modules[GATE_NAME]
     unused = unused_tensors(module)
     # Not where others have frozen the host since, as PEFT does, and detectors their teacher.
     if all(tensor.requires_grad for name, tensor in module.named_parameters() if name not in unused):
@@ -159,7 +159,7 @@ def remove_gate(module: Any) -> None:
 def gates_off(model: nn.Module) -> Iterator[None]:
     """Switch the gates of a model off in this thread inside a ``with`` block: the host's own forward runs."""
     # A shallow copy shares the switch of its original.
-    switches = [*{id(one): one.here for one in _switches(model)}.values()]
+    switches = [*{id(one): one.of_thread for one in _switches(model)}.values()]
     before = [vars(switch).get('off') for switch in switches]
     for switch in switches:
         switch.off = True

@@ -122,7 +122,7 @@ def names_of_gates(attention: nn.Module) -> str:
 def _was_chosen(module: nn.Module) -> bool:
     """Return True if a rule named a gated module itself rather than the module that holds it."""
     record = record_of(module)
-    return record is not None and not record.child
+    return record is not None and not record.inner
 
 
 def attention_in_words(model: nn.Module) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mmgate.ops.custom_op import outside_graphs
+from mmgate.ops.backend import outside_graphs
 
 GATES = 'gates'  # names all notes that have axes, which are those of gates
 WEIGHTS = ('attention', 'values')  # notes of dense attention
@@ -49,21 +49,21 @@ class Note(NamedTuple):
     unchanged: float | None
 
 
-class _Here(threading.local):
-    """The takers of notes in this thread.
+class _OfThread(threading.local):
+    """Whatever takes notes in this thread.
 
     Attributes:
         recorders: Recorders, which take nothing inside a compiled graph.
-        asked: Owner, name and list of each note that attention itself asks for, to return it.
+        returned: Owner and name of each note that attention itself returns, with the list that takes it.
     """
 
     # Not as defaults of the class, in place of which torch.compile refuses to set them.
     def __init__(self) -> None:
         self.recorders: tuple[Recorder, ...] = ()
-        self.asked: tuple[tuple[nn.Module, str, list[Tensor]], ...] = ()
+        self.returned: tuple[tuple[nn.Module, str, list[Tensor]], ...] = ()
 
 
-_here = _Here()
+_of_thread = _OfThread()
 
 
 def note(
@@ -90,17 +90,17 @@ def note(
         ValueError: The axes are unknown; seen while something records.
     """
     # The first question is one that torch.compile can trace; the second spares it a guard on recorders.
-    asked = _here.asked
-    if not asked and (in_graph() or not _here.recorders):
+    returned = _of_thread.returned
+    if not returned and (in_graph() or not _of_thread.recorders):
         return
-    takers = [found for of, called, found in asked if of is owner and called == name]
-    recorders = [] if in_graph() else [one for one in _here.recorders if one.wants(owner, name, axes)]
-    if takers:
+    lists = [found for of, called, found in returned if of is owner and called == name]
+    recorders = [] if in_graph() else [one for one in _of_thread.recorders if one.wants(owner, name, axes)]
+    if lists:
         tensor: Any = value() if callable(value) else value
     elif recorders:
         with torch.set_grad_enabled(torch.is_grad_enabled() and any(one.graph for one in recorders)):
             tensor = value() if callable(value) else value
-    for found in takers:
+    for found in lists:
         found.append(tensor)
     for recorder in recorders:
         recorder.take(owner, name, tensor, axes, unchanged)
@@ -113,12 +113,12 @@ def with_note(owner: nn.Module, name: str, compute: Callable[[], Result]) -> tup
     Attention returns its weights by this, also inside a compiled graph.
     """
     found: list[Tensor] = []
-    before = _here.asked
-    _here.asked = (*before, (owner, name, found))
+    before = _of_thread.returned
+    _of_thread.returned = (*before, (owner, name, found))
     try:
         result = compute()
     finally:
-        _here.asked = before
+        _of_thread.returned = before
     return result, found[-1] if found else None
 
 
@@ -194,9 +194,9 @@ class Recorder:
 @contextmanager
 def recording_by(recorder: Recorder) -> Iterator[None]:
     """Let a recorder take the notes of this thread inside a ``with`` block."""
-    before = _here.recorders
-    _here.recorders = (*before, recorder)
+    before = _of_thread.recorders
+    _of_thread.recorders = (*before, recorder)
     try:
         yield
     finally:
-        _here.recorders = before
+        _of_thread.recorders = before

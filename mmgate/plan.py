@@ -28,24 +28,24 @@ class Planned:
 
     Attributes:
         rule: The rule.
-        name: The name in the model of the module that the rule names.
-        child: The path from there to the host; empty if it is that module itself.
+        chosen: The name in the model of the module that the rule chose.
+        inner: The path from there to the host; empty if it is that module itself.
         host: The attention that is gated.
         adapter: The adapter of its class.
         gate: The gate.
     """
 
     rule: Rule
-    name: str
-    child: str
+    chosen: str
+    inner: str
     host: nn.Module
     adapter: type[Adapter]
     gate: nn.Module
 
     @property
-    def path(self) -> str:
+    def name(self) -> str:
         """The name in the model of the host."""
-        return f'{self.name}.{self.child}'.rstrip('.')
+        return f'{self.chosen}.{self.inner}'.rstrip('.')
 
 
 def plan_gates(model: nn.Module, rules: Sequence[Rule]) -> dict[str, Planned]:
@@ -101,18 +101,18 @@ def _plan(
         earlier = planned.get(name)
         if earlier is not None and earlier.rule is not rule:
             raise ConfigError(f'{rule.where}: {name} is claimed by {earlier.rule} already; let each path match once.')
-        adapter, child = found
-        path = f'{name}.{child}'.rstrip('.')
-        host = named_part(model, path)
+        adapter, inner = found
+        host_name = f'{name}.{inner}'.rstrip('.')
+        host = named_part(model, host_name)
         reason = why_not_called(host, adapter)
         if reason is not None:
             raise ConfigError(f'{rule.where}: {rule.name} cannot act in {name}: {reason}.')
         other = next((one for one in (*planned.values(), *new.values()) if one.host is host), None)
         if other is not None:
-            new[name] = Planned(rule, name, child, host, adapter, _shared_gate(model, rule, name, path, other))
+            new[name] = Planned(rule, name, inner, host, adapter, _shared_gate(model, rule, name, host_name, other))
             continue
         try:
-            gate = initialised_gate(adapter, host, rule.gate, path, model, **rule.options)
+            gate = initialised_gate(adapter, host, rule.gate, host_name, model, **rule.options)
         except OptionError as error:
             raise OptionError(f'{rule.where}: {rule.name} in {name}: {error}') from error
         except ValueError as error:
@@ -120,7 +120,7 @@ def _plan(
                 raise ConfigError(f'{rule.where}: {rule.name} does not replace {name}: {error}') from error
             refusals.append(f'{name}: {error}')
             continue
-        new[name] = Planned(rule, name, child, host, adapter, gate)
+        new[name] = Planned(rule, name, inner, host, adapter, gate)
     if not new:
         raise ConfigError(
             f'{rule.where}: {rule.name} fits nothing that {pattern!r} matches.{as_lines(refusals)}\n'
@@ -131,12 +131,12 @@ def _plan(
     return new
 
 
-def _shared_gate(model: nn.Module, rule: Rule, name: str, path: str, other: Planned) -> nn.Module:
+def _shared_gate(model: nn.Module, rule: Rule, name: str, host_name: str, other: Planned) -> nn.Module:
     """Return the gate of an attention that has another name, too; raise ConfigError if the two names differ."""
     if other.rule.gate_and_options != rule.gate_and_options:
         raise ConfigError(f'{rule.where}: {name} is shared, and {other.rule} gates it otherwise; let both agree.')
-    if other.adapter.around(model, path) != other.adapter.around(model, other.path):
-        raise ConfigError(f'{rule.where}: {name} is shared with {other.name}, which sees another map.')
+    if other.adapter.sizes_from_model(model, host_name) != other.adapter.sizes_from_model(model, other.name):
+        raise ConfigError(f'{rule.where}: {name} is shared with {other.chosen}, which sees another map.')
     return other.gate
 
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from mmgate.adapter import RECORD, Adapter, Record, host_class, is_off, make_gate
 from mmgate.errors import ConfigError
-from mmgate.gate import CHILD, Gate
+from mmgate.gate import GATE_NAME, Gate
 from mmgate.gates.base.deformable import DeformableGate
 from mmgate.gates.base.dense import DenseGate
 from mmgate.gating import gated_class
@@ -69,17 +69,18 @@ def record(
     wanted = None if names is None else {*([names] if isinstance(names, str) else names)}
     paths = {id(module): note_path(path, module) for path, module in model.named_modules()}
     with ExitStack() as stack:
-        plain = set()
+        recorded = set()
         for path, module in model.named_modules() if wanted is None or wanted & {*POINTS, *WEIGHTS} else ():
-            found = _installed(module, wanted)
+            found = _record_vanilla(module, wanted)
             if found is not None:
-                plain.add(id(module))
+                recorded.add(id(module))
                 stack.callback(found.leave)
-                gates = found.gate.named_modules(prefix=f'{path}.{CHILD}'.lstrip('.'))
+                gates = found.gate.named_modules(prefix=f'{path}.{GATE_NAME}'.lstrip('.'))
                 paths.update({id(gate): note_path(name, gate) for name, gate in gates})
         # In evaluation torch's encoder layer reads the weights of its attention without calling it.
         if any(
-            isinstance(layer, nn.TransformerEncoderLayer) and id(layer.self_attn) in plain for layer in model.modules()
+            isinstance(layer, nn.TransformerEncoderLayer) and id(layer.self_attn) in recorded
+            for layer in model.modules()
         ):
             stack.enter_context(_NoFastPath())
         recorder = Recorder(paths, wanted, accumulate, graph)
@@ -102,7 +103,7 @@ def vanilla_adapter(module: nn.Module) -> tuple[type[Gate], type[Adapter]] | Non
 def note_path(path: str, module: nn.Module) -> str:
     """Return the path of the notes of a module at a path: those of an attention's only gate have the attention's."""
     around, _, name = path.rpartition('.')
-    return around if isinstance(module, Gate) and name == CHILD else path
+    return around if isinstance(module, Gate) and name == GATE_NAME else path
 
 
 def _is_on(module: nn.Module) -> bool:
@@ -116,7 +117,7 @@ def _as_vanilla(module: nn.Module) -> nn.Module:
     cls: Any = host_class(module)
     vanilla = cls.__new__(cls)
     state = {name: value for name, value in vars(module).items() if name != RECORD}
-    state['_modules'] = {name: child for name, child in module._modules.items() if name != CHILD}
+    state['_modules'] = {name: child for name, child in module._modules.items() if name != GATE_NAME}
     vars(vanilla).update({**state, **module.gating.replaced})
     return vanilla
 
@@ -128,7 +129,7 @@ class _NoFastPath(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Vanilla:
+class _RecordedForward:
     """Method of a vanilla attention, for the time of a recording, that calls its adapter's ``forward`` instead.
 
     It does so in threads that record; in others it calls the class's own.
@@ -149,8 +150,8 @@ class _Vanilla:
         vanilla = _as_vanilla(module)
         cls: Any = gated_class(self.adapter, type(vanilla))
         gated = cls.__new__(cls)
-        state = {name: value for name, value in vars(vanilla).items() if name not in (FORWARD, CHILD)}
-        state['_modules'] = {**vanilla._modules, CHILD: self.gate.train(module.training)}
+        state = {name: value for name, value in vars(vanilla).items() if name not in (FORWARD, GATE_NAME)}
+        state['_modules'] = {**vanilla._modules, GATE_NAME: self.gate.train(module.training)}
         state[RECORD] = Record(self.adapter, '', {})
         vars(gated).update(state)
         return cls.forward(gated, *args, **kwargs)
@@ -165,26 +166,26 @@ class _Vanilla:
                     del vars(self.module)[FORWARD]
 
 
-def _installed(module: nn.Module, names: set[str] | None) -> _Vanilla | None:
+def _record_vanilla(module: nn.Module, names: set[str] | None) -> _RecordedForward | None:
     """Let a vanilla attention be recorded in this thread; None if nothing of it is wanted, or nothing can be."""
     with _lock:
-        plain = vars(module).get(FORWARD)
+        forward = vars(module).get(FORWARD)
         # transformers leaves a class's own method on the instance, which changes nothing.
-        if plain is None or plain == MethodType(type(module).forward, module):
-            plain = _vanilla_method(module, names)
-        if not isinstance(plain, _Vanilla):
+        if forward is None or forward == MethodType(type(module).forward, module):
+            forward = _recorded_forward(module, names)
+        if not isinstance(forward, _RecordedForward):
             return None
-        plain.threads.append(get_ident())
-        vars(module)[FORWARD] = plain
-        return plain
+        forward.threads.append(get_ident())
+        vars(module)[FORWARD] = forward
+        return forward
 
 
-def _vanilla_method(module: nn.Module, names: set[str] | None) -> _Vanilla | None:
+def _recorded_forward(module: nn.Module, names: set[str] | None) -> _RecordedForward | None:
     found = vanilla_adapter(module)
     if found is None or not (names is None or names & {*VANILLA[found[0]]}):
         return None
     kind, adapter = found
     try:
-        return _Vanilla(module, adapter, make_gate(adapter, _as_vanilla(module), kind))
+        return _RecordedForward(module, adapter, make_gate(adapter, _as_vanilla(module), kind))
     except ConfigError:
         return None

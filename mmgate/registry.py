@@ -10,7 +10,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, TypeVar
 
-from mmgate._environment import torch_alone
+from mmgate._environment import without_mmengine
 
 Registered = TypeVar('Registered', bound=Callable[..., Any])
 
@@ -41,18 +41,29 @@ class Names:
 
 
 MODELS: Any
-if torch_alone():
+if without_mmengine():
     MODELS = Names()
 else:
     from mmengine import registry as root
     from mmengine.registry import Registry
 
-    def _child(parent: Registry, *modules: str, kind: type[Registry] = Registry) -> Registry:
+    class Ours(Registry):
+        """Registry in which a name stays theirs who register it before mmgate's modules are imported."""
+
+        def _register_module(self, module: Any, module_name: Any = None, force: bool = False) -> None:
+            taken = self.module_dict.get(module_name or module.__name__) if _of_mmgate(module) else None
+            if taken is None or _of_mmgate(taken):
+                super()._register_module(module, module_name, force)
+
+    def _of_mmgate(registered: Any) -> bool:
+        return getattr(registered, '__module__', '').startswith('mmgate.')
+
+    def _child(parent: Registry, *modules: str, kind: type[Registry] = Ours) -> Registry:
         """Make mmgate's registry below one of mmengine's; ``locations`` are the modules with its entries."""
         locations = [f'mmgate.{module}' for module in modules]
         return kind(parent.name, parent=parent, scope='mmgate', locations=locations)
 
-    class Models(Registry):
+    class Models(Ours):
         """Registry of models, some of which are imported when they are looked up: entries with ``found_at``."""
 
         def get(self, key: str) -> Any:

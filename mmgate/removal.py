@@ -13,7 +13,7 @@ from mmgate.adapter import gated_modules
 from mmgate.errors import ConfigError, listed
 from mmgate.gating import gates_off, refuse_removal, remove_gate
 from mmgate.hosts.torch import switch_nested_tensors
-from mmgate.start import forget_initialisation
+from mmgate.start import unwrap_init_weights
 from mmgate.wrappers import own_model, without_wrappers
 
 from .training import unfreeze
@@ -41,8 +41,8 @@ def restore_attention(model: nn.Module) -> list[str]:
         refuse_removal(name, module)
     for part in model.modules():
         unfreeze(part)
-        forget_trained(part)
-        forget_initialisation(part)
+        release_trained(part)
+        unwrap_init_weights(part)
         vars(part).pop('gates_file', None)
     lacking = []
     names = []
@@ -91,7 +91,7 @@ def _is_compiled(module: nn.Module) -> bool:
     return hasattr(module, '_orig_mod') or getattr(module, '_compiled_call_impl', None) is not None
 
 
-def forget_trained(model: nn.Module) -> None:
+def release_trained(model: nn.Module) -> None:
     """Stop protecting the tensors that a gates file has filled: checkpoints and initialisation may fill them again."""
     vars(model).pop('after_init_weights', None)
     handle = vars(model).pop('gates_file_hook', None)

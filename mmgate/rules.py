@@ -22,8 +22,8 @@ FORM = 'PATH=TYPE(option=value, ...)'
 EXAMPLE = "encoder.layers.*.self_attn=PLuGMultiheadAttention(gml='sum')"
 OPEN = '([{'
 CLOSED = ')]}'
-# By the name of a type in an annotation, the sort of values that an option takes; others are not checked.
-SORTS = {'int': 'number', 'float': 'number', 'bool': 'number', 'str': 'text', 'None': 'None', 'tuple': 'tuple'}
+# By the name of a type in an annotation, the type of values that an option takes; others are not checked.
+VALUE_TYPES = {'int': 'number', 'float': 'number', 'bool': 'number', 'str': 'text', 'None': 'None', 'tuple': 'tuple'}
 
 
 @dataclass(frozen=True)
@@ -231,16 +231,16 @@ def _gate_and_options(rule: Mapping[str, Any], where: str) -> tuple[type[Gate], 
         )
     for name, value in options.items():
         taken = str(getattr(known[name].annotation, '__name__', known[name].annotation))
-        sorts = [SORTS.get(part.strip().partition('[')[0]) for part in taken.split('|')]
-        if None not in sorts and _sort_of(value) not in (*sorts, None):
+        types = [VALUE_TYPES.get(part.strip().partition('[')[0]) for part in taken.split('|')]
+        if None not in types and _type_of(value) not in (*types, None):
             raise OptionError(f'{where}: {name_of_type(rule)} takes {name}: {taken}, got {name}={value!r}.')
     return gate, options
 
 
-def _sort_of(value: object) -> str | None:
-    """Return the sort of an option's value, one of :data:`SORTS`, ``'dict'``, or None for any other object."""
-    sorts: dict[str, Any] = dict(number=(int, float), text=str, tuple=(tuple, list), dict=Mapping)
-    return 'None' if value is None else next((sort for sort, of in sorts.items() if isinstance(value, of)), None)
+def _type_of(value: object) -> str | None:
+    """Return the type of an option's value, one of :data:`VALUE_TYPES`, ``'dict'``, or None for any other object."""
+    types: dict[str, Any] = dict(number=(int, float), text=str, tuple=(tuple, list), dict=Mapping)
+    return 'None' if value is None else next((name for name, of in types.items() if isinstance(value, of)), None)
 
 
 def _read_rule(text: str) -> dict[str, Any]:

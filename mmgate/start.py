@@ -14,7 +14,7 @@ from mmgate.adapter import Adapter, gated_modules
 from mmgate.gate import gates_hidden, initialise_gate
 
 
-def initialise_gates_last(model: nn.Module) -> None:
+def wrap_init_weights(model: nn.Module) -> None:
     """Change ``model.init_weights`` in place: it initialises the vanilla model first, and then the gates.
 
     Under one seed every parameter that the two models share gets the same numbers bit for bit, and the global random
@@ -29,8 +29,8 @@ def initialise_gates_last(model: nn.Module) -> None:
         vars(model)['init_weights'] = partial(_init_weights, model, own)
 
 
-def forget_initialisation(model: nn.Module) -> None:
-    """Give a model the ``init_weights`` that it had before :func:`initialise_gates_last`."""
+def unwrap_init_weights(model: nn.Module) -> None:
+    """Give a model the ``init_weights`` that it had before :func:`wrap_init_weights`."""
     planted: Any = vars(model).get('init_weights')
     if getattr(planted, 'func', None) is _init_weights:
         own = planted.args[1]

@@ -14,12 +14,12 @@ from mmgate._environment import log
 from mmgate.adapter import Record
 from mmgate.former import was_in_vit
 from mmgate.frozen import frozen_attention
-from mmgate.gates.gml import GatingModulation
+from mmgate.gates.plug import GatingModulation
 from mmgate.gating import gate_module
 from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.plan import Planned, plan_gates
 from mmgate.rules import Rules, parse_rules
-from mmgate.start import initialise_gates_last
+from mmgate.start import wrap_init_weights
 from mmgate.wrappers import model_to_gate
 
 
@@ -38,7 +38,7 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
         The names of the modules that the rules chose.
 
     The global random numbers stay where they were. From here on the model's ``init_weights`` gives parameters of the
-    host the numbers that they have in the vanilla model, see :func:`.start.initialise_gates_last`. Gates of an
+    host the numbers that they have in the vanilla model, see :func:`.start.wrap_init_weights`. Gates of an
     attention that is frozen in training (``requires_grad=False``, ``frozen_stages``), while other parts train, are
     frozen, too, and a warning names them.
 
@@ -55,16 +55,16 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     once: dict[int, Planned] = {}
     for one in planned.values():
         once.setdefault(id(one.host), one)  # several layers may share it
-    frozen = frozen_attention(model, {one.path: (one.host, one.rule.gate_and_options) for one in once.values()})
+    frozen = frozen_attention(model, {one.name: (one.host, one.rule.gate_and_options) for one in once.values()})
     _warn_of_start(model, once.values())
     # From here on nothing is refused.
     for one in once.values():
-        gate_module(one.host, one.adapter, one.gate, Record(one.adapter, one.path, one.rule.given, one.child))
+        gate_module(one.host, one.adapter, one.gate, Record(one.adapter, one.name, one.rule.given, one.inner))
         # A tensor that is to train and gets no gradient, as in a teacher, ends a training by DDP.
-        if one.path in frozen:
+        if one.name in frozen:
             one.gate.requires_grad_(False)
     switch_nested_tensors(model)
-    initialise_gates_last(model)
+    wrap_init_weights(model)
     return list(planned)
 
 
@@ -73,13 +73,13 @@ def _warn_of_start(model: nn.Module, planned: Iterable[Planned]) -> None:
     first: dict[int, Planned] = {}
     for one in planned:
         if any(isinstance(part, GatingModulation) and part.init == 'paper' for part in one.gate.modules()):
-            names = one.name.split('.')
+            names = one.chosen.split('.')
             around = (type(model.get_submodule('.'.join(names[:count]))) for count in range(len(names) + 1))
             if was_in_vit(around):
                 first.setdefault(id(one.rule), one)
     for one in first.values():
         log(
-            f"mmgate: {one.rule.where}: since 0.3 init='paper' starts gates as in detectors, in {one.name}, too, which "
-            "is part of a vision transformer. Write init='vit' for their start of 0.2.0.",
+            f"mmgate: {one.rule.where}: since 0.3 init='paper' starts gates as in detectors, in {one.chosen}, too, "
+            "which is part of a vision transformer. Write init='vit' for their start of 0.2.0.",
             logging.WARNING,
         )

@@ -75,7 +75,7 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
                 parameter.requires_grad_(False)
                 frozen.append(without_wrappers(name))
         vars(model).update(frozen_by_gates=frozen, trained_with_gates=train, train=partial(_set_mode, model))
-        _rest(model, model.training)
+        _train_gated_parts(model, model.training)
     trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     total = sum(parameter.numel() for parameter in model.parameters())
     log(f'mmgate: trains {sum(trained.values()):,} of {total:,} parameters ({train})')
@@ -102,7 +102,7 @@ def _set_mode(model: Any, mode: bool = True) -> nn.Module:
     if mode and CHECKED not in vars(model):
         _warn_of_random_weights(model)
         vars(model)[CHECKED] = True
-    return _rest(model, mode)
+    return _train_gated_parts(model, mode)
 
 
 def _warn_of_random_weights(model: nn.Module) -> None:
@@ -128,7 +128,7 @@ def _warn_of_random_weights(model: nn.Module) -> None:
         )
 
 
-def _rest(model: Any, mode: bool) -> nn.Module:
+def _train_gated_parts(model: Any, mode: bool) -> nn.Module:
     """Set training or eval mode of a model of which only gates train; its other norms and dropout stay in eval mode."""
     trained = [parameter for parameter in gate_parameters(model).values() if parameter.requires_grad]
     type(model).train(model, mode)

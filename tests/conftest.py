@@ -24,7 +24,7 @@ if not torch.cuda.is_available():
 # Threads of the processes that tests start. Those of this one are set below.
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 
-from mmgate._environment import MM, available, torch_alone
+from mmgate._environment import MM, available, without_mmengine
 from mmgate.ops.native import why_not_native as no_native
 
 # A core for each process: threads that wait for a core of another process can make a test a hundred times as long.
@@ -227,7 +227,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
     """Skip the test files that import an mm package if there is none, as in ``make test-torch``."""
     report = (yield).get_result()
     cause = report.call.excinfo.value.__cause__ if report.failed else None
-    if isinstance(cause, ModuleNotFoundError) and torch_alone():
+    if isinstance(cause, ModuleNotFoundError) and without_mmengine():
         package = str(cause.name).partition('.')[0]
         if package in MM:
             report.outcome = 'skipped'

@@ -38,6 +38,7 @@ CROSSING = {
     'test_tools/test_malicious.py',
     'test_tools/test_mistakes.py',
     # what runs where there is no mm package
+    'test_gates/test_plug_dense.py',
     'test_transformers/test_exported.py',
     'test_transformers/test_from_pretrained.py',
     'test_transformers/test_hosts_of_transformers.py',
@@ -53,11 +54,7 @@ CROSSING = {
 # Modules without a test file of their name, by the file that tests them. The list may only shrink.
 TESTED_BY = {
     'test_checkpoints/test_loading.py': ('checkpoints/allowed.py',),
-    'test_deploy/test_build.py': (
-        'deploy/detectors.py',
-        'deploy/network.py',
-        'deploy/segmentors.py',
-    ),
+    'test_deploy/test_build.py': ('deploy/detectors.py', 'deploy/network.py'),
     'test_hosts/test_table.py': ('hosts/points.py',),
     'test_hosts/test_window.py': ('hosts/relative_positions.py',),
     'test_doctor.py': ('benchmarks/backends.py',),
@@ -72,14 +69,11 @@ TESTED_BY = {
     ),
     'test_ops/test_deformable/test_triton_deformable.py': (
         'ops/deformable/deformable_backward.py',
-        'ops/deformable/deformable_blocks.py',
         'ops/deformable/deformable_kernels.py',
         'ops/triton_backend.py',
     ),
     'test_ops/test_dense/test_chunked.py': ('ops/dense/reference.py',),
-    'test_ops/test_dense/test_dense.py': ('ops/dense/pairs.py',),
-    'test_ops/test_dense/test_softmax.py': ('ops/dense/native_dense.py',),
-    'test_ops/test_dense/test_triton_dense.py': ('ops/dense/dense_blocks.py', 'ops/dense/dense_kernels.py'),
+    'test_ops/test_dense/test_triton_dense.py': ('ops/dense/dense_kernels.py',),
     'test_process.py': ('registry.py',),
     'test_gating.py': ('adapter.py',),
     'test_swap.py': ('errors.py', 'plan.py'),
@@ -117,7 +111,7 @@ def files_of_tests() -> list[Path]:
 
 
 def mirrored_by(test: Path) -> list[Path]:
-    """Return what a test file mirrors: a module of mmgate, or a script, notebook or module of ``tools``.
+    """Return what a test file mirrors: a module of mmgate, or a script or module of ``tools``.
 
     ``test_a/test_b.py`` mirrors ``mmgate/a/b.py`` or ``_b.py``; ``test_a/test_a.py`` mirrors ``mmgate/a/__init__.py``.
     """
@@ -125,7 +119,7 @@ def mirrored_by(test: Path) -> list[Path]:
     places = [ROOT.joinpath('mmgate', *folders)]
     if folders[:1] == ['tools']:
         places.append(ROOT.joinpath(*folders))
-    names = [f'{name}.py', f'_{name}.py', f'{name}.sh', f'{name}.ipynb']
+    names = [f'{name}.py', f'_{name}.py', f'{name}.sh']
     if folders and folders[-1] == name:
         names.append('__init__.py')
     return [place / file for place in places for file in names if (place / file).is_file()]

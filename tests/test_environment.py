@@ -155,11 +155,21 @@ assert adapter_for(mmgate.DenseGate, SpatialReductionAttention(16, 4))[0] is Min
 class PVT(nn.Module):
     pass
 
+from mmgate import registry
+mine = {'MODELS': 'Gated', 'HOOKS': 'TF32Hook', 'OPTIM_WRAPPER_CONSTRUCTORS': 'GateOptimWrapperConstructor',
+        'PARAM_SCHEDULERS': 'CosineLR'}
+for attribute, name in mine.items():
+    ours = getattr(registry, attribute)
+    ours.register_module(name=name, module=Mine)
+    ours.import_from_location()
+    assert ours.get(f'mmgate.{name}') is Mine
+
 assert type(mmgate.MODELS.build(dict(type='mmgate.PVT'))) is PVT
 swin = mmgate.MODELS.get('AgentSwin')
 assert issubclass(swin, nn.Module) and mmgate.MODELS.get('mmgate.AgentSwin') is swin
 assert type(mmgate.MODELS.build(dict(type='mmgate.AgentSwin', arch='tiny'))) is swin
 assert mmgate.MODELS.get('PVT') is PVT
+assert mmgate.MODELS.get('mmgate.SAGAAttention').__module__ == 'mmgate.gates.saga'
 """
 
 

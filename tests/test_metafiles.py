@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import CONFIGS, ROOT
+from conftest import CONFIGS, ROOT, tool
 from helpers.metafiles import INDEX, METAFILES, MIM, MODELS, SHIPPED
 from mmengine.infer.infer import BaseInferencer
 
@@ -16,6 +16,12 @@ from mmengine.infer.infer import BaseInferencer
 def test_every_config_is_listed_once() -> None:
     listed = sorted(ROOT / model['Config'] for model in MODELS)
     assert listed == CONFIGS, 'each config stands in a metafile, and each metafile in model-index.yml or a project'
+
+
+@pytest.mark.parametrize('path', (tables := tool('config_tables', 'dev')).METAFILES, ids=lambda path: path.parent.name)
+def test_a_page_has_the_table_of_its_configs(path: Path) -> None:
+    readme = path.parent / 'README.md'
+    assert readme.read_text() == tables.pages()[readme], 'python tools/dev/config_tables.py'
 
 
 @pytest.mark.parametrize('path', METAFILES)

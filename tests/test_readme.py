@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,9 +103,59 @@ def test_its_python_swaps_and_undoes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert torch.equal(model.encoder.layers[0].self_attn.value_proj.weight, gates[0].value_proj.weight)
 
 
+def test_the_first_example_prints_what_the_page_shows(tmp_path: Path) -> None:
+    """But for the largest difference, which is rounding."""
+    readme = ROOT / 'README.md'
+    program = tmp_path / 'page.py'
+    program.write_text(blocks([readme], 'python')['README.md-1'])
+    printed = run_python(program, PYTHONPATH=str(ROOT)).stdout.splitlines()[-2:]
+    shown = blocks([readme], 'text')['README.md-1'].splitlines()
+    assert printed[0] == shown[0]
+    name, difference = printed[1].split(': ')
+    assert shown[1].startswith(f'{name}: ') and float(difference) < 1e-5
+
+
+# What differs between machines and runs: numbers, times, and the verdict on a gate.
+VARIES = re.compile(r'-?[\d.]+(?:e-\d+)?')
+VERDICT = re.compile(r'^- .* against vanilla: ')
+
+
+def shape_of(line: str) -> str:
+    """Return a line of output without what may differ, so that it can be compared."""
+    verdict = VERDICT.match(line)
+    return verdict[0] if verdict else ' '.join(VARIES.sub('#', line).split())
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs_as_written(tmp_path: Path) -> None:
+    """Its commands in one shell, in a folder with the checkout's tools and configs; its output has the lines shown."""
+    tutorial = ROOT / 'docs/tutorial.md'
+    for name in ('configs', 'mmgate', 'tools'):
+        (tmp_path / name).symlink_to(ROOT / name)
+    commands = ''.join(blocks([tutorial], 'bash').values())
+    environment = os.environ | dict(
+        PATH=f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}', PYTHONPATH=str(ROOT)
+    )
+    done = subprocess.run(
+        ['bash', '-euo', 'pipefail', '-c', commands],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    printed = [shape_of(line) for line in done.stdout.splitlines()]
+    for shown in ''.join(blocks([tutorial], 'text').values()).splitlines():
+        start = shape_of(shown.removesuffix('...'))
+        assert any(start in line for line in printed), shown
+
+
 @pytest.mark.parametrize('kind', ['PLuGMultiheadAttention', 'SDPAGatedMultiheadAttention'])
 def test_its_adapter_lets_gates_into_a_host(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (example,) = (block for block in PYTHON.values() if '@mmgate.adapts(mmgate.DenseGate, Attention)' in block)
+    page = [block for name, block in PYTHON.items() if name.startswith('docs/extend.md')]
+    (example,) = (block for block in page if '@mmgate.adapts(mmgate.DenseGate, Attention)' in block)
     monkeypatch.setattr(table, '_ADAPTERS', dict(table._ADAPTERS))
     space: dict = dict(__name__='guide')
     exec('import mmgate, torch\nfrom torch import nn\n' + example, space)
@@ -194,3 +248,11 @@ def test_every_test_file_says_what_it_holds() -> None:
     tests = [path for path in (ROOT / 'tests').rglob('test_*.py') if 'downstream_project' not in path.parts]
     silent = [path for path in tests if not re.match(r'"""[^\n]+\.', path.read_text())]
     assert silent == [], 'begin the file with a docstring of one line: its promise'
+
+
+def test_tables_of_options_are_those_of_the_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / 'tools/dev')
+    options = importlib.import_module('gate_options')
+    page = options.PAGE.read_text()
+    assert page.count('| option | default | meaning |') == 9
+    assert page == options.written(page), 'python tools/dev/gate_options.py writes the tables'

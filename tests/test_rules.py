@@ -11,6 +11,7 @@ from mmcv.cnn.bricks.transformer import MultiheadAttention
 from torch import nn
 
 from mmgate.errors import ConfigError, OptionError
+from mmgate.gate import Sizes, gate_of_type, gate_options, registered_gates
 from mmgate.gates import PLuGMultiheadAttention
 from mmgate.rules import check_rules, parse_rules, path_regex, read_rules, shown_as_read, write_rule
 from mmgate.swap import swap_attention
@@ -162,3 +163,11 @@ def test_an_error_shows_the_rules_as_they_were_read() -> None:
 def test_an_option_that_meant_something_else_is_refused(option: dict[str, object], said: str) -> None:
     with pytest.raises(OptionError, match=said):
         parse_rules(dict(path='attn', type='SAGAAttention', **option))
+
+
+@pytest.mark.parametrize('registered', list(registered_gates()), ids=lambda registered: registered.__name__)
+def test_every_option_of_a_gate_can_be_written_with_its_default(registered: Any) -> None:
+    """What a rule accepts, the gate's constructor takes: a class that fixes an option of its base declares it."""
+    sizes = Sizes(16, 2, host_map=(4, 4), stride=4)
+    defaults = {name: one.default for name, one in gate_options(registered).items()}
+    assert type(gate_of_type(registered)(sizes, **defaults)) is gate_of_type(registered)

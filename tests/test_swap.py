@@ -133,7 +133,7 @@ def test_unset_options_are_the_papers() -> None:
 INVENTORY = 'other.attn: mmcv.ops.multi_scale_deform_attn.MultiScaleDeformableAttention'
 OTHERS = r'\nA gate of your own .*: name the module in custom_imports, '
 TYPE = r'is not registered. Did you mean\n  PLuGMultiheadAttention\n  (\w+\n  ){,3}\w+' + OTHERS
-GATES = r'is not registered. The gates are(\n  \w+){15,}' + OTHERS
+GATES = r'is not registered. The gates are(\n  \w+){10,}' + OTHERS
 EARLIER = r"claimed by attention\[0\] \(path='other.attn', type='PLuGMultiScaleDeformableAttention'\) already"
 
 

@@ -26,7 +26,7 @@ from mmgate.adapter import unused_names
 from mmgate.analysis.structure import build_structure
 from mmgate.gates.agent import AgentGate
 from mmgate.gates.base.deformable import DeformableGate
-from mmgate.ops.custom_op import CAN_REGISTER
+from mmgate.ops.backend import CAN_REGISTER
 
 PROPOSALS = 1000  # of a two-stage detector's box heads, as in mmdet's count
 MASKS = 100  # proposals of its mask heads

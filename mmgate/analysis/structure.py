@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from mmgate.errors import ConfigError
 from mmgate.gates.base.deformable import DeformableGate
 from mmgate.gates.base.map import IMAGE_SIDE
-from mmgate.hosts.around import needs_image_size
+from mmgate.hosts.from_model import needs_image_size
 from mmgate.listing import Attention, list_attention
 from mmgate.mm.config_file import package_of
 from mmgate.registry import MODELS as MMGATE_MODELS

@@ -46,7 +46,6 @@ def _builder(name: str) -> Callable[..., Any]:
     return build
 
 
-# MODELS.get finds the class. Whoever has registered another one of the name keeps it.
+# MODELS.get finds the class.
 for _name in __all__:
-    if _name not in MODELS.module_dict:
-        MODELS.register_module(name=_name, module=_builder(_name))
+    MODELS.register_module(name=_name, module=_builder(_name))

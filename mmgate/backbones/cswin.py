@@ -16,11 +16,11 @@ from mmgate.backbones.weights import PublishedWeights, cswin_layout
 from mmgate.checkpoints.tensors import State
 from mmgate.errors import ConfigError
 from mmgate.gate import Sizes, start_linear
-from mmgate.gates.base.map import MapAdapter, MapAttention, MapGate, Size
+from mmgate.gates.base.map import HeightWidth, MapAdapter, MapAttention, MapGate
 from mmgate.gates.parts.options import integer
 from mmgate.gates.parts.stripes import merge_stripes, split_stripes
 from mmgate.hosts import adapts
-from mmgate.hosts.around import backbone_and_stage, sizes_of_stage
+from mmgate.hosts.from_model import backbone_and_stage, sizes_of_stage
 from mmgate.swap import swap_attention
 
 CSWIN = {
@@ -58,7 +58,7 @@ class CrossWindowAttention(MapAttention):
         width = embed_dims // branches
         self.lepe = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1, groups=width) for _ in range(branches))
 
-    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: HeightWidth) -> Tensor:
         """Attend in vertical and horizontal stripes, and add the convolved values."""
         height, width = hw_shape
         stripes = [hw_shape]
@@ -232,11 +232,11 @@ class UncrossedAttention(MapAdapter):
         return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop, scale=host.scale, bias=bias)
 
     @classmethod
-    def around(cls, model: nn.Module, path: str) -> dict[str, Any]:
+    def sizes_from_model(cls, model: nn.Module, path: str) -> dict[str, Any]:
         """Return the stride of the stage, and the map in pre-training."""
         backbone, stage = backbone_and_stage(model, path, 'stages')
         return sizes_of_stage(backbone, getattr(backbone, 'embeddings', [])[: stage + 1])
 
-    def forward(self, x: Tensor, hw_shape: Size) -> Tensor:
+    def forward(self, x: Tensor, hw_shape: HeightWidth) -> Tensor:
         """Attend over all tokens ``(B, N, C)`` of a map of height and width ``hw_shape``."""
         return self.attend_gated(x, hw_shape)

@@ -42,7 +42,7 @@ class PVT(PublishedWeights, PyramidVisionTransformer):
         arch: ``'tiny'``, ``'small'``, ``'medium'`` or ``'large'``; of PVTv2 ``'b0'`` or ``'b1'``.
         attention: Options of the attention for every stage, such as ``dict(bias=False)``, or a list of them, one a
             stage. With ``type`` they name another attention, a registered
-            :class:`~mmgate.gates.base.map.GatedMapAttention`.
+            :class:`~mmgate.gates.base.map.MapAttentionAdapter`.
         agent_nums: Agent tokens of each stage, of agent attention; by default as many as in pre-training.
         pretrain_agent_nums: Agent tokens of each stage in pre-training, in the biases' shapes.
         init: ``'host'`` (default): what is shared with mmdet's PVT starts as there; ``'paper'``: as in the authors'

@@ -17,7 +17,7 @@ from mmgate import mmcv_ext
 from mmgate.benchmarks.measure import MODES, describe_machine, environment, measure
 from mmgate.benchmarks.ops import LEVELS, sampler_inputs
 from mmgate.errors import first_line
-from mmgate.gates.gml import GatingModulation
+from mmgate.gates.plug import GatingModulation
 from mmgate.ops import backend as choice
 from mmgate.ops import ms_deform_attn, plug_attention
 from mmgate.ops import native as library

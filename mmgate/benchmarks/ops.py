@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
-from mmgate.gates.gml import GatingModulation
+from mmgate.gates.plug import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
 from mmgate.ops.deformable import attention_weights, offset_locations
 

@@ -169,13 +169,17 @@ class RoINetwork(BoxNetwork):
         image = torch.arange(boxes.shape[0], device=boxes.device, dtype=boxes.dtype)[:, None, None]
         rois = torch.cat([image.expand(-1, boxes.shape[1], -1), boxes], -1).flatten(0, 1)  # (B * N, 5)
         levels = extractor.map_roi_levels(rois, len(maps))
+        sized = (rois[:, 3:] > rois[:, 1:3]).all(1)
         found = []
         for level, (map_, layer) in enumerate(zip(maps, extractor.roi_layers, strict=True)):
-            here = (levels == level).to(rois.dtype)[:, None]
+            here = levels == level
             # RoIs of other levels get no size, so that they have no points and cost nothing.
-            within = torch.cat([rois[:, :1], rois[:, 1:] * here], 1)
+            within = torch.cat([rois[:, :1], rois[:, 1:] * here[:, None].to(rois.dtype)], 1)
             options = (*layer.output_size, layer.spatial_scale, layer.sampling_ratio, layer.aligned)
-            found.append(roi_align(map_, within, *options) * here[..., None, None])
+            pooled = roi_align(map_, within, *options)
+            # The mean over no points is 0 in mmcv and ONNX Runtime, and NaN in OpenVINO, which times 0 stays NaN.
+            filled = here & sized if layer.aligned else here
+            found.append(torch.where(filled[:, None, None, None], pooled, 0.0))
         return torch.stack(found).sum(0)
 
     def _result(self, outputs: tuple[Tensor, ...], meta: dict[str, Any], rescale: bool) -> InstanceData:

@@ -1,4 +1,9 @@
-"""Export a model to an ONNX file, and keep the file only if it finds on real images what the model finds."""
+"""Export a model to an ONNX file, and keep the file only if it finds on real images what the model finds.
+
+``build.py`` makes the model a network of tensors, a Deformable DETR the ``QueryNetwork`` of ``detectors.py``.
+torch.export captures it, while ``tracing.py`` replaces what no graph can hold, and torch.onnx writes it, with the nodes
+of ``operators.py``. ``runtime.py`` runs the file, ``compare.py`` compares the results.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import mmcv.ops
 import torch
 from torch import Tensor
 
-from mmgate.ops.custom_op import operator
+from mmgate.ops.backend import operator
 
 # Numbers of dtypes in onnx.TensorProto.
 BOOL = 9

@@ -14,9 +14,13 @@ from .differential import (
     DifferentialV2Gate,
     DifferentialV2MultiheadAttention,
 )
-from .gml import GatingModulation
-from .plug import PLuGDeformableGate, PLuGMultiScaleDeformableAttention
-from .plug_dense import PLuGGate, PLuGMultiheadAttention
+from .plug import (
+    GatingModulation,
+    PLuGDeformableGate,
+    PLuGGate,
+    PLuGMultiheadAttention,
+    PLuGMultiScaleDeformableAttention,
+)
 from .saga import SAGAAttention, SAGAGate
 from .sdpa_gate import SDPAGate, SDPAGatedMultiheadAttention
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
 from mmgate.gate import Sizes, StateDict
-from mmgate.gates.base.map import MapGate, Size, map_attention, map_in_training
+from mmgate.gates.base.map import HeightWidth, MapGate, map_attention, pretraining_map
 from mmgate.notes import note
 from mmgate.ops.agent import agent_attention, grid_interpolation_matrix, interpolation_matrix, keeps_constants
 from mmgate.ops.autocast import without_autocast
@@ -53,11 +53,12 @@ class AgentGate(MapGate):
             convolution (Eq. 9, k).
         broadcast_scale: Factor of the logits of queries and agents, ``qk_scale`` by default; Stable Diffusion takes
             ``d ** -0.15`` (Table 12).
-        window: Side of square windows. Each window attends by itself, with separate agents (Table 3). By default, and
-            for a map that is no larger, the whole map attends. The map is padded with zeros to whole windows. Where
-            Swin shifts its windows, these are shifted as well, by half a window: the map is rolled, so that a window at
-            the border holds tokens of opposite sides. These attend to each other, as in the authors' code, whose agent
-            attention receives Swin's mask and does not use it.
+        window: Side of square windows, each with separate agents (Table 3). By default, and for a map that is no
+            larger, the whole map attends. Where Swin shifts its windows, these are shifted by half a window.
+
+    The map is padded with zeros to whole windows, and rolled where they are shifted. A window at the border then holds
+    tokens of opposite sides, which attend to each other, as in the authors' code: their agent attention receives Swin's
+    mask and does not use it.
 
     A class token takes part in both attentions, with the biases ``ac_bias`` and ``ca_bias``, but not in the pooling and
     the convolution.
@@ -80,7 +81,7 @@ class AgentGate(MapGate):
     """
 
     undecayed = (*BIASES, *CLASS_BIASES)
-    bias_size: Size
+    bias_size: HeightWidth
     an_bias: nn.Parameter
     na_bias: nn.Parameter
     ah_bias: nn.Parameter
@@ -124,9 +125,9 @@ class AgentGate(MapGate):
         for name in (*BIASES, *CLASS_BIASES):
             self.register_parameter(name, None)
         if bias:
-            self._make_biases(map_in_training(sizes, map_size, image_size))
+            self._make_biases(pretraining_map(sizes, map_size, image_size))
 
-    def _make_biases(self, map_size: Size) -> None:
+    def _make_biases(self, map_size: HeightWidth) -> None:
         """Create the parameters of the biases for a map in pre-training."""
         self.map_size = map_size
         self.bias_size, _ = self.window_of(map_size)
@@ -155,7 +156,7 @@ class AgentGate(MapGate):
             if parameter is not None:
                 nn.init.trunc_normal_(parameter, std=0.02)
 
-    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: HeightWidth) -> Tensor:
         """Attend through the agent tokens and add the convolved values, in each window if there are windows."""
         window, shift = self.window_of(hw_shape)
         whole = window == hw_shape
@@ -167,7 +168,7 @@ class AgentGate(MapGate):
         mixed = merge_stripes(self._mix(q, k, v, window, hw_shape), hw_shape, window)
         return _roll(mixed, hw_shape, shift)
 
-    def window_of(self, hw_shape: Size) -> tuple[Size, Size]:
+    def window_of(self, hw_shape: HeightWidth) -> tuple[HeightWidth, HeightWidth]:
         """Return height and width of the windows on a map, and the rows and columns by which they are shifted.
 
         The one window of a map that is no larger is the map itself.
@@ -179,12 +180,12 @@ class AgentGate(MapGate):
             return (rows, columns), (rows // 2, columns // 2)
         return (rows, columns), (0, 0)
 
-    def _split_windows(self, x: Tensor, hw_shape: Size) -> Tensor:
+    def _split_windows(self, x: Tensor, hw_shape: HeightWidth) -> Tensor:
         """Cut the tokens ``(B, h w, C)`` of a map into windows, shifted if the host's are: ``(B nW, N, C)``."""
         window, (down, right) = self.window_of(hw_shape)
         return split_stripes(_roll(x, hw_shape, (-down, -right)), hw_shape, window)
 
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, window: Size, hw_shape: Size) -> Tensor:
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, window: HeightWidth, hw_shape: HeightWidth) -> Tensor:
         """Attend through the agents over a whole map, or over the windows of a map, of the size ``window``.
 
         It notes the product of the two softmaxes, ``(B, H, N, N)``, or ``(B nW, H, N, N)`` in windows, and the weights
@@ -224,7 +225,7 @@ class AgentGate(MapGate):
         values = v[:, self.class_tokens :].transpose(1, 2).unflatten(-1, window)  # (B, C, h, w), channels last
         return out + self.after_class_token(self.dwc(values).flatten(2).transpose(1, 2))
 
-    def _on_map(self, weights: Tensor, hw_shape: Size) -> Tensor:
+    def _on_map(self, weights: Tensor, hw_shape: HeightWidth) -> Tensor:
         """Put weights of the agents ``(B nW, H, n, N)`` of all windows of a map on it: ``(B, H, n, h, w)``."""
         window, shift = self.window_of(hw_shape)
         if window == hw_shape:
@@ -233,7 +234,7 @@ class AgentGate(MapGate):
         on_map = merged.transpose(1, 2).unflatten(-1, hw_shape).unflatten(1, weights.shape[1:3])
         return on_map.roll(shift, (-2, -1))
 
-    def _agents(self, q: Tensor, hw_shape: Size) -> Tensor:
+    def _agents(self, q: Tensor, hw_shape: HeightWidth) -> Tensor:
         """Return the agent tokens ``(B, n, C)``: queries averaged over a grid, or learnt tokens.
 
         They are contiguous, as torch's fused attention needs them.
@@ -265,7 +266,7 @@ class AgentGate(MapGate):
                 resized.append(name)
         return resized
 
-    def biases(self, hw_shape: Size) -> tuple[Tensor, Tensor]:
+    def biases(self, hw_shape: HeightWidth) -> tuple[Tensor, Tensor]:
         """Return both position biases for a map of size ``hw_shape``: B1 ``(1, H, n, N)`` and B2 ``(1, H, N, n)``.
 
         The class token comes first.
@@ -286,7 +287,7 @@ class AgentGate(MapGate):
         class_query = class_query.transpose(1, 2)  # (H, class tokens, n)
         return torch.cat([class_key[None], bias1], -1), torch.cat([class_query[None], bias2], -2)
 
-    def _factors(self, hw_shape: Size) -> Factors:
+    def _factors(self, hw_shape: HeightWidth) -> Factors:
         """Return both resized biases as factors, B1's before B2's: ``(2 H n, h, 8)``, ``(2 H n, 1, w)``, ``(8, w)``.
 
         A bias is the first times the last, plus the second. A bilinear resize multiplies each axis by a small matrix,
@@ -328,6 +329,6 @@ class AgentGate(MapGate):
 AgentAttention = map_attention('AgentAttention', AgentGate)
 
 
-def _roll(x: Tensor, hw_shape: Size, shift: Size) -> Tensor:
+def _roll(x: Tensor, hw_shape: HeightWidth, shift: HeightWidth) -> Tensor:
     """Roll the tokens ``(B, h w, C)`` of a map down and right by ``shift``; what leaves the map enters opposite."""
     return x.unflatten(1, hw_shape).roll(shift, (1, 2)).flatten(1, 2) if any(shift) else x

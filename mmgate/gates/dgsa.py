@@ -30,7 +30,7 @@ class DGSAGate(DenseGate):
             for text.
         lambda_init: The heads are scaled by ``1 - lambda_init`` after their norm. Default 0.8.
         learnable: True learns ``lambda_init``, from the value above on; the paper found it better fixed (A.5).
-        gate_depth: Number of layers of the gate's network, 1 by default; more were worse (A.5). The paper does not
+        gate_depth: Number of layers of the gate's network; more were worse (A.5). The paper does not
             describe a deeper network; here the layers before the last have C channels, with GELU between them.
 
     Raises:

@@ -133,7 +133,7 @@ class DifferentialV2Gate(DenseGate):
     Args:
         sizes: Sizes of the host's attention.
         init: ``'paper'`` (default) or ``'identity'``.
-        lambda_init: Lambda at the start, above 0 and below 1. Default 0.5, near the source's.
+        lambda_init: Lambda at the start, above 0 and below 1. The default is near the source's.
 
     Raises:
         ConfigError: ``init`` is unknown, ``lambda_init`` is not between 0 and 1, or the host takes no further queries.

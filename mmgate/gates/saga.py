@@ -9,7 +9,7 @@ from torch import Tensor
 from mmgate.errors import ConfigError
 from mmgate.gate import Sizes
 from mmgate.gates.base.linear import LinearGate
-from mmgate.gates.base.map import Size, map_attention
+from mmgate.gates.base.map import HeightWidth, map_attention
 from mmgate.notes import note
 from mmgate.ops.gated_linear import gated_linear_attention
 from mmgate.ops.linear_attention import key_value_map
@@ -34,7 +34,7 @@ class SAGAGate(LinearGate):
         gate: True gates keys and values (Table 4, Gate_Aug).
         dwc: True adds the convolved values (Table 4, DWC).
         output_augmentation: True multiplies by G (Table 4, Output_Aug).
-        scale_by_tokens: True (default) scales K^T V by 1 / N and Q by 1 / sqrt(d), as above. False scales neither, as
+        scale_by_tokens: True (default) scales K^T V by 1 / N and Q by 1 / sqrt(d). False scales neither, as
             in Eq. 10 as printed; the output then grows with the number of tokens and soon leaves half precision.
         **kwargs: Arguments of :class:`~mmgate.gates.base.linear.LinearGate`.
 
@@ -46,6 +46,7 @@ class SAGAGate(LinearGate):
 
     gate_layers = GATES
     has_positions = True
+    shares_dwc = True
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class SAGAGate(LinearGate):
         scale_by_tokens: bool = True,
         **kwargs: Any,
     ) -> None:
-        super().__init__(sizes, dwc=5 if dwc else 0, dwc_shared=True, **kwargs)
+        super().__init__(sizes, dwc=5 if dwc else 0, **kwargs)
         check_option('scale_by_tokens', scale_by_tokens, (True, False))
         if not scale_by_tokens and self.scale != self.head_dim**-0.5:
             raise ConfigError(
@@ -70,7 +71,7 @@ class SAGAGate(LinearGate):
         if not output_augmentation:
             self.gate_out = None
 
-    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: HeightWidth) -> Tensor:
         """Compute linear attention with gated keys and values, and return the tokens ``(B, N, C)``."""
         gate_k = self._gate_of('gate_k', x)
         gate_v = self._gate_of('gate_v', x)

@@ -51,15 +51,15 @@ class SDPAGate(DenseGate):
             not possible at G5, where there are no heads.
         head_shared: False (default) for scores of each head; no other value is possible at G5. ``'average'``, the
             paper's: all heads take the mean of the heads' scores, with as many parameters as without sharing.
-            ``'projection'``, ours: one projection, as wide as a head, makes the scores of all heads.
+            ``'projection'``, not in the paper: one projection, as wide as a head, makes the scores of all heads.
         form: ``'multiplicative'`` (default): ``y * s``, or ``'additive'``: ``y + s``.
         act: ``'sigmoid'`` (default), ``'silu'`` or ``'ns_sigmoid'``: ``0.5 + 0.5 sigmoid``, the paper's NS-sigmoid.
         scale: Factor of the score; 1 in the paper (default).
-        init: ``'paper'`` (default): W as torch's Linear, b = 0, so that a sigmoid starts around 0.5. ``'identity'``:
-            exactly the vanilla attention, which is possible with silu in both forms (multiplicative with ``scale=1``),
-            with a multiplicative sigmoid of ``scale=2``, and with a multiplicative ns_sigmoid of ``scale=4/3``.
-        gate_channels: Number k of channels of ``x`` that the gate reads, the first ones, so that W has k inputs. None
-            (default), the paper's, reads all. modded-nanogpt reads 12 of 768, headwise.
+        init: ``'paper'`` (default): W as torch's Linear, b = 0; a sigmoid starts around 0.5. ``'identity'``: the
+            vanilla attention, which silu allows in both forms (multiplicative with ``scale=1``), and a multiplicative
+            sigmoid of ``scale=2`` or ns_sigmoid of ``scale=4/3``.
+        gate_channels: Number of channels of ``x`` that the gate reads, the first ones. None (default), the paper's,
+            reads all. modded-nanogpt reads 12 of 768, headwise.
 
     Raises:
         ConfigError: An option is unknown; ``granularity`` or ``head_shared`` need heads at G5, or the output there is

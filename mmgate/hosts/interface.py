@@ -42,7 +42,7 @@ HEAD_DIMS = ('head_dim', 'attention_head_size')
 HEADS = ('num_heads', 'num_attention_heads', 'n_heads')
 DROPOUTS = ('attention_dropout', 'dropout', 'dropout_p', 'dropout_prob')
 SCALES = ('scaling', 'scale')
-_here = threading.local()
+_of_thread = threading.local()
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Form:
         projections: Names of the children that project query, key and value, by default the first of
             :data:`PROJECTIONS` that the host has. The same name three times is one child for all three.
         output: Name of the child that projects the heads, by default the first of :data:`OUTPUTS` that the host has.
-        whole_heads: As in :class:`.Sizes`: why a gate may neither split heads nor add queries.
+        why_whole_heads: As in :class:`.Sizes`: why a gate may neither split heads nor add queries.
     """
 
     query: str = 'hidden_states'
@@ -68,7 +68,7 @@ class Form:
     key_position: str = ''
     projections: tuple[str, str, str] | None = None
     output: str = ''
-    whole_heads: str = ''
+    why_whole_heads: str = ''
 
     def inputs(self, given: Mapping[str, Any]) -> Inputs:
         """Return what query, key and value are projected from, given the arguments of the forward by name."""
@@ -154,8 +154,8 @@ class InterfaceAdapter(DenseAdapter):
             output=getattr(host, output).out_features if output else 0,
             dropout=float(getattr(dropout, 'p', dropout) or 0.0),
             # A gate that adds queries needs it, for which such a host is none.
-            scale=None if cls.form.whole_heads else _first_of(host, SCALES),
-            whole_heads=cls.form.whole_heads,
+            scale=None if cls.form.why_whole_heads else _first_of(host, SCALES),
+            why_whole_heads=cls.form.why_whole_heads,
         )
 
     @classmethod
@@ -202,12 +202,12 @@ class InterfaceAdapter(DenseAdapter):
         """Attend with the gate; the arguments are the host's, and no attention weights are returned."""
         host: Any = host_class(self)
         given = {**dict(zip(_arguments(host), args, strict=False)), **kwargs}
-        before = getattr(_here, 'call', None)
-        _here.call = call = _Call(self.form.inputs(given))
+        before = getattr(_of_thread, 'call', None)
+        _of_thread.call = call = _Call(self.form.inputs(given))
         try:
             returned = super().forward(*args, **kwargs)
         finally:
-            _here.call = before
+            _of_thread.call = before
         if call.query is None:
             raise RuntimeError(f'{full_name(host)} has not called the attention function of its config.')
         output, *others = returned if isinstance(returned, tuple) else (returned,)
@@ -292,7 +292,7 @@ def attention(
     if attention_mask is None and causal and query.shape[2] > 1:
         attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
         attention_mask = attention_mask[None, None]
-    call = _here.call
+    call = _of_thread.call
     of_query, of_key, of_value = call.inputs
     call.inputs = (_tokens(of_query, query), _tokens(of_key, key), _tokens(of_value, key))
     call.query = query
@@ -373,7 +373,7 @@ class SelfAttention(InterfaceAdapter):
 class RotatedSelfAttention(InterfaceAdapter):
     """The same with rotary positions, or norms of heads."""
 
-    form = Form(whole_heads=WHOLE)
+    form = Form(why_whole_heads=WHOLE)
 
 
 @adapts(DenseGate, *_of_form('positioned_self'))
@@ -412,7 +412,7 @@ class EncoderAttention(InterfaceAdapter):
 class RotatedEncoderAttention(InterfaceAdapter):
     """The same with rotary positions."""
 
-    form = Form(key='encoder_hidden_states', whole_heads=WHOLE)
+    form = Form(key='encoder_hidden_states', why_whole_heads=WHOLE)
 
 
 @adapts(DenseGate, *_of_form('three'))
@@ -426,7 +426,7 @@ class ThreeInputAttention(InterfaceAdapter):
 class RotatedThreeInputAttention(InterfaceAdapter):
     """The same with rotary positions."""
 
-    form = Form('query', 'key', 'value', whole_heads=WHOLE)
+    form = Form('query', 'key', 'value', why_whole_heads=WHOLE)
 
 
 @adapts(DenseGate, *_of_form('pooled_self'))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mmgate.gates.base.deformable import DeformableGate, GatedDeformableAttention, UnevenDeformableAttention
+from mmgate.gates.base.deformable import DeformableAttentionAdapter, DeformableGate, UnevenDeformableAttention
 from mmgate.gates.base.dense import DenseGate
 from mmgate.gates.base.mmcv_or_torch import MMCVMultiScaleDeformableAttention, MultiheadAttention
 from mmgate.hosts.table import adapts, adapts_inside
 
-adapts(DeformableGate, MMCVMultiScaleDeformableAttention, UnevenDeformableAttention)(GatedDeformableAttention)
+adapts(DeformableGate, MMCVMultiScaleDeformableAttention, UnevenDeformableAttention)(DeformableAttentionAdapter)
 adapts_inside(DenseGate, 'attn', MultiheadAttention)

@@ -23,7 +23,7 @@ adapt_reduced(SpatialReductionAttention)
 
 
 @adapts(DenseGate, ConditionalAttention)
-class GatedConditionalAttention(DenseAdapter):
+class ConditionalAttentionAdapter(DenseAdapter):
     """Adapter that lets dense gates into mmdet's ``ConditionalAttention`` (Conditional DETR, DAB-DETR).
 
     The host projects content and position separately. In cross-attention it concatenates them in every head. The gate
@@ -48,7 +48,7 @@ class GatedConditionalAttention(DenseAdapter):
         if not host.cross_attn:
             return sizes
         reason = 'those of a conditional cross-attention are content and position already'
-        return replace(sizes, query_width=2 * sizes.head_dim, whole_heads=reason)
+        return replace(sizes, query_width=2 * sizes.head_dim, why_whole_heads=reason)
 
     def forward(
         self,
@@ -98,7 +98,7 @@ class GatedConditionalAttention(DenseAdapter):
 
 
 @adapts(DenseGate, BiMultiHeadAttention)
-class GatedBiMultiHeadAttention(DenseAdapter):
+class BiMultiHeadAttentionAdapter(DenseAdapter):
     """Adapter that lets dense gates into mmdet's ``BiMultiHeadAttention`` (GLIP, Grounding DINO), one per direction.
 
     The two directions of the host share their logits. Here each direction has its gate, and logits are computed for

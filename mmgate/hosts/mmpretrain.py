@@ -25,20 +25,20 @@ from mmgate.errors import ConfigError
 from mmgate.gate import Sizes
 from mmgate.gates.base.dense import DenseAdapter, DenseGate
 from mmgate.gates.base.map import MapAdapter, MapGate
-from mmgate.gates.plug_dense import PLuGGate
-from mmgate.hosts.around import nearest_with, stride_of
-from mmgate.hosts.relative_positions import GatedRelativeAttention
+from mmgate.gates.plug import PLuGGate
+from mmgate.hosts.from_model import nearest_with, stride_of
+from mmgate.hosts.relative_positions import RelativeAttentionAdapter
 from mmgate.hosts.table import adapts
 from mmgate.hosts.window import adapt_swin
 
 LARGEST = math.log(100.0)  # of Swin v2's logit_scale
 
 adapt_swin(WindowMSA, ShiftWindowMSA)
-adapts(DenseGate, Attention)(GatedRelativeAttention)
+adapts(DenseGate, Attention)(RelativeAttentionAdapter)
 
 
 @adapts(DenseGate, WindowMSAV2)
-class GatedWindowMSAV2(DenseAdapter):
+class WindowMSAV2Adapter(DenseAdapter):
     """Adapter that lets dense gates into mmpretrain's ``WindowMSAV2`` (Swin v2), whose logits are cosines.
 
     The logits are ``cos(q, k) / tau``: the gate gets unit queries and keys, ``1 / tau`` shared out evenly between
@@ -65,7 +65,7 @@ class GatedWindowMSAV2(DenseAdapter):
         Neither halves of unit vectors nor queries that a gate projects are unit vectors.
         """
         reason = f'a {type(host).__name__} attends by the cosine of whole heads'
-        return replace(super().sizes(host), whole_heads=reason)
+        return replace(super().sizes(host), why_whole_heads=reason)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend inside each of nW windows of an image, with the gate; ``x`` is ``(B nW, N, C)``, image by image."""
@@ -124,7 +124,7 @@ def sizes_of_tokens(host: Any) -> Sizes:
 
 
 @adapts(DenseGate, MultiheadAttention)
-class GatedTokenAttention(DenseAdapter):
+class TokenAttentionAdapter(DenseAdapter):
     """Adapter that lets dense gates into mmpretrain's ``MultiheadAttention``, as in its ViTs."""
 
     num_heads: int
@@ -138,7 +138,7 @@ class GatedTokenAttention(DenseAdapter):
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
         """Read the sizes off an attention module (the host), for its gate."""
-        return replace(sizes_of_tokens(host), no_gate=extras(host))
+        return replace(sizes_of_tokens(host), why_no_gate=extras(host))
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over the tokens ``(B, N, C)``, with the gate."""
@@ -175,7 +175,7 @@ class MixedTokenAttention(MapAdapter):
             raise ConfigError(reason)
 
     @classmethod
-    def around(cls, model: nn.Module, path: str) -> dict[str, Any]:
+    def sizes_from_model(cls, model: nn.Module, path: str) -> dict[str, Any]:
         """Return the map of the ViT around, the number of tokens before it, and the stride.
 
         Raises:
@@ -201,7 +201,7 @@ class MixedTokenAttention(MapAdapter):
 
 
 @adapts(DenseGate, LeAttention)
-class GatedLeAttention(DenseAdapter):
+class LeAttentionAdapter(DenseAdapter):
     """Adapter that lets dense gates into mmpretrain's ``LeAttention`` (TinyViT).
 
     The position bias is added after the gate.
@@ -229,7 +229,7 @@ class GatedLeAttention(DenseAdapter):
             host.num_heads,
             inputs=(width, width, width),
             output=width,
-            no_gate=reason,
+            why_no_gate=reason,
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ class GatedLeAttention(DenseAdapter):
 
 
 @adapts(PLuGGate, XCA)
-class GatedXCA(DenseAdapter):
+class XCAAdapter(DenseAdapter):
     """Adapter that lets PLuG's gates into XCiT's cross-covariance attention.
 
     There the d channels of a head attend to each other, so that logits and gate are d x d maps. The gate is formed as

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmgate.gate import Sizes
 from mmgate.gates.base.dense import DenseAdapter, DenseGate
-from mmgate.gates.base.map import MapAdapter, MapGate, Size
+from mmgate.gates.base.map import HeightWidth, MapAdapter, MapGate
 from mmgate.hosts.table import adapts
 from mmgate.hosts.torch import adapt_reduced, sizes_of_pyramid
 from mmgate.hosts.window import adapt_swin
@@ -25,7 +25,7 @@ adapt_reduced(EfficientMultiheadAttention, GlobalSubsampledAttention)
 
 
 @adapts(DenseGate, BEiTAttention, MAEAttention)
-class GatedBEiTAttention(DenseAdapter):
+class BEiTAttentionAdapter(DenseAdapter):
     """Adapter that lets dense gates into mmseg's ``BEiTAttention`` and ``MAEAttention``.
 
     The relative position bias is added after the gate.
@@ -54,7 +54,7 @@ class GatedBEiTAttention(DenseAdapter):
 
 
 @adapts(DenseGate, LocallyGroupedSelfAttention)
-class GatedLocallyGroupedSelfAttention(DenseAdapter):
+class LocallyGroupedSelfAttentionAdapter(DenseAdapter):
     """Adapter that lets dense gates into the windows of Twins' ``LocallyGroupedSelfAttention``."""
 
     num_heads: int
@@ -108,7 +108,7 @@ class UngroupedSelfAttention(MapAdapter):
         return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop.p, scale=host.scale, bias=bias)
 
     @classmethod
-    def around(cls, model: nn.Module, path: str) -> dict[str, Any]:
+    def sizes_from_model(cls, model: nn.Module, path: str) -> dict[str, Any]:
         """Return the stride of the stage."""
         return sizes_of_pyramid(model, path)
 
@@ -116,6 +116,6 @@ class UngroupedSelfAttention(MapAdapter):
         """Project the mixed tokens to the output and apply the host's dropout."""
         return self.proj_drop(self.proj(x))
 
-    def forward(self, x: Tensor, hw_shape: Size) -> Tensor:
+    def forward(self, x: Tensor, hw_shape: HeightWidth) -> Tensor:
         """Attend over all tokens ``(B, N, C)`` of a map of height and width ``hw_shape``, with the gate."""
         return self.attend_gated(x, hw_shape)

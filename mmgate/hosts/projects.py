@@ -17,7 +17,7 @@ from mmgate.gate import Sizes
 from mmgate.gates.base.deformable import DeformableAdapter, DeformableGate
 from mmgate.gates.base.dense import DenseGate
 from mmgate.hosts.points import sampled
-from mmgate.hosts.relative_positions import GatedRelativeAttention
+from mmgate.hosts.relative_positions import RelativeAttentionAdapter
 from mmgate.hosts.table import adapts
 from mmgate.ops.deformable.levels import levels_on
 from mmgate.ops.deformable.uneven import axes_of_samples, points_of_levels
@@ -37,10 +37,10 @@ RT_DETR = (
 )
 ULTRALYTICS = 'ultralytics.nn.modules.transformer.MSDeformAttn'
 
-adapts(DenseGate, VITDET)(GatedRelativeAttention)
+adapts(DenseGate, VITDET)(RelativeAttentionAdapter)
 
 
-class GatedProjectAttention(DeformableAdapter):
+class ProjectAttentionAdapter(DeformableAdapter):
     """Base of the adapters for deformable attention of such projects; it checks that the class is the known one.
 
     A project may have changed its copy of a class. A subclass therefore names what it knows of a constructor and of a
@@ -127,7 +127,7 @@ class GatedProjectAttention(DeformableAdapter):
 
 
 @adapts(DeformableGate, MS_DEFORM_ATTN)
-class GatedMSDeformAttn(GatedProjectAttention):
+class MSDeformAttnAdapter(ProjectAttentionAdapter):
     """Adapter for ``MSDeformAttn`` of Deformable DETR's repository and copies (DINO, Mask DINO, ViT-Adapter, rfdetr).
 
     IDEA-Research's copies (DINO, DN-DETR, Lite-DETR, TAPTR) have ``use_4D_normalizer``, which moves points otherwise.
@@ -175,7 +175,7 @@ class GatedMSDeformAttn(GatedProjectAttention):
 
 
 @adapts(DeformableGate, GROUNDING_DINO)
-class GatedGroundingDINOAttention(GatedProjectAttention):
+class GroundingDINOAttentionAdapter(ProjectAttentionAdapter):
     """Adapter for ``MultiScaleDeformableAttention`` of Grounding DINO's repository.
 
     That is mmcv's class without the identity that mmcv's adds to the output.
@@ -268,10 +268,10 @@ class GatedGroundingDINOAttention(GatedProjectAttention):
 
 
 @adapts(DeformableGate, DETREX)
-class GatedDetrexAttention(GatedGroundingDINOAttention):
+class DetrexAttentionAdapter(GroundingDINOAttentionAdapter):
     """Adapter for detrex' ``MultiScaleDeformableAttention``, which ends with dropout and the identity added."""
 
-    constructed_with = (*GatedGroundingDINOAttention.constructed_with, 'dropout')
+    constructed_with = (*GroundingDINOAttentionAdapter.constructed_with, 'dropout')
     called_with = (
         'query',
         'key',
@@ -306,7 +306,7 @@ class GatedDetrexAttention(GatedGroundingDINOAttention):
 
 
 @adapts(DeformableGate, *RT_DETR)
-class GatedMSDeformableAttention(GatedProjectAttention):
+class MSDeformableAttentionAdapter(ProjectAttentionAdapter):
     """Adapter for ``MSDeformableAttention`` of the repositories of RT-DETR (v1, v2, v4), D-FINE and DEIM.
 
     In D-FINE and DEIM the decoder projects the values once and hands in a list of levels.
@@ -368,7 +368,7 @@ class GatedMSDeformableAttention(GatedProjectAttention):
 
 
 @adapts(DeformableGate, ULTRALYTICS)
-class GatedUltralyticsAttention(GatedProjectAttention):
+class UltralyticsAttentionAdapter(ProjectAttentionAdapter):
     """Adapter for ``MSDeformAttn`` of ultralytics' RT-DETR; the package is AGPL and never imported here."""
 
     constructed_with = ('d_model', 'n_levels', 'n_heads', 'n_points')

@@ -12,7 +12,7 @@ from mmgate.gates.base.dense import DenseAdapter
 from mmgate.gates.parts.resizing import resize_axis
 
 
-class GatedRelativeAttention(DenseAdapter):
+class RelativeAttentionAdapter(DenseAdapter):
     """Adapter that lets dense gates into ViTDet's ``Attention`` and classes with the same attributes.
 
     A query's bias of a key is ``q Rh[y - y'] + q Rw[x - x']``, added to the logits after the gate. The tables, of

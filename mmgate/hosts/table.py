@@ -27,10 +27,10 @@ class Holder:
     """Table entry of a module that holds the attention to be gated, such as mmcv's around torch's.
 
     Attributes:
-        child: Name of the child that is the attention.
+        attention: Name of the child that is the attention.
     """
 
-    child: str
+    attention: str
 
 
 _ADAPTERS: dict[tuple[type, type | str], type[Adapter] | Holder] = {}
@@ -85,9 +85,9 @@ def adapts(
     return register
 
 
-def adapts_inside(gate: type[nn.Module], child: str, *hosts: Host) -> None:
-    """Register classes that hold attention: a rule that names one gates its child called ``child`` instead."""
-    adapts(gate, *hosts)(Holder(child))  # type: ignore[arg-type]
+def adapts_inside(gate: type[nn.Module], attention: str, *hosts: Host) -> None:
+    """Register classes that hold attention: a rule that names one gates its child ``attention`` instead."""
+    adapts(gate, *hosts)(Holder(attention))  # type: ignore[arg-type]
 
 
 def adapter_for(gate: type[Gate], host: nn.Module) -> tuple[type[Adapter], str] | None:
@@ -103,8 +103,8 @@ def adapter_for(gate: type[Gate], host: nn.Module) -> tuple[type[Adapter], str] 
     import_adapters(known)
     entry = _entry(gate, type(host))
     if isinstance(entry, Holder):
-        inner = adapter_for(gate, host.get_submodule(entry.child))
-        return None if inner is None else (inner[0], f'{entry.child}.{inner[1]}'.rstrip('.'))
+        inner = adapter_for(gate, host.get_submodule(entry.attention))
+        return None if inner is None else (inner[0], f'{entry.attention}.{inner[1]}'.rstrip('.'))
     return None if entry is None else (entry, '')
 
 
@@ -120,11 +120,11 @@ def held_attention(host: nn.Module, *, exactly: bool = False) -> Iterator[tuple[
     children = dict(host.named_children())
     found: dict[str, nn.Module] = {}
     for (gate_class, known), entry in _ADAPTERS.items():
-        if not isinstance(entry, Holder) or entry.child not in children:
+        if not isinstance(entry, Holder) or entry.attention not in children:
             continue
         derived = inspect.isclass(known) and isinstance(host, known) and not exactly
         if derived or _entry(gate_class, vanilla) == entry:
-            found[entry.child] = children[entry.child]
+            found[entry.attention] = children[entry.attention]
     yield from found.items()
 
 

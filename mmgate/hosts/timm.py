@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from mmgate.adapter import Adapter, is_off
 from mmgate.errors import ConfigError
-from mmgate.gate import CHILD, Sizes, StateDict
+from mmgate.gate import GATE_NAME, Sizes, StateDict
 from mmgate.gates.base.dense import DenseAdapter, DenseGate
 from mmgate.gates.base.map import MapAdapter, MapGate
 from mmgate.gating import freeze_unused
-from mmgate.hosts.around import nearest_with, stride_of
+from mmgate.hosts.from_model import nearest_with, stride_of
 from mmgate.hosts.table import adapts
-from mmgate.hosts.window import GatedWindowMSA
+from mmgate.hosts.window import WindowMSAAdapter
 
 # By name, as timm has moved its classes between files.
 TOKENS = 'timm.layers.attention.Attention'
@@ -54,7 +54,7 @@ class TimmAdapter(DenseAdapter):
 
 
 @adapts(DenseGate, VisformerAttention)
-class GatedVisformerAttention(TimmAdapter):
+class VisformerAttentionAdapter(TimmAdapter):
     """Adapter that lets dense gates into Visformer's attention, whose projections are convolutions."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ BY_IMAGE = shares_by_image(WindowAttentionGlobal.forward)
 
 
 @adapts(DenseGate, WindowAttentionGlobal)
-class GatedWindowAttentionGlobal(TimmAdapter):
+class WindowAttentionGlobalAdapter(TimmAdapter):
     """Adapter that lets dense gates into GCViT's attention in windows.
 
     The position bias is added after the gate.
@@ -110,7 +110,7 @@ class GatedWindowAttentionGlobal(TimmAdapter):
 
 
 @adapts(DenseGate, PVTAttention)
-class GatedPVTAttention(TimmAdapter):
+class PVTAttentionAdapter(TimmAdapter):
     """Adapter that lets dense gates into PVTv2's attention; keys and values stay those of the reduced map."""
 
     def forward(self, x: Tensor, feat_size: list[int]) -> Tensor:
@@ -132,7 +132,7 @@ class SizedByProjections(Adapter):
     @property
     def gate(self) -> Any:
         """The gate; None while it is off, as timm's own attribute of this name is, which its forward looks at."""
-        return None if is_off(self) else self._modules[CHILD]
+        return None if is_off(self) else self._modules[GATE_NAME]
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
@@ -152,7 +152,7 @@ class SizedByProjections(Adapter):
 
 def refuse_own_gate(host: Any) -> None:
     """Raise ConfigError for an attention that was built with timm's own gate, ``gated=True``."""
-    if getattr(host, CHILD, None) is not None:
+    if getattr(host, GATE_NAME, None) is not None:
         raise ConfigError(
             f"this {type(host).__name__} has an attribute 'gate' already. It is one of timm's: build the attention "
             'without gated=True, and gate it by SDPAGatedMultiheadAttention, which loads checkpoints of that gate '
@@ -178,7 +178,7 @@ class TokenProjections(SizedByProjections, DenseAdapter):
         """Read the sizes off an attention module of timm (the host), for its gate."""
         normed = not isinstance(host.q_norm, nn.Identity)
         reason = f'this {type(host).__name__} normalises queries and keys (qk_norm)'
-        return replace(super().sizes(host), whole_heads=reason if normed else '')
+        return replace(super().sizes(host), why_whole_heads=reason if normed else '')
 
     @classmethod
     def check(cls, host: Any) -> None:
@@ -236,7 +236,7 @@ class TokenProjections(SizedByProjections, DenseAdapter):
 
 
 @adapts(DenseGate, TOKENS)
-class GatedAttention(TokenProjections):
+class AttentionAdapter(TokenProjections):
     """Adapter that lets dense gates into the attention of timm's ViT, DeiT, DINOv2, SigLIP, CLIP and others."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -248,7 +248,7 @@ class GatedAttention(TokenProjections):
 
 
 @adapts(DenseGate, *ROTARY)
-class GatedRotaryAttention(TokenProjections):
+class RotaryAttentionAdapter(TokenProjections):
     """Adapter that lets dense gates into timm's attention with rotary positions: EVA, DINOv3, Perception Encoder."""
 
     num_prefix_tokens: int
@@ -257,7 +257,7 @@ class GatedRotaryAttention(TokenProjections):
     def sizes(cls, host: Any) -> Sizes:
         """Read the sizes off an attention module of timm (the host), for its gate."""
         reason = f'{type(host).__name__} rotates channels of both together'
-        return replace(super().sizes(host), whole_heads=reason)
+        return replace(super().sizes(host), why_whole_heads=reason)
 
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
@@ -285,7 +285,7 @@ class GatedRotaryAttention(TokenProjections):
 
 
 @adapts(DenseGate, WINDOWS)
-class GatedWindowAttention(SizedByProjections, GatedWindowMSA):
+class WindowAttentionAdapter(SizedByProjections, WindowMSAAdapter):
     """Adapter that lets dense gates into the windows' attention of timm's Swin."""
 
 
@@ -320,7 +320,7 @@ class MixedAttention(SizedByProjections, MapAdapter):  # type: ignore[override]
         check_width(host)
 
     @classmethod
-    def around(cls, model: nn.Module, path: str) -> dict[str, Any]:
+    def sizes_from_model(cls, model: nn.Module, path: str) -> dict[str, Any]:
         """Return the map of the ViT around, the number of tokens before it, and the stride.
 
         Raises:
@@ -389,7 +389,7 @@ class MixedSwinBlock(MapAdapter):
         return replace(SizedByProjections.sizes(host.attn), shifted=any(host.shift_size))
 
     @classmethod
-    def around(cls, model: nn.Module, path: str) -> dict[str, Any]:
+    def sizes_from_model(cls, model: nn.Module, path: str) -> dict[str, Any]:
         """Return the map that the block keeps, and the stride."""
         block: Any = model.get_submodule(path)
         height, width = block.input_resolution

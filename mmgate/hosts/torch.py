@@ -7,21 +7,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmgate.gate import Sizes
-from mmgate.gates.base.dense import DenseAdapter, DenseGate, GatedTorchAttention
-from mmgate.gates.base.map import GatedMapAttention, MapAdapter, MapAttention, MapGate, Size
-from mmgate.hosts.around import backbone_and_stage, sizes_of_stage
+from mmgate.gates.base.dense import DenseAdapter, DenseGate, TorchAttentionAdapter
+from mmgate.gates.base.map import HeightWidth, MapAdapter, MapAttention, MapAttentionAdapter, MapGate
+from mmgate.hosts.from_model import backbone_and_stage, sizes_of_stage
 from mmgate.hosts.table import adapts, adapts_inside
 
 # The attribute of torch's TransformerEncoder that keeps its ``use_nested_tensor`` while it is gated.
 VANILLA_CHOICE = 'use_nested_tensor_without_gates'
 
-adapts(DenseGate, nn.MultiheadAttention)(GatedTorchAttention)
-adapts(MapGate, MapAttention)(GatedMapAttention)
+adapts(DenseGate, nn.MultiheadAttention)(TorchAttentionAdapter)
+adapts(MapGate, MapAttention)(MapAttentionAdapter)
 # PEFT's layer around torch's module adds its updates to the weights before it calls it.
 adapts_inside(DenseGate, 'base_layer', 'peft.tuners.lora.layer.MultiheadAttention')
 
 
-class GatedReducedAttention(MapAdapter):
+class ReducedAttentionAdapter(MapAdapter):
     """Adapter that lets attention over the whole map replace the spatial-reduction attention of PVT, MiT and Twins."""
 
     unused = ('sr', 'norm')
@@ -37,7 +37,7 @@ class GatedReducedAttention(MapAdapter):
         return Sizes(host.embed_dims, host.num_heads, dropout=host.attn.dropout, bias=bias)
 
     @classmethod
-    def around(cls, model: nn.Module, path: str) -> dict[str, Any]:
+    def sizes_from_model(cls, model: nn.Module, path: str) -> dict[str, Any]:
         """Return the stride of the stage, and of the first PVT, whose positions have its shape, the map."""
         told = sizes_of_pyramid(model, path)
         backbone, stage = backbone_and_stage(model, path, 'layers')
@@ -56,7 +56,7 @@ class GatedReducedAttention(MapAdapter):
         """Project the mixed tokens to the output and apply the host's dropout."""
         return self.dropout_layer(self.proj_drop(self.attn.out_proj(x)))
 
-    def forward(self, x: Tensor, hw_shape: Size, identity: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, hw_shape: HeightWidth, identity: Tensor | None = None) -> Tensor:
         """Attend over all tokens ``(B, N, C)`` of a map with the gate, and add ``identity`` if it is given."""
         return self.attend_gated(x, hw_shape, identity)
 
@@ -94,4 +94,4 @@ def switch_nested_tensors(model: nn.Module) -> None:
 def adapt_reduced(*hosts: type[nn.Module]) -> None:
     """Register spatial-reduction attentions as hosts: of gates over the map and, inside, of dense gates."""
     adapts_inside(DenseGate, 'attn', *hosts)
-    adapts(MapGate, *hosts)(GatedReducedAttention)
+    adapts(MapGate, *hosts)(ReducedAttentionAdapter)

@@ -43,7 +43,7 @@ DEFORMABLE_HOSTS = tuple(f'modeling_{model}.{name}MultiscaleDeformableAttention'
 
 
 @adapts(DenseGate, 'modeling_segformer.SegformerAttention')
-class GatedSegformerAttention(InterfaceAdapter):
+class SegformerAttentionAdapter(InterfaceAdapter):
     """Adapter for SegFormer's attention, whose keys and values are projected from a reduced map."""
 
     def forward(
@@ -65,7 +65,7 @@ class GatedSegformerAttention(InterfaceAdapter):
 
 
 @adapts(DenseGate, 'modeling_lw_detr.LwDetrAttention', 'modeling_rf_detr.RfDetrAttention')
-class GatedGroupAttention(InterfaceAdapter):
+class GroupAttentionAdapter(InterfaceAdapter):
     """Adapter for the self-attention of LW-DETR and RF-DETR, whose queries attend in groups in training."""
 
     form = Form(query_position='position_embeddings', key_position='position_embeddings')
@@ -99,7 +99,7 @@ def project_and_attend(
 
 
 @adapts(DenseGate, 'modeling_mask2former.Mask2FormerAttention')
-class GatedMask2FormerAttention(DenseAdapter):
+class Mask2FormerAttentionAdapter(DenseAdapter):
     """Adapter that lets dense gates into the self-attention of transformers' Mask2Former decoder.
 
     It does not call the attention interface.
@@ -142,7 +142,7 @@ class GatedMask2FormerAttention(DenseAdapter):
 
 
 @adapts(DeformableGate, *DEFORMABLE_HOSTS)
-class GatedMultiscaleDeformableAttention(DeformableAdapter):
+class MultiscaleDeformableAttentionAdapter(DeformableAdapter):
     """Adapter that lets gates into transformers' multi-scale deformable attentions (Deformable DETR and others).
 
     A gate reads the query with its position.

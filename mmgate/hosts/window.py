@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from mmgate.errors import ConfigError
 from mmgate.gate import Sizes
 from mmgate.gates.base.dense import DenseAdapter, DenseGate
-from mmgate.gates.base.map import MapAdapter, MapGate, Size
-from mmgate.hosts.around import backbone_and_stage, sizes_of_stage
+from mmgate.gates.base.map import HeightWidth, MapAdapter, MapGate
+from mmgate.hosts.from_model import backbone_and_stage, sizes_of_stage
 from mmgate.hosts.table import adapts
 
 # By the class that shifts windows, the class of the attention in them, an entry a package.
 WINDOWS: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-class GatedWindowMSA(DenseAdapter):
+class WindowMSAAdapter(DenseAdapter):
     """Adapter that lets dense gates into ``WindowMSA``, Swin's attention inside windows, of all mm packages.
 
     The relative position bias and the mask ``(nW, N, N)`` of shifted windows are added to the logits after the gate.
@@ -43,7 +43,7 @@ class GatedWindowMSA(DenseAdapter):
         return self.proj_drop(out)
 
 
-class GatedShiftWindowMSA(MapAdapter):
+class ShiftWindowMSAAdapter(MapAdapter):
     """Adapter that lets attention over the whole map replace Swin's ``ShiftWindowMSA``."""
 
     unused = ('w_msa.relative_position_bias_table', 'w_msa.relative_position_index')
@@ -65,7 +65,7 @@ class GatedShiftWindowMSA(MapAdapter):
         )
 
     @classmethod
-    def around(cls, model: nn.Module, path: str) -> dict[str, Any]:
+    def sizes_from_model(cls, model: nn.Module, path: str) -> dict[str, Any]:
         """Return the stride of the stage, and of mmpretrain's Swin the map."""
         backbone, stage = backbone_and_stage(model, path, 'stages')
         merges = [getattr(before, 'downsample', None) for before in getattr(backbone, 'stages', [])[:stage]]
@@ -88,13 +88,13 @@ class GatedShiftWindowMSA(MapAdapter):
         """Project the mixed tokens to the output and apply the host's dropout."""
         return self.drop(self.w_msa.proj_drop(self.w_msa.proj(x)))
 
-    def forward(self, query: Tensor, hw_shape: Size) -> Tensor:
+    def forward(self, query: Tensor, hw_shape: HeightWidth) -> Tensor:
         """Attend over all tokens ``(B, N, C)`` of a map of height and width ``hw_shape``, with the gate."""
         return self.attend_gated(query, hw_shape)
 
 
 def adapt_swin(window_msa: type[nn.Module], shift_window_msa: type[nn.Module]) -> None:
     """Register a package's two Swin classes as hosts: of dense gates inside windows, and of gates over the map."""
-    adapts(DenseGate, window_msa)(GatedWindowMSA)
-    adapts(MapGate, shift_window_msa)(GatedShiftWindowMSA)
+    adapts(DenseGate, window_msa)(WindowMSAAdapter)
+    adapts(MapGate, shift_window_msa)(ShiftWindowMSAAdapter)
     WINDOWS[shift_window_msa] = window_msa

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmengine.config import Config, ConfigDict
@@ -47,6 +48,7 @@ def main(command: Callable[[list[str]], None], argv: list[str] | None = None) ->
     Returns:
         The exit status: 0, 2 after an error in the input, 130 after Ctrl-C.
     """
+    _find_projects()
     try:
         with nullcontext() if command in (train, test) else _guarded():
             command(sys.argv[1:] if argv is None else argv)
@@ -63,6 +65,15 @@ def main(command: Callable[[list[str]], None], argv: list[str] | None = None) ->
         print('interrupted' if interrupted else f'error: {error}', file=sys.stderr)
         return 130 if interrupted else 2
     return 0
+
+
+def _find_projects() -> None:
+    """Let configs import projects, which are beside the folder of a tool, and which no installation has."""
+    for folder in Path(sys.argv[0]).resolve().parents:
+        root = folder.parent
+        if folder.name == 'tools' and (root / 'projects').is_dir() and str(root) not in sys.path:
+            # What is installed goes first.
+            sys.path.append(str(root))
 
 
 def _guarded() -> AbstractContextManager[None]:

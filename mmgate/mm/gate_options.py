@@ -1,4 +1,8 @@
-"""The command-line options ``--gate``, ``--gates`` and ``--train``, which gate the model of any config."""
+"""The command-line options ``--gate``, ``--gates`` and ``--train``, which gate the model of any config.
+
+They write into the config what a file would: the type ``mmgate.Gated`` with rules or a gates file, what trains, and the
+constructor of the optimizer. The Runner then builds the model by ``mmgate/gated.py``.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch import nn
 from mmgate.adapter import gated_modules, record_of
 from mmgate.checkpoints.plain_config import plain_values
 from mmgate.errors import ConfigError, listed
-from mmgate.gate import CHILD, gate_options, registered_gates
+from mmgate.gate import GATE_NAME, gate_options, registered_gates
 from mmgate.registry import MODELS
 from mmgate.rules import path_regex
 from mmgate.wrappers import unwrap_model, without_wrappers
@@ -48,7 +48,7 @@ def other_options(model: nn.Module, checkpoint: Mapping[str, Any], cfg: Any = No
     found: dict[str, list[str]] = {}
     for name, module in gated_modules(model):
         record = record_of(module)
-        prefix = f'{without_wrappers(name)}.{CHILD}.'
+        prefix = f'{without_wrappers(name)}.{GATE_NAME}.'
         if record is None or not all(key in names for key in tensors if key.startswith(prefix)):
             continue
         chosen = record.chosen_name(record.name)

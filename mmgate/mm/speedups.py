@@ -1,4 +1,10 @@
-"""Changes to any config that make its training step faster: the option ``--speedups``."""
+"""Changes to any config that make its training step faster: the option ``--speedups``.
+
+- An optimizer with few parameter groups, fused, launches fewer kernels: ``parameter_groups.py``.
+- Predictions of all layers and images are matched at once, with one wait for the GPU: ``mmgate/speed/matching``.
+- Deformable attention without a gate samples by mmgate's operator where that is faster: ``mmgate/speed/sampling.py``.
+- The backbone computes with channels last: ``mmgate/speed/hooks.py``, which has the hooks of the other two, as well.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmgate.gates.base.deformable import DeformableGate, GatedDeformableAttention
+from mmgate.gates.base.deformable import DeformableAttentionAdapter, DeformableGate
 from mmgate.gates.base.mmcv_or_torch import MMCVMultiScaleDeformableAttention
 from mmgate.hosts import adapts
 from mmgate.ops import ms_deform_attn
@@ -18,7 +18,7 @@ from mmgate.ops.native import advice_for_native
 class OperatorAttention(MMCVMultiScaleDeformableAttention):
     """mmcv's ``MultiScaleDeformableAttention`` on mmgate's operator, with the same parameters and results."""
 
-    forward: Any = GatedDeformableAttention.forward
+    forward: Any = DeformableAttentionAdapter.forward
 
     def sample(
         self,

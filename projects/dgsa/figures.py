@@ -101,7 +101,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument('--expansion', type=float, default=4.0, help='2, 4 or 5.3333')
     parser.add_argument('--text', type=int, help='number of a text of the test; default: one that all models get right')
     parser.add_argument('--device', default='cpu')
-    parser.add_argument('--out', type=Path, default=Path(__file__).with_name('rollout.png'))
+    parser.add_argument(
+        '--out', type=Path, default=Path('work_dirs/dgsa/rollout.png'), help='a CSV file goes beside it'
+    )
     arguments = parser.parse_args(argv)
     setting: dict[str, Any] = setting_of(arguments.data)
     training, test = parts(arguments.data, arguments.seed)

@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument('--models', nargs='+', choices=MODELS, default=list(MODELS)[:4])
     parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2, 3, 4])
     parser.add_argument('--epochs', type=int, default=EPOCHS)
-    parser.add_argument('--crop', action='store_true', help='crop and flip images at random, as the configs do')
+    parser.add_argument('--crop', action='store_true', help='crop and flip images at random, as dgvit-crop does')
     parser.add_argument('--minutes', type=float, default=math.inf, help='stop then; the same command goes on')
     parser.add_argument('--depth', type=int, default=SIZES['depth'], help='layers, to try it')
     parser.add_argument('--device', default='cuda')

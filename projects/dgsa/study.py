@@ -83,8 +83,9 @@ def parts(data: str, seed: int) -> tuple[Examples, Examples]:
 
 
 def csv_of(arguments: argparse.Namespace) -> Path:
-    """Return the CSV file of a command: the data set's in this folder unless another is given."""
-    return arguments.csv or Path(__file__).parent / f'{Path(arguments.data).name}.csv'
+    """Return the CSV file of a command: unless one is given, ``report`` reads the data set's in this folder."""
+    folder = Path(__file__).parent if arguments.command == 'report' else Path('work_dirs/dgsa')
+    return arguments.csv or folder / f'{Path(arguments.data).name}.csv'
 
 
 def planned(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -204,7 +205,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse and do it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('command', choices=('run', 'report'))
-    parser.add_argument('--csv', type=Path, help="default: the data set's in this folder")
+    parser.add_argument(
+        '--csv', type=Path, help="default: run adds to work_dirs/dgsa/DATA.csv, report reads the project's DATA.csv"
+    )
     parser.add_argument('--data', default='docstrings', help=DATA)
     parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2, 3, 4])
     parser.add_argument('--train-noise', type=float, nargs='+', help="default 0 and 0.3; 0 of the paper's data")

@@ -1,4 +1,4 @@
-"""Draw TABLE.png from TABLE.csv, results.csv by default: means and ranges over seeds, by layer and while training."""
+"""Draw a table of study.py: means and ranges over seeds, by layer and while training."""
 
 import argparse
 from collections.abc import Sequence
@@ -20,10 +20,11 @@ PANELS = {  # by the table's column: label of x, label of y, x of a value
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse arguments and draw."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        'table', nargs='?', type=Path, default=Path(__file__).with_name('results.csv'), help='of study.py'
-    )
-    table = parser.parse_args(argv).table
+    results = Path(__file__).with_name('results.csv')
+    parser.add_argument('table', nargs='?', type=Path, default=results, help="default: the project's results.csv")
+    parser.add_argument('--out', type=Path, default=Path('work_dirs/gated_lm.png'))
+    args = parser.parse_args(argv)
+    table = args.table
     if not table.is_file():
         parser.error(f'{table}: there is no such table; python -m projects.gated_lm.study run writes one.')
     same = dict(rate=str(RATE), steps=str(STEPS), rotated='0.25').items()
@@ -38,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         axis.set(xlabel=x_label, ylabel=y_label)
         axis.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
     axes[0].legend(frameon=False)
-    figure.savefig(table.with_suffix('.png'), dpi=90)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.out, dpi=90)
 
 
 if __name__ == '__main__':

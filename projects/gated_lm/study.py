@@ -1,7 +1,7 @@
-"""Train rows of the paper's Table 1 at a small size and tabulate them; results.csv grows, what is in it is not rerun.
+"""Train rows of the paper's Table 1 at a small size and tabulate them; the table grows, what is in it is not rerun.
 
-python -m projects.gated_lm.study run --variants none g1-elementwise --seeds 0 1 2 --out work_dirs/gated_lm.csv
-python -m projects.gated_lm.study report
+python -m projects.gated_lm.study run --variants none g1-elementwise --seeds 0 1 2
+python -m projects.gated_lm.study report --out work_dirs/gated_lm.csv
 """
 
 import argparse
@@ -90,9 +90,16 @@ def cell(values: list[float]) -> str:
     return ' '.join(f'{value:.4g}' for value in values)
 
 
+def table_of(args: argparse.Namespace) -> Path:
+    """Return the CSV file of a command: unless one is given, ``report`` reads the one in this folder."""
+    if args.out:
+        return args.out
+    return Path(__file__).with_name('results.csv') if args.what == 'report' else Path('work_dirs/gated_lm.csv')
+
+
 def planned(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return what a command works on: combinations that the table lacks, or for ``report`` the rows that it has."""
-    done = read(args.out)
+    done = read(table_of(args))
     if args.what == 'report':
         return list(done)
     same = dict(steps=args.steps, rotated=args.rotated)
@@ -102,9 +109,9 @@ def planned(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def run(args: argparse.Namespace) -> None:
     """Train and measure every combination that the table lacks, and add a row for each."""
-    rows = planned(args)
+    rows, out = planned(args), table_of(args)
     if not rows:
-        print(f'{args.out} has all of these runs. Give another --out to train them again.')
+        print(f'{out} has all of these runs. Give another --out to train them again.')
     for row in rows:
         learn, test = corpus(args.text)
         torch.manual_seed(row['seed'])
@@ -114,8 +121,8 @@ def run(args: argparse.Namespace) -> None:
         row |= measure(model, test) | dict(spikes=len(jumps), parameters=sum(p.numel() for p in model.parameters()))
         row |= dict(curve=cell([mean(losses[i : i + POINT]) for i in range(0, args.steps, POINT)]))
         row |= dict(seconds=round(time.time() - start), bytes=len(learn) + len(test), torch=torch.__version__)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        with args.out.open('a', newline='') as file:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open('a', newline='') as file:
             csv.writer(file).writerows([row.values()] if file.tell() else [row, row.values()])
 
 
@@ -147,10 +154,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument('--rates', nargs='+', type=float, default=[RATE])
     parser.add_argument('--steps', type=int, default=STEPS)
     parser.add_argument('--rotated', type=float, default=0.25, help='share of the channels with rotary positions')
-    parser.add_argument('--text', type=Path, help='a file to learn in the place of docstrings')
-    parser.add_argument('--out', type=Path, default=Path(__file__).with_name('results.csv'))
+    parser.add_argument('--text', type=Path, help='a file to learn instead of docstrings')
+    parser.add_argument(
+        '--out', type=Path, help="default: run adds to work_dirs/gated_lm.csv, report reads the project's results.csv"
+    )
     args = parser.parse_args(arguments)
-    run(args) if args.what == 'run' else print(report(read(args.out)))
+    run(args) if args.what == 'run' else print(report(read(table_of(args))))
 
 
 if __name__ == '__main__':

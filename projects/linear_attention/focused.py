@@ -35,10 +35,11 @@ class FocusedLinearGate(LinearGate):
 
     default_dwc = 5
     has_positions = True
+    shares_dwc = True
     undecayed = (*LinearGate.undecayed, 'focus_scale')
 
     def __init__(self, sizes: Sizes, *, power: float = 3.0, **kwargs: Any) -> None:
-        super().__init__(sizes, dwc_shared=True, **kwargs)
+        super().__init__(sizes, **kwargs)
         if not power > 0:
             raise ConfigError(f'power={power!r} must be a number above 0.')
         self.power = power

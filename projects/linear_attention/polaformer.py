@@ -38,10 +38,11 @@ class PolaFormerGate(LinearGate):
     gate_layers = ('gate_out',)
     default_dwc = 5
     has_positions = True
+    shares_dwc = True
     undecayed = (*LinearGate.undecayed, 'focus_scale', 'power')
 
     def __init__(self, sizes: Sizes, *, alpha: float = 4.0, **kwargs: Any) -> None:
-        super().__init__(sizes, dwc_shared=True, **kwargs)
+        super().__init__(sizes, **kwargs)
         if not alpha >= 0:
             raise ConfigError(f'alpha={alpha!r} must be a number of at least 0.')
         if self.head_dim % 2:

@@ -140,7 +140,7 @@ def feed(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     form = form_of(name)
     model = name.partition('.')[0].removeprefix('modeling_')
     taken = inspect.signature(inspect.unwrap(kind_of(name).forward)).parameters
-    rotated = bool(form.whole_heads)
+    rotated = bool(form.why_whole_heads)
 
     def states(*shape: int) -> Tensor:
         return torch.randn(2, *shape, C, generator=generator, dtype=dtype)

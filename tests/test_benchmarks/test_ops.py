@@ -12,7 +12,7 @@ from conftest import no_native, tool
 
 from mmgate._environment import available
 from mmgate.benchmarks import measure, ops
-from mmgate.gates.gml import GatingModulation
+from mmgate.gates.plug import GatingModulation
 from mmgate.ops import plug_attention
 from mmgate.ops.deformable import offset_locations
 

@@ -46,7 +46,7 @@ def test_the_width_of_values_is_kept(width: int) -> None:
 
 def test_a_name_stands_for_whole_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Attention(32, 4, False, (4, 6))
-    assert [gate.__name__ for gate in gates_for(host) if gate.__module__.endswith('plug_dense')]
+    assert [gate.__name__ for gate in gates_for(host) if gate.__module__.endswith('plug')]
     monkeypatch.setattr(Attention, '__module__', 'myvitdet.vit')
     assert not gates_for(host)
 

@@ -46,7 +46,7 @@ def checkpoint(*rules: dict[str, Any], cfg: Any = None) -> dict[str, Any]:
         ),
         ([PLUG], [dict(PLUG, gml='product', residual=True)], '^$'),
         ([dict(PLUG, type='mmgate.PLuGMultiheadAttention', path='*')], [PLUG], '^$'),
-        ([dict(PLUG, type='mmgate.gates.plug_dense.PLuGMultiheadAttention')], [PLUG], '^$'),
+        ([dict(PLUG, type='mmgate.gates.plug.PLuGMultiheadAttention')], [PLUG], '^$'),
         ([PLUG], [dict(PLUG, type=MODELS.get('PLuGMultiheadAttention'), backend='auto', init='paper')], '^$'),
         ([dict(PLUG, gml='sum', path='first')], [PLUG], r'\(first\)$'),
         ([], [dict(PLUG, gml='sum')], '^$'),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,11 +17,9 @@ import torch
 from helpers.samplings import by_backend, compare, drawn, exactly, with_gradients
 from torch import Tensor
 
-from mmgate.gates.gml import GatingModulation
+from mmgate.gates.plug import GatingModulation
 from mmgate.ops import plug_attention
-from mmgate.ops.deformable import deformable_blocks as cuts
 from mmgate.ops.deformable import triton_deformable as sampler
-from mmgate.ops.dense import dense_blocks as blocks
 from mmgate.ops.dense import triton_dense as dense
 
 pytest.importorskip('triton', minversion='3.2')
@@ -65,10 +63,10 @@ def test_the_sampler_solves_random_problems(count: int, monkeypatch: pytest.Monk
     for seed in range(count):
         draw, given = drawn(seed)
         scalars = draw.random() < 0.5
-        monkeypatch.setattr(cuts, 'scalar_reductions', lambda value, s=scalars: s)
+        monkeypatch.setattr(sampler, 'scalar_reductions', lambda value, s=scalars: s)
         of_all = given.logits.numel() // given.logits.shape[1]
         blocks_of = [x for x in (4, 8, 16, 32) if -(-given.logits.shape[1] // x) * of_all <= MOST]
-        monkeypatch.setattr(cuts, 'INTERPRETED_QUERIES', draw.choice(blocks_of or [64]))
+        monkeypatch.setattr(sampler, 'INTERPRETED_QUERIES', draw.choice(blocks_of or [64]))
         expected, actual = exactly(given), by_backend(given, 'triton')
         compare(f'problem {seed}', actual, expected, 1e-4)
     if count == PROBLEMS[-1].values[0]:
@@ -78,6 +76,7 @@ def test_the_sampler_solves_random_problems(count: int, monkeypatch: pytest.Monk
 @pytest.mark.parametrize('count', PROBLEMS)
 def test_plug_attention_solves_random_problems(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = launches_of(dense, monkeypatch)
+    small_blocks = dense.blocks_for
     for seed in range(count):
         draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
         dtype = draw.choice([torch.float32, torch.float32, torch.float16, torch.bfloat16])
@@ -93,11 +92,9 @@ def test_plug_attention_solves_random_problems(count: int, monkeypatch: pytest.M
             bias = draw.choice([bias, bias.mT.contiguous().mT, torch.where(bias > 0.3, -torch.inf, bias)])
             bias = bias.where(bias.amax(-1, keepdim=True) > -torch.inf, 0.0)  # no row without a key
         if draw.random() < 0.5:  # blocks as on a GPU
-            monkeypatch.setattr(blocks, 'interpreted', lambda: False)
-            arch = draw.choice([80, 90, 120])
-            monkeypatch.setattr(blocks, 'target_of', lambda device, a=arch: SimpleNamespace(arch=a))
+            monkeypatch.setattr(dense, 'blocks_for', partial(dense.blocks_on, draw.choice([80, 90, 120])))
         else:
-            monkeypatch.setattr(blocks, 'interpreted', lambda: True)
+            monkeypatch.setattr(dense, 'blocks_for', small_blocks)
         gml = GatingModulation('product', activation='tanh', init='paper')
         with torch.no_grad():
             gml.weight.copy_(torch.randn(2, generator=generator))

@@ -130,7 +130,7 @@ def test_every_class_of_the_table_tells_its_sizes(name: str) -> None:
     def note(module: Any, query: Tensor, *args: Any, dropout: float = 0.0, scaling: Any = None, **kwargs: Any) -> Any:
         usual = query.shape[3] ** -0.5
         seen.append((query.shape[1], query.shape[3], dropout))
-        assert sizes.whole_heads or (scaling or usual) == (sizes.scale or usual)
+        assert sizes.why_whole_heads or (scaling or usual) == (sizes.scale or usual)
         return sdpa_attention_forward(module, query, *args, dropout=dropout, scaling=scaling, **kwargs)
 
     AttentionInterface.register('noted', note)
@@ -180,7 +180,7 @@ def test_a_gate_starts_as_its_host_learns_and_comes_off(name: str, gate: str) ->
 
 
 @pytest.mark.parametrize('gate', ['DifferentialMultiheadAttention', 'DifferentialV2MultiheadAttention'])
-@pytest.mark.parametrize('name', [name for name in SAMPLE if form_of(name).whole_heads])
+@pytest.mark.parametrize('name', [name for name in SAMPLE if form_of(name).why_whole_heads])
 def test_gates_that_attend_twice_refuse_rotated_heads(name: str, gate: str) -> None:
     with pytest.raises(ConfigError, match='the gate .*, but the host rotates, scales or normalises'):
         mmgate.swap_attention(build(name), dict(type=gate, path='attn'))

@@ -16,7 +16,7 @@ pytest.importorskip('rfdetr', reason='needs rfdetr, in the environment of transf
 
 import mmgate
 from mmgate.analysis.probes.sampling import record_sampling
-from mmgate.hosts.projects import GatedMSDeformAttn
+from mmgate.hosts.projects import MSDeformAttnAdapter
 
 TEXT = (ROOT / 'docs/hosts.md').read_text()
 PAGE = re.findall(r'```python\n(.*?)```', TEXT.partition('\n## RF-DETR\n')[2].partition('\n## ')[0], re.S)
@@ -68,7 +68,7 @@ def test_the_model_starts_as_it_was_and_its_loss_trains_the_gates(tmp_path: Path
     from rfdetr.models import build_criterion_from_config
 
     model, space = build()
-    gated = [part for part in model.modules() if isinstance(part, GatedMSDeformAttn)]
+    gated = [part for part in model.modules() if isinstance(part, MSDeformAttnAdapter)]
     assert len(space['names']) == 4 and len(gated) == 2
     listed = {one.path: one for one in mmgate.list_attention(model)}
     assert {path for path, one in listed.items() if one.gate} == set(space['names'])
@@ -161,7 +161,7 @@ def test_an_export_holds_the_gates(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         np.testing.assert_allclose(exported, expected[name].numpy(), rtol=1e-4, atol=1e-4)
         assert np.abs(exported - vanilla[name].numpy()).max() > 1e-3
     assert 'GridSample' not in {node.op_type for node in onnx.load(file).graph.node}
-    assert isinstance(space['detector'].model.model.transformer.decoder.layers[0].cross_attn, GatedMSDeformAttn)
+    assert isinstance(space['detector'].model.model.transformer.decoder.layers[0].cross_attn, MSDeformAttnAdapter)
 
 
 def test_predictions_have_the_gates(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def form_of(source: Source) -> str:
             {form.key or form.query, form.key_position},
             {form.value or form.key or form.query},
         )
-        if form.whole_heads == whole and all(
+        if form.why_whole_heads == whole and all(
             given - {form.query} == set(names) - {'', form.query} and given
             for given, names in zip(reading.arguments, taken, strict=True)
         ):

@@ -58,7 +58,6 @@ GROUPS = ('core', *PACKAGES)
 LEFT_OUT = (
     'ops/*/*kernel*.py',
     'ops/*/triton_*.py',
-    'ops/*/*_blocks.py',
     'ops/deformable/deformable_backward.py',
     'ops/triton_backend.py',
     'hosts/points.py',

@@ -1,4 +1,4 @@
-"""Write docs/papers.md, with all rows of the tables and figures of five papers, from docs/papers.yml and metafiles.
+"""Write docs/papers.md, what is the papers' and what is ours, from docs/papers.yml and the metafiles.
 
 python tools/dev/papers.py    writes the page; tests/test_papers.py holds it to what it is made from
 """
@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,23 +37,24 @@ TASKS = {
     'Image Classification': {'Top 1 Accuracy'},
 }
 PARAMETERS = 'million parameters'  # of any model; those of the metafile have to agree
-RECIPES = {  # by the first file that a classifier is or inherits
-    'lvvit-t_8xb128-300e_in1k': "LV-ViT's recipe",
-    'vitae-t_4xb128-300e_in1k': "ViTAE's recipe",
-    'imagenet_deit_8xb128-300e': "DeiT's recipe",
-    'imagenet_pvt_8xb128-300e': "Agent attention's recipe for PVT",
-    'imagenet_swin_8xb128-300e': "Agent attention's recipe for Swin",
-    'imagenet_cswin_8xb128-300e': "Agent attention's recipe for CSwin",
-    'imagenet_384px_8xb32-30e': 'fine-tuned for 30 epochs',
-    'deit-t_8xb128-300e': "Agent attention's recipe",
-    'imagenet_8xb128-300e': "Agent attention's recipe",
-}
-INTRODUCTION = """# The papers, row by row
+UNPRINTED = {PARAMETERS, 'FPS'}  # metrics that are not in the column of results
+LISTS = {'Figures', 'Measures'}  # tables whose rows are answered one by one
+INTRODUCTION = """# The papers: what is theirs, what is ours
 
-Every table and figure of the five papers. A row links the config that reproduces it with mmgate, or names the command,
-the option, or the reason why there is none. Figures are the papers'; ours are among
-[papers' claims, tried](when_gates_help.md#papers-claims-tried). `python tools/dev/papers.py` writes the page from
-[papers.yml](papers.yml) and the metafiles of configs and projects.
+**No result on this page is ours, and no config on it was trained at its paper's scale.** Accuracies are the papers'.
+Smaller trials are in [when gates help](when_gates_help.md).
+
+The *source* of a point is the **paper**, its authors' **files** (code, checkpoints), its parameter **counts**, or
+**ours**: our choice.
+
+In the tables of configs, *tables* are the paper's tables and figures (F) that have the config as a row. *Ungated* is
+the partner without the method, linked if it is mmgate's, and else the package's config of the same name. Parameters are
+the trained ones, multiply-accumulates (MACs) by `python tools/analysis_tools/get_flops.py CONFIG --shape HEIGHT WIDTH`:
+as counted here, the ungated model's first, and in brackets as the paper prints them. Every printed row is in
+[papers.yml](papers.yml), from which `python tools/dev/papers.py` writes this page.
+"""
+NEXT = """Next: [when gates help](when_gates_help.md), [all configs](../configs/README.md),
+[train and test](train.md).
 """
 
 
@@ -98,65 +99,146 @@ def make_page(papers: Mapping[str, Any], models: Mapping[str, Any]) -> str:
         if entry.get('project'):
             links += f', [{entry["project"]}](../{entry["project"]}/README.md)'
         lines += [f'## {paper}', '', f'{entry["title"]}; {links}.', '']
-        for table, content in entry['tables'].items():
-            title = f'{table}: {content["about"]}' if content['about'] else table
-            lines += [f'### {title}', '', *_table(paper, table, content, models), '']
-    return '\n'.join(lines)
+        lines += _rows(['point', 'here', 'source'], entry['fidelity']) + ['']
+        lines += [f'### {paper}: configs', '', entry['tried'], '', *_configs(paper, entry, models), '']
+        lines += [f'- {table}: {content["note"]}' for table, content in entry['tables'].items() if content.get('note')]
+        lines += ['', f'### {paper}: commands and other rows', '', *_others(entry), '']
+        lines += [f'### {paper}: missing', '', *_missing(entry), '']
+    lines.append(NEXT)
+    return re.sub(r'\n{3,}', '\n\n', '\n'.join(lines))
 
 
-def _table(paper: str, table: str, content: Mapping[str, Any], models: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a table: a column for each metric, and above it what its rows have in common.
-
-    A row links the config that answers it. Other answers have a column where most rows have one, and else follow the
-    row's name.
-    """
-    metrics = _metrics(content)
-    answers = {row: _cell(given, models) for row, given in content['rows'].items()}
-    said = [content['note']] if content.get('note') else []
-    recipes = list(dict.fromkeys(filter(None, (_recipe_of(given, models) for given in content['rows'].values()))))
-    if recipes:
-        numbers = [f'({number}) {recipe}' for number, recipe in enumerate(recipes, 1)]
-        text = recipes[0] if len(recipes) == 1 else ', '.join(numbers)
-        said.append(text[0].upper() + text[1:] + '.')
-    frame = _shared(answers.values())
-    if frame:
-        start, end = frame
-        said.append(f'Command: `{" ".join((*start, "...", *end))}`, where the rows name the rest.')
-        for row, answer in answers.items():
-            words = answer.strip('`').split()
-            rest = ' '.join(words[len(start) : len(words) - len(end)])
-            answers[row] = f'`{rest}`' if rest else '-'
-    common = len(answers) > 1 and set(answers.values()) != {''} and len(set(answers.values())) == 1
-    if common:
-        said.append(f'All rows: {next(iter(answers.values()))}.')
-    apart = bool(metrics) and not common and sum(map(bool, answers.values())) > len(answers) / 2
-    lines = [['row', *metrics] + (['answer'] if apart else [])]
-    for row, given in content['rows'].items():
-        kind, text, _ = _answer(given)
-        linked = kind == 'config' and text in models
-        name = f'[{row}](../{models[text]["Config"]})' if linked else row
-        recipe = _recipe_of(given, models)
-        if recipe and len(recipes) > 1:
-            name += f' ({recipes.index(recipe) + 1})'
-        if answers[row] and not apart and not common:
-            name += f': {answers[row]}'
-        figures = _figures(given, paper, table, content, models)
-        lines.append([name, *(str(figures.get(metric, '-')) for metric in metrics)] + ([answers[row]] if apart else []))
-    above = [' '.join(said), ''] if said else []
-    if not metrics:
-        return above + [f'- {name}' for (name,) in lines[1:]]
-    header, *rows = (f'| {" | ".join(line)} |' for line in lines)
-    return [*above, header, '|' + '---|' * len(lines[0]), *rows]
+def _rows(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table."""
+    return [f'|{"|".join(line)}|' for line in (header, ['---'] * len(header), *rows)]
 
 
-def _shared(answers: Collection[str]) -> tuple[list[str], list[str]] | None:
-    """Return the first and the last words that different commands have in common, or None if these are few."""
-    commands = [answer.strip('`').split() for answer in answers if answer.startswith('`python ')]
-    if len(commands) < len(answers) or len(set(map(tuple, commands))) < 2:
-        return None
-    start = os.path.commonprefix(commands)
-    end = os.path.commonprefix([command[len(start) :][::-1] for command in commands])[::-1]
-    return (start, end) if len(start) + len(end) > 4 else None
+def _configs(paper: str, entry: Mapping[str, Any], models: Mapping[str, Any]) -> list[str]:
+    """Return the table of a paper's configs, each with its ungated partner, and the reasons of its differences."""
+    tables: dict[str, list[str]] = {}
+    figures: dict[str, dict[str, Any]] = {}
+    for table, content in entry['tables'].items():
+        for row, given in content['rows'].items():
+            kind, name, _ = _answer(given)
+            if kind == 'config':
+                tables[name] = tables.get(name, []) + _short(table, row)
+                printed = _figures(given, paper, table, content, models)
+                figures[name] = {**printed, **figures.get(name, {})}
+    counts = entry.get('counts', {})
+    by_stem = {Path(name).stem: name for name in tables}
+    partners = {name: by_stem.get(name.partition('-')[2], '') for name in tables if not _ungated(name, models)}
+    has_counts = any(name in counts for name in tables)
+    reasons: list[str] = []
+    lines = []
+    for name in tables:
+        if name in partners.values():
+            continue
+        ungated = _ungated(name, models)
+        pair = (name, '') if ungated else (partners[name], name)
+        results = [_results(one, figures) for one in pair]
+        if pair[0] in models and not ungated:
+            results[0] = f'[{results[0] or "config"}](../{models[pair[0]]["Config"]})'
+        columns: list[list[str]] = [[], [], []]
+        for one in pair:
+            parameters, macs, why = _counted(one, figures, counts, models)
+            if why and why not in reasons:
+                reasons.append(why)
+            if parameters and (one == name or one in counts):
+                columns[0].append(parameters)
+                columns[1].append(macs)
+                columns[2].append(str(reasons.index(why) + 1) if why else '')
+        cells = [', '.join(dict.fromkeys(filter(None, column))) for column in columns]
+        line = [_label(name, entry, models), ', '.join(dict.fromkeys(tables[name])), *results]
+        lines.append([*line, *(cells if has_counts else cells[:1])])
+    header = ['config', 'tables', 'ungated', 'with it', 'million parameters']
+    header += ['billion MACs', 'why'] if has_counts else []
+    return _rows(header, lines) + [''] + [f'{number}. {why}' for number, why in enumerate(reasons, 1)] + ['']
+
+
+def _short(table: str, row: str) -> list[str]:
+    """Return the numbers of a row's tables and figures, figures with an F before them."""
+    if table == 'Figures':
+        return [f'F{number}' for number in row.partition(':')[0].split(', ')]
+    return [re.sub('^(Table|Section|Appendix) ', '', table).replace('Figure ', 'F')]
+
+
+def _ungated(name: str, models: Mapping[str, Any]) -> bool:
+    return '::' in name or '/vanilla/' in models[name]['Config']
+
+
+def _label(name: str, entry: Mapping[str, Any], models: Mapping[str, Any]) -> str:
+    """Return a config's name without its schedule, linked, and a mark if its recipe is not the paper's."""
+    if '::' in name:
+        return f'`{name}`'
+    short = re.sub(r'(_\d+xb\d+-(\d+[ek]|lsj-50e))?_(in1k|coco|ade20k-\d+x\d+)', '', name)
+    short = re.sub(r'_\d+xb\d+-\d+e_', ', ', short).replace('-in1k-384x384-pre', '')
+    own = any(re.fullmatch(pattern, name) for pattern in entry.get('own_recipes', []))
+    return f'[{short}](../{models[name]["Config"]}){"*" if own else ""}'
+
+
+def _results(name: str, figures: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the printed results of a config."""
+    return ' / '.join(str(value) for metric, value in figures.get(name, {}).items() if metric not in UNPRINTED)
+
+
+def _counted(
+    name: str, figures: Mapping[str, Mapping[str, Any]], counts: Mapping[str, Any], models: Mapping[str, Any]
+) -> tuple[str, str, str]:
+    """Return parameters and multiply-accumulates, each with the paper's in brackets, and the reason of a difference."""
+    if name in counts:
+        _, *cells, why = counts[name]
+        return (
+            *(f'{ours} ({paper})' if paper else ours for paper, ours in zip(cells[::2], cells[1::2], strict=True)),
+            why,
+        )
+    if name not in models:
+        return '', '', ''
+    printed = figures[name].get(PARAMETERS)
+    ours = f'{models[name]["Metadata"]["Parameters"] / 1e6:.2f}'
+    return (f'{ours} ({printed})' if printed else ours), '', ''
+
+
+def _others(entry: Mapping[str, Any]) -> list[str]:
+    """Return a line for each row that is answered by a command, an option or another table."""
+    lines = []
+    for table, content in entry['tables'].items():
+        title = f'{table}, {content["about"]}' if content['about'] else table
+        runs = {row: _answer(given)[1] for row, given in content['rows'].items() if _answer(given)[0] == 'run'}
+        if table in LISTS:
+            prefix = 'Figure ' if table == 'Figures' else ''
+            lines += [f'- {prefix}{row}: `{command}`' for row, command in runs.items()]
+        elif runs:
+            start, end = _shared(runs.values())
+            rest = [' '.join(run.split()[len(start) : len(run.split()) - len(end)]) for run in runs.values()]
+            command = ' '.join([*start, *(['...'] if any(rest) else []), *end])
+            given = [f'`{words}`' if words else 'nothing' for words in dict.fromkeys(rest)]
+            lines.append(f'- {title}: `{command}`' + (f', where ... is {", ".join(given)}' if any(rest) else ''))
+        for row, given in content['rows'].items():
+            kind, text, _ = _answer(given)
+            if kind in ('see', 'option'):
+                name = f'Figure {row}' if table == 'Figures' else table if row == 'all' else f'{table}, {row}'
+                lines.append(f'- {name}: {"see " if kind == "see" else ""}{text}')
+    return lines
+
+
+def _shared(commands: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the first and the last words that commands have in common."""
+    split = [command.split() for command in commands]
+    start = os.path.commonprefix(split)
+    end = os.path.commonprefix([words[len(start) :][::-1] for words in split])[::-1]
+    return start, end
+
+
+def _missing(entry: Mapping[str, Any]) -> list[str]:
+    """Return a line for each reason why rows have no answer, and what else is missing."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for table, content in entry['tables'].items():
+        for row, given in content['rows'].items():
+            kind, text, _ = _answer(given)
+            if kind == 'not':
+                rows.setdefault((table, text), []).append(row)
+    lines = [f'- {table} ({", ".join(names)}): {text}' for (table, text), names in rows.items()]
+    return lines + [f'- {line}' for line in entry.get('missing', [])]
 
 
 def _answer(given: Any) -> tuple[str, Any, Any]:
@@ -343,33 +425,6 @@ def _figures(
     printed = _of_metafile(text, paper, table, models) if kind == 'config' else {}
     found = {**printed, **_written(figure, metrics)}
     return {metric: found[metric] for metric in metrics if metric in found}
-
-
-def _cell(given: Any, models: Mapping[str, Any]) -> str:
-    """Return a row's answer as text; empty for a config of ours, which the row's name links."""
-    kind, text, _ = _answer(given)
-    if kind == 'config':
-        return '' if text in models else f'`{text}`'
-    return {'run': f'`{text}`', 'option': text, 'see': f'see {text}', 'not': f'none: {text}'}[kind]
-
-
-def _recipe_of(given: Any, models: Mapping[str, Any]) -> str:
-    """Return the ImageNet recipe of a row's config; empty if it has none."""
-    kind, text, _ = _answer(given)
-    return _recipe(ROOT / models[text]['Config']) if kind == 'config' and text in models else ''
-
-
-def _recipe(path: Path) -> str:
-    """Return the ImageNet recipe that a config of ours inherits; empty if it inherits none."""
-    if 'classification' not in path.parts:
-        return ''
-    if path.stem in RECIPES:
-        return RECIPES[path.stem]
-    for base in re.findall(r"'([^':]+\.py)'", path.read_text().partition('_base_ = ')[2].partition('\n\n')[0]):
-        found = _recipe((path.parent / base).resolve())
-        if found:
-            return found
-    return ''
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ MMGATE_NATIVE=$folder/address.so ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print
   LD_PRELOAD="$(preloaded libasan.so)$(preloaded libubsan.so)$(preloaded libstdc++.so)" \
   "$PY" -m pytest -q -p no:cacheprovider --capture=sys -k 'not auto_takes' -m 'not slow' \
   tests/test_ops/test_deformable/test_native_deformable.py \
-  tests/test_ops/test_dense/test_softmax.py tests/test_ops/test_dense/test_chunked.py
+  tests/test_ops/test_dense/test_chunked.py
 took 'addresses and undefined behaviour'
 
 echo 'sanitize: threads'

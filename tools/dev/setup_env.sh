@@ -58,6 +58,8 @@ case $SET in
   *) echo "usage: $0 [demo|forks|originals|transformers|torch]" >&2; exit 2 ;;
 esac
 TORCH=${TORCH:-2.13.0}
+# The kernels need Triton 3.2, and torch before 2.6 pins an older one.
+if [ "$(printf '%s\n' 2.6 "$TORCH" | sort -V | head -n 1)" != 2.6 ]; then PACKAGES=("${PACKAGES[@]/triton,/}"); fi
 CACHE=${MMGATE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/mmgate}
 PYTHON=${PYTHON:-$(command -v python3.11 || command -v python3)}
 

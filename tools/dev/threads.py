@@ -6,7 +6,7 @@ import torch
 
 from mmgate.ops import native as library
 from mmgate.ops.deformable import ms_deform_attn
-from mmgate.ops.dense.native_dense import gated_softmax, gated_softmax_backward
+from mmgate.ops.dense.chunked import gated_softmax, gated_softmax_backward
 from mmgate.ops.native import why_not_native
 
 
@@ -35,10 +35,11 @@ def attend() -> None:
                 torch.set_num_threads(threads)
                 bias = torch.randn(1, 3, 1, 2000)
                 # The factor is formed in its place.
-                weights = gated_softmax(logits, factor, bias, torch.empty_like(logits), (0.5, -0.2, 1.0, 0.1))
+                scalars = (0.5, -0.2, 1.0, 0.1)
+                weights = gated_softmax(logits, factor, bias, torch.empty_like(logits), scalars, by_loop=True)
                 grad = torch.randn_like(logits)
                 delta = (grad * weights).sum(-1, keepdim=True)
-                gated_softmax_backward(logits, factor, weights, grad, delta)
+                gated_softmax_backward(logits, factor, weights, grad, delta, by_loop=True)
 
 
 def main() -> None:

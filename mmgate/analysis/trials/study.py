@@ -333,7 +333,10 @@ def run_python(arguments: list[str], log: Path | None = None) -> None:
     try:
         with nullcontext() if log is None else log.open('ab') as file:
             call = [sys.executable, '-W', 'ignore', *arguments]
-            child = subprocess.Popen(call, stdout=file, stderr=None if file is None else subprocess.STDOUT)
+            # It finds projects where this process does.
+            environment = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}
+            errors = None if file is None else subprocess.STDOUT
+            child = subprocess.Popen(call, stdout=file, stderr=errors, env=environment)
             try:
                 child.wait()
             except KeyboardInterrupt:

@@ -126,7 +126,7 @@ class DeformableAdapter(Adapter):
         )
 
 
-class GatedDeformableAttention(DeformableAdapter):
+class DeformableAttentionAdapter(DeformableAdapter):
     """Adapter that lets gates into mmcv's ``MultiScaleDeformableAttention`` or, without mmcv, into our copy of it."""
 
     embed_dims: int
@@ -289,7 +289,7 @@ def build_deformable_attention(
 def deformable_attention(name: str, gate: type[DeformableGate]) -> Callable[..., nn.Module]:
     """Register and return a function that builds mmcv's deformable attention with a gate."""
     return attention_named(
-        name, gate, "mmcv's ``MultiScaleDeformableAttention``", build_deformable_attention, GatedDeformableAttention
+        name, gate, "mmcv's ``MultiScaleDeformableAttention``", build_deformable_attention, DeformableAttentionAdapter
     )
 
 

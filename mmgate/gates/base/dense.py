@@ -51,8 +51,8 @@ class DenseGate(Gate):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
-        if sizes.no_gate and not is_vanilla(self):
-            raise ConfigError(sizes.no_gate)
+        if sizes.why_no_gate and not is_vanilla(self):
+            raise ConfigError(sizes.why_no_gate)
         self.qdim, self.kdim, self.vdim = sizes.input_widths
         usual = (sizes.query_width or self.head_dim) ** -0.5
         scale = sizes.scale or usual
@@ -168,7 +168,7 @@ def is_vanilla(gate: Any) -> bool:
     return type(gate) is DenseGate
 
 
-class GatedTorchAttention(DenseAdapter):
+class TorchAttentionAdapter(DenseAdapter):
     """Adapter that lets dense gates into ``torch.nn.MultiheadAttention``.
 
     As in torch, attention weights are returned unless ``need_weights=False``. They are N x M maps, which the gates'
@@ -191,13 +191,13 @@ class GatedTorchAttention(DenseAdapter):
             host.num_heads,
             inputs=(host.embed_dim, host.kdim, host.vdim),
             dropout=host.dropout,
-            no_gate=NO_INPUT if appends else '',
+            why_no_gate=NO_INPUT if appends else '',
         )
 
     @property
     def _is_wrapped(self) -> bool:
         """True inside the attention of mmcv and others, which take the output alone and say so by no argument."""
-        return 'attn' in self.gating.child.split('.')
+        return 'attn' in self.gating.inner.split('.')
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
@@ -249,7 +249,7 @@ class GatedTorchAttention(DenseAdapter):
             padding = None if key_padding_mask is None else key_padding_mask[None]
             query, key, value = (x.unsqueeze(axis) for x in (query, key, value))
             # Not by self.forward, which others may have wrapped.
-            output, weights = GatedTorchAttention.forward(
+            output, weights = TorchAttentionAdapter.forward(
                 self, query, key, value, padding, need_weights, attn_mask, average_attn_weights, is_causal
             )
             return output.squeeze(axis), None if weights is None else weights[0]
@@ -324,7 +324,7 @@ def build_multihead_attention(
 def dense_attention(name: str, gate: type[DenseGate]) -> Callable[..., nn.Module]:
     """Register and return a function that builds mmcv's ``MultiheadAttention`` with a gate."""
     return attention_named(
-        name, gate, "mmcv's ``MultiheadAttention``", build_multihead_attention, GatedTorchAttention, 'attn'
+        name, gate, "mmcv's ``MultiheadAttention``", build_multihead_attention, TorchAttentionAdapter, 'attn'
     )
 
 
@@ -339,4 +339,4 @@ def make_gated(host: nn.MultiheadAttention, gate_type: type[DenseGate], **option
     Raises:
         ConfigError: The gate does not fit.
     """
-    return gate_alone(host, GatedTorchAttention, gate_type, dict(options, type=gate_type, path=''), **options)
+    return gate_alone(host, TorchAttentionAdapter, gate_type, dict(options, type=gate_type, path=''), **options)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
 from mmgate.gate import Sizes, StateDict, start_linear
-from mmgate.gates.base.map import MapGate, Size, map_in_training
+from mmgate.gates.base.map import HeightWidth, MapGate, pretraining_map
 from mmgate.gates.parts.options import integer
 from mmgate.gates.parts.resizing import resize_grid
 from mmgate.notes import note
@@ -24,10 +24,9 @@ class LinearGate(MapGate):
         sizes: Sizes of the host's attention.
         dwc: Side of the kernel of a depthwise convolution, whose output is added to the heads; 0 for no convolution. By
             default ``default_dwc`` of the class, which is the paper's.
-        dwc_shared: True for d kernels, which the heads share; False for C kernels.
-        position_encoding: True adds a learnt position encoding to the keys. By default the class's ``has_positions``
-            says it, which is the paper's, and a ``map_size`` or ``image_size`` that is given. The encoding is resized
-            bilinearly for another map, in a forward pass and on loading.
+        position_encoding: True adds a learnt position encoding to the keys, resized bilinearly for another map. By
+            default the class's ``has_positions`` says it, which is the paper's, and a ``map_size`` or ``image_size``
+            that is given.
         map_size: Height and width of the map in pre-training, the shape of the encoding; by default that of
             ``image_size``.
         image_size: Side, or height and width, of the images in pre-training; by default those of the map that the model
@@ -45,12 +44,14 @@ class LinearGate(MapGate):
     Attributes:
         gate_layers: Names of the linear layers that compute gates from the tokens; ``gate_out`` multiplies the output.
         default_dwc: Side of the convolution's kernel where ``dwc`` is not given.
+        shares_dwc: True for d kernels, which the heads share; False for C kernels.
         has_positions: True if the keys get a position encoding where ``position_encoding`` is not given.
     """
 
     undecayed: tuple[str, ...] = ('position_encoding',)
     gate_layers: tuple[str, ...] = ()
     default_dwc = 0
+    shares_dwc = False
     has_positions = False
 
     def __init__(
@@ -58,7 +59,6 @@ class LinearGate(MapGate):
         sizes: Sizes,
         *,
         dwc: int | None = None,
-        dwc_shared: bool = False,
         position_encoding: bool | None = None,
         map_size: tuple[int, int] | None = None,
         image_size: int | tuple[int, int] | None = None,
@@ -73,13 +73,13 @@ class LinearGate(MapGate):
         meaning = ': the odd side of a kernel, or 0 for no convolution'
         if integer('dwc', dwc, least=0, meaning=meaning) and dwc % 2 == 0:
             raise ConfigError(f'dwc={dwc} must be odd{meaning}.')
-        channels = self.head_dim if dwc_shared else self.embed_dims
+        channels = self.head_dim if self.shares_dwc else self.embed_dims
         self.dwc: Any = nn.Conv2d(channels, channels, dwc, padding=dwc // 2, groups=channels) if dwc else None
         self.position_encoding: Any = None
         if position_encoding is None:
             position_encoding = self.has_positions or map_size is not None or image_size is not None
         if position_encoding:
-            height, width = self.map_size = map_in_training(sizes, map_size, image_size)
+            height, width = self.map_size = pretraining_map(sizes, map_size, image_size)
             self.position_encoding = nn.Parameter(torch.zeros(1, height * width, self.embed_dims))
         for name in self.gate_layers:
             self.add_module(name, nn.Linear(self.embed_dims, self.embed_dims, bias=sizes.bias))
@@ -92,14 +92,14 @@ class LinearGate(MapGate):
             nn.init.zeros_(self.position_encoding)
         start_linear(*(getattr(self, name) for name in self.gate_layers))
 
-    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: HeightWidth) -> Tensor:
         """Compute linear attention without the convolution, ``(B, N, C)``; the arguments are those of :meth:`mix`.
 
         It calls :meth:`note_map` with what it multiplies.
         """
         raise TypeError(f'{type(self).__name__} mixes no tokens; use a subclass.')
 
-    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: HeightWidth) -> Tensor:
         """Attend, add the convolved values, and multiply the sum by the output gate if there is one."""
         out = self.attend(x, q, self._with_positions(k, hw_shape), v, hw_shape)
         if self.dwc is not None:
@@ -116,7 +116,7 @@ class LinearGate(MapGate):
         # Features that are powers are in 32 bits where the values have 16.
         note(self, 'kv', lambda: key_value_map(k, v.to(k.dtype)))
 
-    def convolve(self, v: Tensor, hw_shape: Size) -> Tensor:
+    def convolve(self, v: Tensor, hw_shape: HeightWidth) -> Tensor:
         """Convolve the values ``(B, N, C)`` over the map; the class token gets zeros."""
         repeats = self.embed_dims // self.dwc.weight.shape[0]
         weight = self.dwc.weight.repeat(repeats, 1, 1, 1)
@@ -136,13 +136,13 @@ class LinearGate(MapGate):
                 resized.append('position_encoding')
         return resized
 
-    def _with_positions(self, k: Tensor, hw_shape: Size) -> Tensor:
+    def _with_positions(self, k: Tensor, hw_shape: HeightWidth) -> Tensor:
         """Add the position encoding, if there is one, to the keys ``(B, N, C)``."""
         if self.position_encoding is None:
             return k
         return k + self.after_class_token(self._resized_encoding(hw_shape))
 
-    def _resized_encoding(self, hw_shape: Size) -> Tensor:
+    def _resized_encoding(self, hw_shape: HeightWidth) -> Tensor:
         if hw_shape == self.map_size:
             return self.position_encoding
         grid = self.position_encoding.transpose(1, 2).unflatten(-1, self.map_size)

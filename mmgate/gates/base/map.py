@@ -19,7 +19,7 @@ from mmgate.notes import note
 from mmgate.ops.layout import check_layout
 
 # Height and width.
-Size = tuple[int, int]
+HeightWidth = tuple[int, int]
 # Side of most images in pre-training, and the option that says it, as an example in messages.
 IMAGE_SIDE = 224
 EXAMPLE = f'image_size={IMAGE_SIDE}'
@@ -49,7 +49,7 @@ class MapGate(Gate):
         shifted: True if the host's windows are shifted, as in Swin's odd blocks.
     """
 
-    map_size: Size | None = None
+    map_size: HeightWidth | None = None
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
@@ -58,7 +58,7 @@ class MapGate(Gate):
         self.scale = sizes.scale or self.head_dim**-0.5
         self.shifted = sizes.shifted
 
-    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: HeightWidth) -> Tensor:
         """Mix the tokens of a map: attend with projected queries, keys and values, up to the output projection.
 
         Args:
@@ -97,7 +97,7 @@ class MapGate(Gate):
         return f'a map of {self.map_size}'
 
 
-def map_in_training(sizes: Sizes, map_size: Size | None, image_size: int | Size | None) -> Size:
+def pretraining_map(sizes: Sizes, map_size: HeightWidth | None, image_size: int | HeightWidth | None) -> HeightWidth:
     """Return the map in pre-training: as a rule says it, else the one that the model around the attention keeps.
 
     It gives parameters their shapes. An optimizer takes them before the first forward pass, which cannot be waited for.
@@ -128,14 +128,14 @@ def map_in_training(sizes: Sizes, map_size: Size | None, image_size: int | Size 
     )
 
 
-def map_of_image(image_size: int | Sequence[int], stride: int) -> Size:
+def map_of_image(image_size: int | Sequence[int], stride: int) -> HeightWidth:
     """Return the map of an image, its side or (height, width); a part of a patch at the border counts as a whole."""
     sides = image_size if isinstance(image_size, Sequence) else (image_size, image_size)
     height, width = height_and_width('image_size', sides)
     return -(-height // stride), -(-width // stride)
 
 
-def _check_tokens(x: Tensor, hw_shape: Size, class_tokens: int = 0) -> None:
+def _check_tokens(x: Tensor, hw_shape: HeightWidth, class_tokens: int = 0) -> None:
     """Raise ValueError unless the number of tokens in ``x`` is that of a map of height and width ``hw_shape``."""
     height, width = hw_shape
     if x.shape[1] != class_tokens + height * width:
@@ -157,7 +157,9 @@ class MapAdapter(Adapter):
         """Turn mixed tokens ``(B, N, C)`` into the output, with the host's output projection and dropouts."""
         return self.dropout_layer(self.proj_drop(self.proj(x)))
 
-    def attend_gated(self, x: Tensor, hw_shape: Size | None = None, identity: Tensor | float | None = None) -> Tensor:
+    def attend_gated(
+        self, x: Tensor, hw_shape: HeightWidth | None = None, identity: Tensor | float | None = None
+    ) -> Tensor:
         """Attend over the tokens of a map with the gate: project, mix, project the output, add ``identity``.
 
         Args:
@@ -186,7 +188,7 @@ class MapAdapter(Adapter):
         return out if identity is None else identity + out
 
 
-def _host_map(gate: MapGate, x: Tensor) -> Size:
+def _host_map(gate: MapGate, x: Tensor) -> HeightWidth:
     """Return the map that the model around a gate keeps, if the tokens ``(B, N, C)`` are its tokens, all of them.
 
     Raises:
@@ -194,8 +196,8 @@ def _host_map(gate: MapGate, x: Tensor) -> Size:
     """
     if gate.host_map is None:
         raise ValueError(
-            f"{type(gate).__name__} was told no map: hand hw_shape to attend_gated, or let the adapter's around return "
-            'the map_size that the model keeps.'
+            f"{type(gate).__name__} was told no map: hand hw_shape to attend_gated, or let the adapter's "
+            'sizes_from_model return the host_map that the model keeps.'
         )
     height, width = gate.host_map
     if x.shape[1] != gate.class_tokens + height * width:
@@ -255,13 +257,13 @@ class MapAttention(nn.Module):
     def init_weights(self) -> None:
         """Do nothing: parameters keep the initial values of the model around. A gate in the module starts here."""
 
-    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: HeightWidth) -> Tensor:
         """Mix the projected tokens of a map, ``(B, N, C)``; the arguments are those of :meth:`MapGate.mix`."""
         q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))  # (B, H, N, d)
         dropout = self.attn_drop if self.training else 0.0
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=self.scale).transpose(1, 2).flatten(2)
 
-    def forward(self, x: Tensor, hw_shape: Size) -> Tensor:
+    def forward(self, x: Tensor, hw_shape: HeightWidth) -> Tensor:
         """Attend over the tokens ``(B, N, C)`` of a map of height and width ``hw_shape``.
 
         Raises:
@@ -274,7 +276,7 @@ class MapAttention(nn.Module):
         return self.dropout_layer(self.proj_drop(self.proj(self.mix(x, q, k, v, hw_shape))))
 
 
-class GatedMapAttention(MapAdapter):
+class MapAttentionAdapter(MapAdapter):
     """Adapter that lets attention over a map into :class:`MapAttention`."""
 
     @classmethod
@@ -289,7 +291,7 @@ class GatedMapAttention(MapAdapter):
             class_tokens=host.class_tokens,
         )
 
-    def forward(self, x: Tensor, hw_shape: Size, identity: Tensor | float | None = None) -> Tensor:
+    def forward(self, x: Tensor, hw_shape: HeightWidth, identity: Tensor | float | None = None) -> Tensor:
         """Attend over the tokens of a map, see :meth:`attend_gated`."""
         return self.attend_gated(x, hw_shape, identity)
 
@@ -302,7 +304,7 @@ def map_attention(name: str, gate: type[MapGate], *, force: bool = False) -> Cal
         gate: Class of the gate.
         force: True replaces what is registered under the name.
     """
-    return attention_named(name, gate, ':class:`.MapAttention`', MapAttention, GatedMapAttention, force=force)
+    return attention_named(name, gate, ':class:`.MapAttention`', MapAttention, MapAttentionAdapter, force=force)
 
 
 class SoftmaxGate(MapGate):

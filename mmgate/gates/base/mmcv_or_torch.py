@@ -1,8 +1,8 @@
 """Import mmcv's attention classes, from which ours derive, or without mmcv their replacements in plain torch."""
 
-from mmgate._environment import check_mmcv, torch_alone
+from mmgate._environment import check_mmcv, without_mmengine
 
-if not torch_alone():
+if not without_mmengine():
     check_mmcv()
     from mmcv.cnn.bricks.drop import build_dropout
     from mmcv.cnn.bricks.transformer import MultiheadAttention

@@ -13,7 +13,7 @@ from mmgate.adapter import Adapter, Record, initialised_gate
 from mmgate.gate import Gate, gate_options
 from mmgate.gating import gate_module
 from mmgate.registry import MODELS
-from mmgate.start import initialise_gates_last
+from mmgate.start import wrap_init_weights
 
 
 def attention_named(
@@ -41,7 +41,7 @@ def attention_named(
         own = {option: options.pop(option) for option in gate_options(gate) if option in options}
         built = build(*args, **options)
         gate_alone(built.get_submodule(child), adapter, gate, dict(own, type=name, path=''), child, **own)
-        initialise_gates_last(built)
+        wrap_init_weights(built)
         return built
 
     build_gated.__name__ = build_gated.__qualname__ = name
@@ -61,7 +61,7 @@ def gate_alone(
 
     Args:
         host: Module to be gated.
-        adapter: Adapter of its family.
+        adapter: Adapter of its class.
         gate: Class of the gate.
         rule: Rule that would gate it.
         child: Its path from the module that such a rule would name.

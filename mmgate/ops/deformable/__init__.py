@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..backend import OPERATORS, Backend, run_operator
-from ..custom_op import outside_graphs
+from ..backend import OPERATORS, Backend, outside_graphs, run_operator
 from ..native import advice_for_native, why_not_native
 from . import grid_sample, mmcv, native_deformable, reference, triton_deformable
 from .samples import POSITIONS, Samples, attention_weights, check, offset_locations

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..custom_op import operator
+from ..backend import operator
 from .samples import Samples, padded_levels, weighted
 
 TENSORS = 'Tensor value, Tensor spatial_shapes, Tensor level_start_index, Tensor locations, Tensor weights'

@@ -16,7 +16,7 @@ from torch import Tensor
 from mmgate.errors import UnsupportedCall
 
 from .. import native as library
-from ..custom_op import arguments_of, operator, save_fields, saved_fields, tensors_of
+from ..backend import arguments_of, operator, save_fields, saved_fields, tensors_of
 from ..native import FLOATING, TYPES, Numbers, fields, fields_of, numbers
 from .samples import POSITIONS, Samples, gradients_of_fields, in_memory
 

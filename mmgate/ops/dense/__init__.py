@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..backend import OPERATORS, Backend, check_backend, run_operator
-from ..custom_op import outside_graphs
+from ..backend import OPERATORS, Backend, check_backend, outside_graphs, run_operator
 from ..native import advice_for_native, why_not_native
-from . import chunked, native_dense, reference, triton_dense
-from .pairs import Modulation, Pairs, check
-from .reference import attention_map, raw_gates
+from . import chunked, reference, triton_dense
+from .reference import Modulation, Pairs, attention_map, check, raw_gates
 
 __all__ = ['attention_map', 'check_gate_backend', 'plug_attention', 'raw_gates']
 
@@ -104,7 +102,7 @@ def check_gate_backend(name: str, modulation: Modulation, gate_width: int, resid
 OPERATORS['plug_attention'] = (
     Backend(
         'native',
-        native_dense.attend,
+        chunked.attend_native,
         why_not_native,
         traceable=False,
         description="rows in chunks, by mmgate's own C++ loop",

@@ -1,7 +1,10 @@
-r"""Backend of PLuG attention that works in chunks of queries, so that no whole N x M map is in memory.
+r"""Two backends of PLuG attention in chunks of queries, so that no whole N x M map is in memory.
 
-It is an autograd function whose backward pass computes each chunk again, in less time and memory than chunks under
-autograd. Dropout, a learnt bias, any other modulation than a module, and torch.compile need the latter.
+The matrix products are torch's. The softmax between them is torch's, too (backend ``chunked``), or a C++ loop on the
+CPU, ``native/cpp/softmax.cpp`` (backend ``native``). Both are an autograd function whose backward pass computes each
+chunk again, in less time and memory than chunks under autograd. Dropout, a learnt bias, any other modulation than a
+module, and torch.compile need the latter, which ``chunked`` alone has.
+
 With S = QK^T / sqrt(d), f = 1 + G (or G), L = S f + mask, P = softmax(L), O = P V and delta = rowsum(dO O):
 
     dV = P^T dO;  dL = P (dO V^T - delta);  df = sum over the heads that share f of dL S;  dS = f dL
@@ -12,6 +15,7 @@ Autograd does the rest, from df to the gate: it is elementwise, on one map for a
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -21,13 +25,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from mmgate.errors import UnsupportedCall
+
+from .. import native
 from ..autocast import autocast_dtype, without_autocast
-from ..custom_op import first_derivatives, save_fields, saved_fields
-from ..tracing import is_compiling
+from ..backend import first_derivatives, save_fields, saved_fields
+from ..native import TYPES, fields
+from ..tracing import hides_numbers, is_compiling
 from . import reference
-from .pairs import Modulation, Pairs
-from .reference import gate_factor, raw_gates
-from .softmax import BY_TORCH, Softmax, sum_heads
+from .reference import Modulation, Pairs, gate_factor, raw_gates
 
 # Elements of (B, H, rows, M) that are in memory at a time. On a CPU they fit into its cache. On a GPU larger chunks
 # need fewer launches.
@@ -35,8 +41,27 @@ CHUNK = 1 << 21
 CHUNK_ON_GPU = 1 << 26
 
 
-def attend(pairs: Pairs, softmax: Softmax = BY_TORCH) -> Tensor:
-    """Compute PLuG attention in chunks of queries, with this softmax."""
+def attend_native(pairs: Pairs) -> Tensor:
+    """Compute PLuG attention in chunks of queries, with the softmax by the C++ loop.
+
+    Raises:
+        UnsupportedCall: There is dropout, a learnt bias or a gate that is no module, or a graph is traced.
+    """
+    bias = pairs.bias
+    asked = {
+        f'dropout={pairs.dropout}': pairs.dropout > 0,
+        'a bias that needs a gradient': bias is not None and bias.requires_grad,
+        'gates that are functions': not isinstance(pairs.modulation, nn.Module),
+        'graphs of torch.compile and tensors without numbers': hides_numbers(pairs.query),
+    }
+    lacking = '; '.join(feature for feature, is_asked in asked.items() if is_asked)
+    if lacking:
+        raise UnsupportedCall(f"plug_attention: backend 'native' does not have {lacking}. Use 'chunked'.")
+    return attend(pairs, by_loop=True)
+
+
+def attend(pairs: Pairs, *, by_loop: bool = False) -> Tensor:
+    """Compute PLuG attention in chunks of queries, with the softmax by torch's operators or by the C++ loop."""
     query = pairs.query
     modulation = pairs.modulation
     batch, heads, rows, _ = query.shape
@@ -56,7 +81,7 @@ def attend(pairs: Pairs, softmax: Softmax = BY_TORCH) -> Tensor:
         names = ('query', 'key', 'value', 'gate_query', 'gate_key')
         pairs = pairs._replace(**{name: getattr(pairs, name).to(narrow) for name in names})
     with without_autocast(device_type):
-        return AttentionInChunks.apply(step, softmax, list(bound), *pairs, *bound.values())
+        return AttentionInChunks.apply(step, by_loop, list(bound), *pairs, *bound.values())
 
 
 def chunk_on(device: torch.device) -> int:
@@ -129,13 +154,13 @@ class Factor:
 class AttentionInChunks(torch.autograd.Function):
     """Autograd function that computes PLuG attention in chunks of queries.
 
-    ``apply(step, softmax, names, *pairs, *parameters)`` computes ``step`` rows at a time. The pairs are the fields of
-    :class:`.pairs.Pairs`, without dropout and with a bias that gets no gradient; the parameters are the modulation's,
-    by ``names``.
+    ``apply(step, by_loop, names, *pairs, *parameters)`` computes ``step`` rows at a time. The pairs are the fields of
+    :class:`.reference.Pairs`, without dropout and with a bias that gets no gradient; the parameters are those of the
+    modulation, by ``names``.
     """
 
     @staticmethod
-    def forward(ctx: Any, step: int, softmax: Softmax, names: Sequence[str], *arguments: Any) -> Tensor:
+    def forward(ctx: Any, step: int, by_loop: bool, names: Sequence[str], *arguments: Any) -> Tensor:
         """Compute the output ``(B, H, N, e)``, chunk by chunk of queries."""
         pairs = Pairs(*arguments[: len(Pairs._fields)])
         parameters = arguments[len(Pairs._fields) :]
@@ -144,7 +169,7 @@ class AttentionInChunks(torch.autograd.Function):
         is_before = pairs.position == 'pre_softmax'
         output = torch.empty((*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device)
         chunks = _Chunks(step, query, key)
-        forms_factor = softmax.forms_factor and is_before and query.dtype == chunks.dtype
+        forms_factor = by_loop and is_before and query.dtype == chunks.dtype
         scalars = factor.scalars(*parameters) if forms_factor else None
         for rows in chunks:
             gate_rows = gate_query[:, :, rows]
@@ -153,13 +178,14 @@ class AttentionInChunks(torch.autograd.Function):
             else:
                 f = raw_gates(gate_rows, gate_key)
             logits = chunks.product(0, query[:, :, rows], key, query.shape[-1] ** -0.5)
-            weights = softmax.forward(logits, f if is_before else None, rows_of(pairs.bias, rows), logits, scalars)
+            before = f if is_before else None
+            weights = gated_softmax(logits, before, rows_of(pairs.bias, rows), logits, scalars, by_loop=by_loop)
             if not is_before:
                 weights = weights.mul_(f)
             output[:, :, rows] = weights.to(value.dtype) @ value
         save_fields(ctx, pairs, output, *parameters)
         ctx.step = step
-        ctx.softmax = softmax
+        ctx.by_loop = by_loop
         ctx.names = names
         return output
 
@@ -186,12 +212,14 @@ class AttentionInChunks(torch.autograd.Function):
             grad = grad_output[:, :, rows]
             logits = chunks.product(0, q, key, scale)
             bias = rows_of(pairs.bias, rows)
-            weights = ctx.softmax.forward(logits, f if is_before else None, bias, chunks.like(1, logits))
+            out = chunks.like(1, logits)
+            weights = gated_softmax(logits, f if is_before else None, bias, out, by_loop=ctx.by_loop)
             delta = (grad * output[:, :, rows]).sum(-1, keepdim=True, dtype=chunks.dtype)
             grad_weights = chunks.product(2, grad, value, 1.0)
             if is_before:
                 grad_value += weights.to(grad.dtype).transpose(-1, -2) @ grad
-                grad_logits, grad_factor = ctx.softmax.backward(logits, f, weights, grad_weights, delta)
+                given = (logits, f, weights, grad_weights, delta)
+                grad_logits, grad_factor = gated_softmax_backward(*given, by_loop=ctx.by_loop)
             else:
                 grad_factor = sum_heads(torch.mul(grad_weights, weights, out=logits), gate)
                 grad_value += (weights * f).to(grad.dtype).transpose(-1, -2) @ grad
@@ -249,3 +277,114 @@ class _Chunks:
 def rows_of(bias: Tensor | None, rows: slice) -> Tensor | None:
     """Return the part of a bias for a chunk of queries; a bias that all queries share is returned whole."""
     return bias if bias is None or bias.shape[-2] == 1 else bias[:, :, rows]
+
+
+class GatedRows(ctypes.Structure):
+    """Arguments of the C++ loop (sizes, strides, addresses) as a ctypes structure.
+
+    Its fields are those of the C struct ``GatedRows`` in ``native/cpp/softmax.cpp``, in the same order.
+    """
+
+    _fields_ = [
+        *fields(ctypes.c_int64, 'batch heads gate_heads rows columns compute'),
+        ('bias_stride', ctypes.c_int64 * 4),
+        *fields(ctypes.c_int64, 'threads is_raw'),
+        ('scalars', ctypes.c_double * 4),
+        *fields(ctypes.c_void_p, 'logits factor bias weights grad delta grad_factor'),
+    ]
+
+
+def gated_softmax(
+    logits: Tensor,
+    factor: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    scalars: Sequence[float] | None = None,
+    *,
+    by_loop: bool,
+) -> Tensor:
+    """Compute ``softmax(logits * factor + bias)`` over the last axis, write it into ``out`` and return it.
+
+    torch's operators go over the chunk again in each step, the C++ loop goes over each row once.
+
+    Args:
+        logits: ``(B, H, N, M)``, contiguous, float32 or float64.
+        factor: ``(B, H|1, N, M)`` in the dtype of the logits, contiguous; None leaves the logits as they are.
+        bias: Four axes that broadcast to ``(B, H, N, M)``, any dtype; None for none.
+        out: A contiguous tensor like ``logits``, or ``logits`` itself.
+        scalars: The numbers a, b, c and e of a gate, for the C++ loop alone: ``factor`` then holds raw gates r, and
+            ``1 + tanh((a r + b) (c r + e))`` is written over them first.
+        by_loop: True for the C++ loop, False for torch's operators.
+    """
+    if not by_loop:
+        if factor is None:
+            out.copy_(logits)
+        else:
+            torch.mul(logits, factor, out=out)
+        if bias is not None:
+            out.add_(bias)
+        out.sub_(out.amax(-1, keepdim=True)).exp_()
+        return out.div_(out.sum(-1, keepdim=True))
+    call = _described(logits, factor)
+    call.weights = out.data_ptr()
+    if scalars is not None:
+        call.is_raw = 1
+        call.scalars[:] = scalars
+    if bias is not None:
+        bias = bias.to(logits.dtype).expand(logits.shape)
+        call.bias = bias.data_ptr()
+        call.bias_stride[:] = bias.stride()
+    _run(call, backward=False)
+    return out
+
+
+def gated_softmax_backward(
+    logits: Tensor, factor: Tensor, weights: Tensor, grad_weights: Tensor, delta: Tensor, *, by_loop: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the logits and of the gate's factor, given that of the attention weights.
+
+    Args:
+        logits: ``(B, H, N, M)`` before the gate, contiguous. Their values may be lost.
+        factor: ``(B, H|1, N, M)``, contiguous.
+        weights: What :func:`gated_softmax` returned, contiguous.
+        grad_weights: Their gradient, contiguous. The gradient of the logits is written over it.
+        delta: Sum of the weights times their gradient over the columns, ``(B, H, N, 1)``, contiguous.
+        by_loop: See :func:`gated_softmax`.
+    """
+    if not by_loop:
+        grad_logits = grad_weights.sub_(delta).mul_(weights)
+        of_factor = logits.mul_(grad_logits)
+        return grad_logits.mul_(factor), sum_heads(of_factor, factor)
+    grad_factor = torch.empty_like(factor)
+    call = _described(logits, factor)
+    call.weights = weights.data_ptr()
+    call.grad = grad_weights.data_ptr()
+    call.delta = delta.data_ptr()
+    call.grad_factor = grad_factor.data_ptr()
+    _run(call, backward=True)
+    return grad_weights, grad_factor
+
+
+def sum_heads(grad: Tensor, factor: Tensor) -> Tensor:
+    """Sum the gradient of the gate's factor over the heads if all heads share one gate."""
+    return grad.sum(1, keepdim=True) if factor.shape[1] == 1 else grad
+
+
+def _described(logits: Tensor, factor: Tensor | None) -> GatedRows:
+    """Fill in the C++ loop's arguments for a chunk's tensors.
+
+    It holds addresses, and keeps no tensor alive.
+    """
+    call = GatedRows()
+    call.batch, call.heads, call.rows, call.columns = logits.shape
+    call.gate_heads = 1 if factor is None else factor.shape[1]
+    call.compute = TYPES[logits.dtype]
+    call.threads = torch.get_num_threads()
+    call.logits = logits.data_ptr()
+    call.factor = None if factor is None else factor.data_ptr()
+    return call
+
+
+def _run(call: GatedRows, *, backward: bool) -> None:
+    library, _ = native.load()
+    library.mmgate_gated_softmax(ctypes.byref(call), int(backward), int(native.OWN_THREADS))

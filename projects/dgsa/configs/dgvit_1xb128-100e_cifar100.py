@@ -10,6 +10,7 @@ model = dict(
         mean=[129.304, 124.070, 112.434],
         std=[68.170, 65.392, 70.418]),
     head=dict(num_classes=100))
-train_dataloader = dict(batch_size=128)
+# Images as they are: the paper names no augmentation.
+train_dataloader = dict(batch_size=128, dataset=dict(pipeline=[dict(type='PackInputs')]))
 val_dataloader = dict(batch_size=128)
 test_dataloader = dict(batch_size=128)

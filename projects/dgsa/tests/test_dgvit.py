@@ -34,6 +34,23 @@ def test_a_config_takes_a_step(name, gate):
     assert (SwiGLU in kinds) == (gate is not None)
 
 
+@pytest.mark.parametrize('data', ['cifar10', 'cifar100', 'fashionmnist', 'svhn'])
+def test_training_images_are_plain_but_for_noise(data):
+    """The paper names no augmentation; ``dgvit-crop`` has the usual one."""
+
+    def transforms(name, part):
+        cfg = Config.fromfile(CONFIGS / f'{name}_1xb128-100e_{data}.py')
+        return [transform['type'] for transform in cfg[f'{part}_dataloader'].dataset.pipeline]
+
+    tested = transforms('dgvit', 'test')
+    assert transforms('dgvit', 'train') == transforms('vanilla/vit', 'train') == tested
+    assert transforms('dgvit-noise', 'train') == [*tested[:-1], 'mmgate.RandomNoise', tested[-1]]
+    assert transforms('dgvit-noise', 'test') == tested
+    if data == 'cifar10':
+        assert transforms('dgvit-crop', 'train') == ['RandomCrop', 'RandomFlip', *tested]
+        assert transforms('dgvit-crop', 'test') == tested
+
+
 def test_the_matched_vit_has_the_parameters_of_dgvit():
     counts = []
     for name in ('dgvit', 'vanilla/vit-matched'):

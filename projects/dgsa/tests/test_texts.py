@@ -5,6 +5,7 @@ import gzip
 import json
 import math
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -118,6 +119,24 @@ def test_a_study_trains_what_its_table_lacks(tmp_path, monkeypatch, capsys):
     seconds = study.FIELDS.index('seconds')
     before, after = ([line.split(',')[:seconds] for line in lines] for lines in (whole, path.read_text().splitlines()))
     assert after == before
+
+
+def test_commands_write_outside_of_the_project(tmp_path, monkeypatch, capsys):
+    """Without ``--csv`` and ``--out``, a run and a figure go to work_dirs; a report reads the project's table."""
+    pytest.importorskip('matplotlib', reason='the figure needs matplotlib, which is not installed')
+    monkeypatch.setattr(study, 'docstrings', lambda: (FEW, list('abc')))
+    monkeypatch.setitem(study.SETTINGS, 'docstrings', BRIEF)
+    monkeypatch.chdir(tmp_path)
+    folder = Path(study.__file__).parent
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    study.main(['run', '--seeds', '0', '--train-noise', '0', '--attention', 'vanilla'])
+    figures.main([])
+    study.main(['report'])
+    assert '| 0 1 2 3 4 |' in capsys.readouterr().out
+    assert sorted(path.name for path in Path('work_dirs/dgsa').iterdir()) == [
+        'docstrings.csv', 'rollout.csv', 'rollout.png',
+    ]  # fmt: skip
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir() if path in before} == before
 
 
 def test_files_of_a_folder_train_the_models_of_table_2(tmp_path, monkeypatch):

@@ -213,6 +213,23 @@ def test_study_runs_resumes_and_reports(
     assert len(table) == 4 and '| 0 1 |' in table[2] and table[2].split(' | ')[10] == '-'
 
 
+def test_commands_write_outside_of_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ``--out`` a figure and a table go to work_dirs of the current folder; a report reads the project's."""
+    pytest.importorskip('matplotlib', reason='needs matplotlib: pip install matplotlib')
+    figures = importlib.import_module('projects.gated_lm.figures')  # before BATCH, which it reads once, is small
+    monkeypatch.setattr(study, 'BATCH', 2)
+    monkeypatch.setattr(study, 'TESTS', 2)
+    monkeypatch.chdir(tmp_path)
+    folder = Path(study.__file__).parent
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    Path('text.txt').write_text('\n\n'.join(f'line {i}: the cat sat on the mat and the dog' for i in range(200)))
+    study.main(['run', '--variants', 'none', '--steps', '3', '--text', 'text.txt'])
+    figures.main([])
+    study.main(['report'])
+    assert sorted(path.name for path in Path('work_dirs').iterdir()) == ['gated_lm.csv', 'gated_lm.png']
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir() if path in before} == before
+
+
 def test_figure_is_drawn_of_what_the_table_has(tmp_path: Path) -> None:
     pyplot = pytest.importorskip('matplotlib.pyplot', reason='needs matplotlib: pip install matplotlib')
     keys = dict(variant='none', rate=str(study.RATE), steps=str(study.STEPS), rotated='0.25')
@@ -220,8 +237,8 @@ def test_figure_is_drawn_of_what_the_table_has(tmp_path: Path) -> None:
     table = tmp_path / 'table.csv'
     lines = [row, row | dict(first_by_layer='0.3 0.4'), row | dict(rate='1.0', first_by_layer='9 9')]
     table.write_text('\n'.join([','.join(row), *(','.join(line.values()) for line in lines)]))
-    importlib.import_module('projects.gated_lm.figures').main([str(table)])
-    assert (tmp_path / 'table.png').stat().st_size > 5000
+    importlib.import_module('projects.gated_lm.figures').main([str(table), '--out', str(tmp_path / 'drawn/table.png')])
+    assert (tmp_path / 'drawn/table.png').stat().st_size > 5000
     first, _, curve = pyplot.gcf().axes
     assert first.lines[0].get_ydata() == pytest.approx([0.2, 0.3])
     assert curve.lines[0].get_xdata()[0] == pytest.approx(study.POINT * study.BATCH * study.WINDOW / 1000)

@@ -212,3 +212,9 @@ def test_a_study_holds_its_folder(tmp_path: Path) -> None:
         tool('study').main([str(tmp_path / 'study.py'), '--out', str(tmp_path)])
     with alone(tmp_path):
         pass
+
+
+def test_a_process_finds_modules_where_this_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / 'only_here.py').touch()
+    monkeypatch.setattr(sys, 'path', [*sys.path, str(tmp_path)])
+    run_python(['-c', 'import only_here'])

@@ -25,7 +25,7 @@ from mmgate.gates import (
     PLuGMultiheadAttention,
     SDPAGate,
     SDPAGatedMultiheadAttention,
-    plug_dense,
+    plug,
 )
 from mmgate.gates.base.dense import DenseGate
 
@@ -165,7 +165,7 @@ def test_torchs_module_called_as_in_torch(call: str, batched: bool, sizes: dict[
 
 def test_mmcvs_attention_asks_for_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would be a second map of all pairs, whose output it drops."""
-    monkeypatch.setattr(plug_dense, 'attention_map', lambda *_, **__: pytest.fail('weights are computed'))
+    monkeypatch.setattr(plug, 'attention_map', lambda *_, **__: pytest.fail('weights are computed'))
     model = nn.ModuleDict(dict(host=MultiheadAttention(C, H)))
     swap_attention(model, dict(path='host', type='PLuGMultiheadAttention'))
     for attention in (model['host'], PLuGMultiheadAttention(C, H)):

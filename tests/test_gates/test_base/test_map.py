@@ -12,7 +12,7 @@ from mmgate.errors import ConfigError, OptionError
 from mmgate.gate import Sizes
 from mmgate.gates import AgentAttention, SAGAAttention, SAGAGate, SoftmaxAttention
 from mmgate.gates.base.linear import LinearGate
-from mmgate.gates.base.map import MapAttention, map_in_training
+from mmgate.gates.base.map import MapAttention, pretraining_map
 
 C, HEADS = 12, 3
 
@@ -59,7 +59,7 @@ TOLD = Sizes(8, 2, host_map=(14, 7), stride=16)
 )
 def test_the_rule_says_the_map_in_training_before_the_model(sizes: Sizes, rule: dict, size: tuple[int, int]) -> None:
     """A patch that an image does not fill counts, as in the hosts, which pad it."""
-    assert map_in_training(sizes, rule.get('map_size'), rule.get('image_size')) == size
+    assert pretraining_map(sizes, rule.get('map_size'), rule.get('image_size')) == size
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_the_rule_says_the_map_in_training_before_the_model(sizes: Sizes, rule: 
 )
 def test_a_map_that_nothing_tells_is_asked_for(sizes: Sizes, rule: dict, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as error:
-        map_in_training(sizes, rule.get('map_size'), rule.get('image_size'))
+        pretraining_map(sizes, rule.get('map_size'), rule.get('image_size'))
     assert isinstance(error.value, OptionError) == ('must be' not in said)
 
 

@@ -26,7 +26,6 @@ from helpers.samplings import (
 from helpers.samplings import compare as compare_results
 from torch import Tensor
 
-from mmgate.ops.deformable import deformable_blocks as blocks
 from mmgate.ops.deformable import triton_deformable as fused
 from mmgate.ops.deformable.grid_sample import why_not_grid_sample
 from mmgate.ops.deformable.mmcv import why_not_mmcv
@@ -106,13 +105,13 @@ def test_half_precision_of_levels_with_different_numbers_of_points(dtype: torch.
 @pytest.mark.usefixtures('poisoned_memory', 'within_bounds')
 def test_blocks_as_on_a_gpu(name: str, scalars: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries of a program and pieces of a row as they are launched: two from sm_90 on, four before."""
-    monkeypatch.setattr(blocks, 'scalar_reductions', lambda value: scalars)
+    monkeypatch.setattr(fused, 'scalar_reductions', lambda value: scalars)
     case: dict[str, Any] = dict(levels=TINY, heads=1, spread=0.3, dim=32)
     case |= dict(dim_32=dict(spread=None, queries=37), dim_128=dict(spread=None, queries=9, dim=128)).get(name, {})
     case |= dict(reference=4, batch=2) if 'boxes' in name else {}
-    cut = blocks.cut_for(torch.empty(1, 1, 1, case['dim']), torch.empty(1, 2), backward=True)
+    cut = fused.cut_for(torch.empty(1, 1, 1, case['dim']), torch.empty(1, 2), backward=True)
     assert cut.pieces == (4 if scalars else 2)
-    monkeypatch.setattr(blocks, 'INTERPRETED_QUERIES', cut.constants(case['dim'])['BLOCK_Q'])
+    monkeypatch.setattr(fused, 'INTERPRETED_QUERIES', cut.constants(case['dim'])['BLOCK_Q'])
     compare(make(**case), 2e-5)
 
 
@@ -280,9 +279,9 @@ def test_no_pixels_and_no_queries() -> None:
 def test_without_pairs_of_queries(name: str, scalars: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     usual = fused.cut_for
-    monkeypatch.setattr(blocks, 'scalar_reductions', lambda value: scalars)
+    monkeypatch.setattr(fused, 'scalar_reductions', lambda value: scalars)
 
-    def apart(value: Tensor, logits: Tensor, backward: bool) -> blocks.Cut:
+    def apart(value: Tensor, logits: Tensor, backward: bool) -> fused.Cut:
         seen.append(backward)
         return usual(value, logits, backward)._replace(paired=False)
 

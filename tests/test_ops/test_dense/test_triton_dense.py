@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,10 @@ from helpers.gated import gated_attention
 from torch import Tensor
 
 from mmgate.errors import ConfigError
-from mmgate.gates.gml import GatingModulation
-from mmgate.gates.plug_dense import PLuGGate
+from mmgate.gates.plug import GatingModulation, PLuGGate
 from mmgate.ops import plug_attention
 from mmgate.ops.dense import chunked
-from mmgate.ops.dense import dense_blocks as blocks
+from mmgate.ops.dense import triton_dense as fused
 from mmgate.ops.dense.triton_dense import why_not_triton_dense
 
 pytest.importorskip('triton', minversion='3.2')
@@ -132,14 +132,13 @@ def test_a_row_masked_throughout_by_a_finite_number(fill: float, bias: str, devi
 @pytest.mark.usefixtures('poisoned_memory', 'within_bounds')
 def test_blocks_as_on_a_gpu(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every generation; those that differ in warps and stages alone are the same program here."""
-    monkeypatch.setattr(blocks, 'interpreted', lambda: False)
     kinds: dict[str, Any] = dict(pair={}, per_head=dict(gate_heads=2), pair_full_bias=dict(bias='b1nm', masks=True))
     tensors, bias, gml = make('cpu', rows=70, columns=101, dim=32, width=32, dtype=dtype, **kinds[case])
     names = ('forward_kernel', 'rows_backward_kernel', 'columns_backward_kernel')
     seen = []
     for arch in (80, 90, 100, 120):
-        monkeypatch.setattr(blocks, 'target_of', lambda device, arch=arch: SimpleNamespace(arch=arch))
-        used = [blocks.blocks_for(name, tensors[0], tensors[3], bias) for name in names]
+        monkeypatch.setattr(fused, 'blocks_for', partial(fused.blocks_on, arch))
+        used = [fused.blocks_for(name, tensors[0], tensors[3], bias) for name in names]
         assert any(block.pair for block in used) is ((case, dtype, arch) in PAIRED)
         program = [(block.pair, block.rows, block.columns) for block in used]
         if program not in seen:

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mmgate.benchmarks import training
-from mmgate.gates import plug_dense
+from mmgate.gates import plug
 from mmgate.mm.config_file import read_config
 from mmgate.speed.derived import derived_class
 from mmgate.speed.hooks import CompileHook, MatchOnceHook
@@ -110,8 +110,9 @@ def operators(cfg: Config, *, fused: bool = False) -> tuple[int, Counter[str]]:
 
 # The most operators of a step as configured, over mmdet's or mmseg's. Deformable DETR has 2,671, where mmdet has 7,800.
 MOST = {'deformable_detr': 0.35, 'dino': 0.3, 'mask2former': 0.51}
-# The most waits. mmdet's pixel decoder waits nine times for the sizes of its three levels, one after the other.
-MOST_WAITS = {'deformable_detr': 3, 'dino': 3, 'mask2former': 12}
+# The most waits. mmdet's pixel decoder waits nine times for the sizes of its three levels, one after the other; the
+# gradients' norm is one more with torch 2.1.
+MOST_WAITS = {'deformable_detr': 3, 'dino': 3, 'mask2former': 13}
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ def _one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count neither side's attention, which is a kernel on a GPU and many operators on a CPU."""
     for module, name in (
         (multi_scale_deform_attn, 'multi_scale_deformable_attn_pytorch'),
-        (plug_dense, 'plug_attention'),
+        (plug, 'plug_attention'),
     ):
         monkeypatch.setattr(module, name, Counts.without(getattr(module, name)))
 

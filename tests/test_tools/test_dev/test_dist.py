@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -12,6 +13,16 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, tool
 from helpers.environments import environment
+
+import mmgate
+
+
+def test_the_package_its_metadata_and_the_changelog_name_one_version() -> None:
+    declared = re.search(r'^version = "(.+)"$', (ROOT / 'pyproject.toml').read_text(), re.M)
+    changes = re.search(r'^## (\S+)', (ROOT / 'CHANGELOG.md').read_text(), re.M)
+    assert declared and changes
+    assert declared[1] == mmgate.__version__
+    assert changes[1] in (mmgate.__version__, 'Unreleased')
 
 
 @pytest.mark.slow

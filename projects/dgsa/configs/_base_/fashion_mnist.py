@@ -4,17 +4,11 @@ three_channels = [
     dict(type='torchvision/Grayscale', num_output_channels=3),
     dict(type='PILToNumpy', to_bgr=False),
 ]
-train_pipeline = [
-    *three_channels,
-    dict(type='RandomCrop', crop_size=28, padding=4),
-    dict(type='RandomFlip', prob=0.5, direction='horizontal'),
-    dict(type='PackInputs'),
-]
-test_pipeline = [*three_channels, dict(type='PackInputs')]
+pipeline = [*three_channels, dict(type='PackInputs')]
 train_dataloader = dict(
     batch_size=128,
     num_workers=2,
-    dataset=dict(type='FashionMNIST', data_root='data/fashion_mnist', split='train', pipeline=train_pipeline),
+    dataset=dict(type='FashionMNIST', data_root='data/fashion_mnist', split='train', pipeline=pipeline),
     sampler=dict(type='DefaultSampler', shuffle=True))
 val_dataloader = dict(
     batch_size=128,
@@ -24,7 +18,7 @@ val_dataloader = dict(
         data_root='data/fashion_mnist',
         split='test',
         test_mode=True,  # without it mmpretrain reads the training images, whatever the split
-        pipeline=test_pipeline),
+        pipeline=pipeline),
     sampler=dict(type='DefaultSampler', shuffle=False))
 val_evaluator = dict(type='Accuracy', topk=(1, ))
 test_dataloader = val_dataloader

@@ -12,7 +12,7 @@ from torch import nn
 from mmgate.adapter import make_gate
 from mmgate.errors import ConfigError, OptionError
 from mmgate.gate import Gate, gate_options
-from mmgate.gates.base.map import Size, map_of_image
+from mmgate.gates.base.map import HeightWidth, map_of_image
 from mmgate.hosts.table import adapter_for
 from mmgate.wrappers import named_part
 
@@ -52,7 +52,7 @@ def nearest_with(model: nn.Module, path: str, attribute: str) -> Any:
     return next((part for part in around if hasattr(part, attribute)), None)
 
 
-def stride_of(image: Sequence[int] | None, map_size: Size) -> dict[str, int]:
+def stride_of(image: Sequence[int] | None, map_size: HeightWidth) -> dict[str, int]:
     """Return the stride of a map of an image, as sizes, where it is one number; otherwise nothing."""
     sides = set() if image is None else {side / of_map for side, of_map in zip(image, map_size, strict=True)}
     stride = sides.pop() if len(sides) == 1 else 0.5

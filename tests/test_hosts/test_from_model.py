@@ -17,7 +17,7 @@ from mmgate.errors import ConfigError, OptionError
 from mmgate.gate import Sizes, gate_of_type, registered_gates
 from mmgate.gates import SoftmaxAttention
 from mmgate.gates.agent import AgentGate
-from mmgate.gates.base.map import MapGate, map_in_training
+from mmgate.gates.base.map import MapGate, pretraining_map
 from mmgate.gates.saga import SAGAGate
 
 PVT = dict(type='mmdet.PyramidVisionTransformer', num_layers=[1, 1, 1, 1])
@@ -40,7 +40,7 @@ class Seeing(MapGate):
 
     def __init__(self, sizes: Sizes, *, map_size: Any = None, image_size: Any = None) -> None:
         super().__init__(sizes)
-        self.map_size = map_in_training(sizes, map_size, image_size)
+        self.map_size = pretraining_map(sizes, map_size, image_size)
         self.stride = sizes.stride
         self.seen: list[tuple[int, int]] = []
 
