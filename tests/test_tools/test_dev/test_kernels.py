@@ -37,8 +37,8 @@ def test_kernels_of_sixteen_bits_fit_hopper() -> None:
     rows = compiled(90, 'odd', 'sampler-bf16', 'plug-bf16')
     by_call = {call: [row for row in rows if row['call'] == call] for call in ('odd', 'sampler-bf16', 'plug-bf16')}
     assert [row['kernel'] for row in by_call['odd']] == [*SAMPLER, *TILED, *4 * PLUG]
-    # Triton 3.5 spills four registers of one of them, later versions none.
-    assert [row['spilled'] <= 16 for row in by_call['sampler-bf16']] == 4 * [True]
+    # Triton 3.3 and 3.5 spill up to six registers of one of them, later versions none.
+    assert all(row['spilled'] <= 24 for row in by_call['sampler-bf16'])
     assert all(row['spilled'] <= SPILLED for row in by_call['plug-bf16'])
     assert by_call['plug-bf16'][0]['shared'] <= SHARED[90] / 3 * 1024  # three programs a multiprocessor
     assert all(row['shared'] <= 99 * 1024 for row in rows)  # every GPU since sm_80 has it
