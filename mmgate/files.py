@@ -190,7 +190,7 @@ def _described(rule: Mapping[str, Any]) -> TypeAndOptions:
     try:
         return json.loads(json.dumps(dict(type=_named(rule['type']), **options)))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f'a file of gates cannot hold the rule {rule}: {error}.') from error
+        raise ConfigError(f'a file of gates cannot hold the rule {rule}: {str(error).rstrip(".")}.') from error
 
 
 def _alike(rule: TypeAndOptions, other: TypeAndOptions | None) -> bool:

@@ -69,7 +69,7 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
 
 
 def _warn_of_start(model: nn.Module, planned: Iterable[Planned]) -> None:
-    """Warn once a rule of gates whose start 0.2 took from the model around them; to be removed in 0.4."""
+    """Warn, once for each rule, of gates in vision transformers that 0.2 started otherwise; to be removed in 0.4."""
     first: dict[int, Planned] = {}
     for one in planned:
         if any(isinstance(part, GatingModulation) and part.init == 'paper' for part in one.gate.modules()):

@@ -164,6 +164,7 @@ def _import_file(package: str) -> None:
 
 
 def _entry(gate: type, host: type) -> type[Adapter] | Holder | None:
+    """Return the entry of a gate's class or its nearest base, for a host's class or the end of its dotted name."""
     path = f'.{full_name(host)}'
     names = [name for _, name in _ADAPTERS if isinstance(name, str) and path.endswith(f'.{name}')]
     keys: list[type | str] = [host, *sorted(set(names), key=len, reverse=True)]
