@@ -1,7 +1,6 @@
 """The demos: make the data, train, test and draw with the tools for users. ``make demo`` calls it."""
 
 import argparse
-import json
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import save_checkpoint
 
 import mmgate  # noqa: F401
+from mmgate.analysis.trials.study import read_metrics
 
 REAL_IMAGES = 'demo: the same on real images, of face masks, blood cells and streets: configs/real/README.md'
 MAKE_SHAPES = 'tools/dataset_converters/make_shapes.py'
@@ -27,8 +27,7 @@ def run(*command: str) -> None:
 def evaluate(config: str, checkpoint: Path, work_dir: Path, *options: str) -> dict[str, float]:
     """Return the metrics of a checkpoint, as tools/test.py measures them."""
     run('tools/test.py', config, str(checkpoint), '--work-dir', str(work_dir), *options)
-    results = max(work_dir.glob('*/*.json'), key=lambda path: path.stat().st_mtime)
-    return json.loads(results.read_text().splitlines()[-1])
+    return read_metrics(work_dir)
 
 
 def demo(config: str) -> str:

@@ -296,13 +296,21 @@ def _run(folder: Path, settings: dict[str, Any], metric: str, execute: Execute) 
         execute(['train', settings['config'], '--work-dir', str(folder), *resume, *options])
     checkpoint = settings.get('checkpoint') or (folder / 'last_checkpoint').read_text().strip()
     execute(['test', settings['config'], checkpoint, '--work-dir', str(folder / 'test'), *options])
-    logs = sorted((folder / 'test').glob('*/*.json'), key=lambda path: path.stat().st_mtime)
-    # Every process of a test writes this file, with times of its own: a longer text may leave its end behind.
-    metrics, _ = json.JSONDecoder().raw_decode(logs[-1].read_text()) if logs else ({}, 0)
+    metrics = read_metrics(folder / 'test')
     if metric not in metrics:
         raise ConfigError(f'the test of {folder} gave no {metric}; it gave {", ".join(metrics) or "nothing"}.')
     took = {} if resumes or 'checkpoint' in settings else dict(seconds=round(time.monotonic() - begun, 1))
     (folder / RESULT).write_text(json.dumps(dict(settings=settings, metrics=metrics, **took), indent=1))
+
+
+def read_metrics(work_dir: Path) -> dict[str, Any]:
+    """Return the metrics that ``test.py`` wrote last into a work dir; none if it wrote nothing."""
+    logs = sorted(work_dir.glob('*/*.json'), key=lambda path: path.stat().st_mtime)
+    if not logs:
+        return {}
+    # All processes of a test write this one file, each with its own times. Behind a short text the end of a longer one
+    # may be left.
+    return json.JSONDecoder().raw_decode(logs[-1].read_text())[0]
 
 
 def run_tool(command: list[str], *, processes: int = 1, quiet: bool = False) -> None:
