@@ -18,8 +18,6 @@ HEADER = '| option | default | meaning |\n|---|---|---|\n'
 # Sections of the page that explain a class which docstrings name.
 SECTIONS = {'GatingModulation': '[`gml`](#gml)', 'mmgate.ops.ms_deform_attn': '[the operator](../mmgate/ops/README.md)'}
 SECTIONS['mmgate.ops.plug_attention'] = SECTIONS['mmgate.ops.ms_deform_attn']
-# Options of a base class that the constructor of a gate gives itself.
-GIVEN = {'SAGAAttention': {'dwc_shared'}}
 
 
 def table_of(name: str) -> str:
@@ -28,12 +26,8 @@ def table_of(name: str) -> str:
     described: dict[str, str] = {}
     for cls in reversed(gate.__mro__):
         described.update(arguments_of(cls))
-    rows = []
-    for option, parameter in gate_options(MODELS.get(name)).items():
-        if option in GIVEN.get(name, ()):
-            continue
-        rows.append(f'| `{option}` | `{parameter.default!r}` | {described[option]} |\n')
-    return HEADER + ''.join(rows)
+    options = gate_options(gate).items()
+    return HEADER + ''.join(f'| `{name}` | `{one.default!r}` | {described[name]} |\n' for name, one in options)
 
 
 def arguments_of(cls: type) -> dict[str, str]:

@@ -12,6 +12,7 @@ import inspect
 import re
 from pathlib import Path
 
+from mmgate.errors import full_name
 from mmgate.gate import Gate
 from mmgate.gates.base.deformable import DeformableGate
 from mmgate.gates.base.dense import DenseGate
@@ -42,7 +43,7 @@ def table() -> str:
         if gate not in KINDS or not isinstance(adapter, type):
             continue
         kind = KINDS[gate]
-        name = host if isinstance(host, str) else f'{host.__module__}.{host.__qualname__}'
+        name = host if isinstance(host, str) else full_name(host)
         if name != host and name.partition('.')[0] not in PACKAGES:
             continue
         if name.startswith('modeling_'):
