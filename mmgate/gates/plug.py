@@ -270,9 +270,8 @@ class PLuGGate(DenseGate):
 
     Raises:
         ConfigError: An option is unknown, the backend does not have it, or a ratio leaves no gate channel or, between
-            channels, is not 1. Or the
-            options rule out an identity start: G = 1 through a saturating activation, or ``gml='none'``, which has no
-            parameter that could make G = 0.
+            channels, is not 1. Or the options rule out an identity start: G = 1 through a saturating activation, or
+            ``gml='none'``, which has no parameter that could make G = 0.
 
     Source: PLuG attention, section 3.1, Eq. 1 to 7 and Algorithm 1.
     """

@@ -1,4 +1,4 @@
-"""How an operator runs: by one of its backends (implementations), which torch sees as a custom operator.
+"""Run an operator by one of its backends (implementations), and register those with torch as custom operators.
 
 A name asks for exactly that backend, ``auto`` takes the first of a fixed order that can run. A backend that raises
 :class:`~mmgate.errors.UnsupportedCall` hands the call on to the next one. All backends compute the same function: the

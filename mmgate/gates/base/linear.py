@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -79,8 +80,8 @@ class LinearGate(MapGate):
         if position_encoding is None:
             position_encoding = self.has_positions or map_size is not None or image_size is not None
         if position_encoding:
-            height, width = self.map_size = pretraining_map(sizes, map_size, image_size)
-            self.position_encoding = nn.Parameter(torch.zeros(1, height * width, self.embed_dims))
+            self.map_size = pretraining_map(sizes, map_size, image_size)
+            self.position_encoding = nn.Parameter(torch.zeros(1, prod(self.map_size), self.embed_dims))
         for name in self.gate_layers:
             self.add_module(name, nn.Linear(self.embed_dims, self.embed_dims, bias=sizes.bias))
 
