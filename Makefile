@@ -29,7 +29,7 @@ demo-backbones: setup-demo
 	@$(PY) tools/dev/demo.py $(DEMO_BACKBONES)
 
 demo-pretrain: setup
-	@$(PY) tools/dev/demo_pretrain.py
+	@$(PY) tools/dev/demo.py
 
 test: setup lint
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow"

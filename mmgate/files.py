@@ -45,11 +45,13 @@ def save_gates(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Save a model's gates, and the parameters that were trained together with them, into a safetensors file.
 
     The file has the place of each gate in the model as it is now, its type and its options, and checksums of some of
-    the vanilla model's tensors. Adapters of PEFT are left out: the file fits the model with and without them.
+    the vanilla model's tensors. Other parameters are in it if they train now, after :func:`train_only_gates`, or came
+    with a gates file. Adapters of PEFT are left out: the file fits the model with and without them.
 
     Raises:
         ConfigError: The model has no gates or is sharded, the file cannot be written, a gate has an option that JSON
-            cannot hold, or its type is a class without a registered name.
+            cannot hold, its type is a class without a registered name, or tensors of a gates file that was loaded are
+            gone.
     """
     write_gates(path, gates_content(model))
 
@@ -77,6 +79,13 @@ def gates_content(model: nn.Module) -> GatesFile:
     trained = next((mode for mode in modes if mode), 'all')
     of_host = {name: tensor for name, tensor in state.items() if name not in gates}
     with_them = {name: tensor for name, tensor in of_host.items() if trained != 'all' and tensor.requires_grad}
+    of_file = _names_of_file(model)
+    if trained != 'attention' and (gone := [name for name in of_file if name not in of_host]):
+        raise ConfigError(
+            f'{listed(gone)} came with a gates file, and this {type(model).__name__} has them no more. If layers were '
+            "cut, call mmgate.train_only_gates(model, 'attention') first: then all gated attention is saved."
+        )
+    with_them |= {name: of_host[name] for name in of_file if name in of_host}
     untrained = [
         name
         for name, tensor in of_host.items()
@@ -158,9 +167,16 @@ def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
     hook = model._register_load_state_dict_pre_hook(partial(_meet_checkpoint, path, content), with_module=True)
     vars(model).update(gates_file=os.fspath(path), gates_file_hook=hook)
     if content.host_tensors:
+        vars(model)['gates_file_tensors'] = [*content.host_tensors]
         wrap_init_weights(model)
         vars(model)['after_init_weights'] = partial(_fill, model, content.host_tensors)
     return content
+
+
+def _names_of_file(model: nn.Module) -> list[str]:
+    """Return the vanilla names of what a gates file has filled beside the gates, in a model or in a part of it."""
+    parts = [(name, vars(part).get('gates_file_tensors', ())) for name, part in model.named_modules()]
+    return [f'{vanilla_name(model, part)}.{name}' if part else name for part, names in parts for name in names]
 
 
 def _places(model: nn.Module) -> dict[str, TypeAndOptions]:

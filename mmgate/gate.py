@@ -114,8 +114,6 @@ class Gate(nn.Module):
             position terms, biases of logits, and biases that hold the gate's start. Linear layers and convolutions
             decay, weight and bias, as the host's do.
         identity_start: True if, by default, the gated attention computes at first what the vanilla one does.
-        operator: Name of the operator that computes with the gate, one of :data:`mmgate.ops.backend.OPERATORS`, or
-            None.
         backend: Backend of the operator that is asked for.
         loaded: True once a state dict has filled any parameter of the gate. No initialisation then draws it anew.
         stream: Name of the random stream that the gate was last drawn from.
@@ -123,7 +121,6 @@ class Gate(nn.Module):
 
     undecayed: tuple[str, ...] = ()
     identity_start = False
-    operator: str | None = None
     backend = 'auto'
     loaded = False
     stream = ''

@@ -65,7 +65,8 @@ class Attention:
         class_name: Name of its class; of a gated module, the vanilla class.
         sizes: The attributes in :data:`SIZES` that it has, by the names that its package gives them; ``embed_dims`` and
             ``num_heads`` where its package gives its heads no name and a gate fits.
-        gates: Names that rules may give as ``type`` for it.
+        gates: Names that rules may give as ``type`` for it. Whether the sizes fit as well, as M-DGSA's heads have to be
+            split, the gate says when it is put in.
         gate: Name of the class of its gate, or None.
     """
 
@@ -132,7 +133,8 @@ def attention_in_words(model: nn.Module) -> str:
         gates = names_of_gates(module)
         fits = ', '.join(rule_type.__name__ for rule_type in gates_for(module)) or 'none'
         state = f'gated by {gates}' if gates else f'fits: {fits}'
-        lines.append(f'  {name}: {full_name(host_class(module))}, {state}')
+        path = name or "the model itself, which no path names (nn.ModuleDict(dict(attn=model)) makes it 'attn')"
+        lines.append(f'  {path}: {full_name(host_class(module))}, {state}')
     if not lines:
         return f'{type(model).__name__} has no attention modules.'
     return '\n'.join([f'The attention modules of {type(model).__name__} are', *lines])

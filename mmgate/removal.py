@@ -94,6 +94,7 @@ def _is_compiled(module: nn.Module) -> bool:
 def release_trained(model: nn.Module) -> None:
     """Stop protecting the tensors that a gates file has filled: checkpoints and initialisation may fill them again."""
     vars(model).pop('after_init_weights', None)
+    vars(model).pop('gates_file_tensors', None)
     handle = vars(model).pop('gates_file_hook', None)
     if handle is not None:
         handle.remove()

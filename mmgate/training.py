@@ -142,7 +142,8 @@ def _train_gated_parts(model: Any, mode: bool) -> nn.Module:
             # Heads and detectors look at their mode to know if they train, so that it stays. Dropout layers and batch
             # norms are leaves; attention may drop weights by a function.
             drops = not any(True for _ in module.children())
-            drops = drops or looks_like_attention(module)
+            # LeViT's and TinyViT's attention derives weights where it sets its mode.
+            drops = drops or (looks_like_attention(module) and type(module).train is nn.Module.train)
             if (drops and id(module) not in gated) or getattr(module, 'running_mean', None) is not None:
                 # The attribute, as eval() would reach a gate inside.
                 module.training = False

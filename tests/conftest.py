@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.util
 import os
 import re
@@ -38,6 +39,7 @@ CONFIGS = [path for path in CONFIG_FILES if not {'_base_', 'studies'} & set(path
 TORCH = tuple(int(part) for part in torch.__version__.split('.')[:2])
 half_on_cpu = pytest.mark.skipif(TORCH < (2, 2), reason='torch 2.1 has no matrix product of float16 on the CPU')
 one_graph = pytest.mark.skipif(TORCH < (2, 5), reason='torch.compile breaks the graph at our operators below torch 2.5')
+noted_graph = pytest.mark.skipif(TORCH < (2, 7), reason='torch.compile breaks the graph at notes below torch 2.7')
 needs_native = pytest.mark.skipif(no_native(torch.empty(0)) is not None, reason=f'native: {no_native(torch.empty(0))}')
 needs_mmpretrain = pytest.mark.skipif(not available('mmpretrain'), reason='needs mmpretrain: the extra "pretrain"')
 
@@ -234,6 +236,12 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
             report.longrepr = (str(collector.path), None, f'Skipped: needs {package}')
 
 
+def pytest_configure() -> None:
+    """Have yapf write the grammar that it caches before workers start: of two that write it, one reads half of it."""
+    if importlib.util.find_spec('yapf'):
+        importlib.import_module('yapf.yapflib.yapf_api')
+
+
 def pytest_collection_finish() -> None:
     """Leave what is imported out of the collection of garbage, which mmengine asks for with each data set."""
     gc.freeze()
@@ -246,6 +254,16 @@ def _configs_are_written_without_layout() -> Generator[None, None, None]:
         if importlib.util.find_spec('yapf'):
             patch.setattr('yapf.yapflib.yapf_api.FormatCode', lambda text, **style: (text, True))
         yield
+
+
+@pytest.fixture
+def process_group() -> Generator[None, None, None]:
+    """Start a group of this process, without threads: gloo's can wait for Python while Python waits for them to end."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group('fake', store=FakeStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

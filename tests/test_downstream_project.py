@@ -62,11 +62,3 @@ def test_a_downstream_project_trains_and_tests(project: Path, python: str) -> No
     testing = run(python, project, '-m', 'mmgate.tools.test', config, str(work / 'epoch_1.pth'))
     assert testing.returncode == 0, testing.stderr[-3000:]
     assert 'bbox_mAP' in testing.stdout + testing.stderr
-
-
-@pytest.mark.slow
-def test_a_wrong_option_of_its_gate_is_named(project: Path, python: str) -> None:
-    arguments = ['configs/mine_r18_shapes.py', '--cfg-options', 'model.attention.0.strenght=1']
-    result = run(python, project, '-m', 'mmgate.tools.train', *arguments)
-    assert result.returncode != 0
-    assert 'mine.gate.Tempered has no option strenght; it has' in result.stderr and 'Traceback' not in result.stderr

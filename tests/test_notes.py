@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import one_graph
+from conftest import noted_graph
 from torch import Tensor, nn
 
 from mmgate import note, record
@@ -41,31 +41,23 @@ class Counting(Attention):
 
 
 def test_a_note_is_formed_once_for_all_who_take_it_and_for_none_otherwise() -> None:
-    model, x = nn.Sequential(Counting()), torch.randn(2, 3, 4)
-    model(x)
+    model, given = nn.Sequential(Counting()), [torch.randn(2, 3, 4) for _ in range(2)]
+    model(given[0])
     with record(model, 'values') as recording:
-        model(x)
+        model(given[0])
     assert model[0].formed == 0 and not recording
     with record(model) as one, record(model, ['attention'], graph=True) as other:
-        _, asked = with_note(model[0], 'attention', lambda: model(x))
-    assert model[0].formed == 1
-    found = [one['0']['attention'].last, other['0']['attention'].last, asked]
-    assert [x.requires_grad for x in found] == [False, True, True]
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], asked)
-    assert with_note(model[0], 'values', lambda: model(x))[1] is None
-    model(x)
-    assert model[0].formed == 1 and len(one['0']['attention'].tensors) == 1
-
-
-def test_notes_of_each_pass_are_taken_in_their_order() -> None:
-    model = nn.Sequential(Attention())
-    given = [torch.randn(2, 3, 4) for _ in range(2)]
-    with record(model) as recording:
-        for x in given:
-            model(x)
-    expected = [model[0].weights(model[0].proj(x), x) for x in given]
-    assert len(recording['0']['attention'].tensors) == 2
-    assert all(map(torch.equal, recording['0']['attention'].tensors, expected))
+        _, asked = with_note(model[0], 'attention', lambda: model(given[0]))
+        model(given[1])
+    assert model[0].formed == 2
+    kept, with_graph = (recording['0']['attention'].tensors for recording in (one, other))
+    assert len(kept) == len(with_graph) == 2 and asked is not None
+    assert [x.requires_grad for x in (kept[0], with_graph[0], asked)] == [False, True, True]
+    for x, *found in zip(given, kept, with_graph, strict=True):
+        expected = model[0].weights(model[0].proj(x), x)
+        assert all(torch.equal(weights, expected) for weights in found)
+    assert torch.equal(asked, kept[0]) and torch.equal(one['0']['attention'].last, kept[1])
+    assert with_note(model[0], 'values', lambda: model(given[0]))[1] is None
 
 
 def test_what_another_model_notes_is_not_taken() -> None:
@@ -96,7 +88,7 @@ class Asking(nn.Module):
         return with_note(self.inner, 'attention', lambda: self.inner(x))
 
 
-@one_graph
+@noted_graph
 @pytest.mark.parametrize('kind', [Attention, Asking])
 def test_notes_break_no_graph(kind: type[nn.Module]) -> None:
     """Inside a compiled graph nothing is recorded, nothing compiled anew for a recorder, and weights are returned."""

@@ -55,7 +55,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def models_of(title: str) -> list[list[str]]:
-    """Return the models of a command's figure."""
     (found,) = (models for beginning, models in MODELS.items() if title.startswith(beginning))
     return found
 

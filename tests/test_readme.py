@@ -16,6 +16,7 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
 import mmgate
+from mmgate._environment import MM
 from mmgate.errors import ConfigError
 from mmgate.hosts import table
 from mmgate.mm.config_file import read_config
@@ -36,6 +37,11 @@ def blocks(pages: list[Path], language: str) -> dict[str, str]:
 
 
 PYTHON = blocks(PAGES, 'python')
+WITHOUT_MMCV = 'assert output.shape == (1, 1280, 256)\n'
+EXPORTED = """
+exported = program.module()(tokens, value=tokens, reference_points=points, **maps)
+torch.testing.assert_close(exported, attention(tokens, value=tokens, reference_points=points, **maps))
+"""
 CONFIGS = {name: block for name, block in blocks(GUIDES, 'python').items() if block.startswith('_base_')}
 
 
@@ -50,29 +56,17 @@ def test_its_configs_build(name: str, tmp_path: Path) -> None:
     assert any('mmgate' in type(module).__module__ for module in model.modules())
 
 
-def test_deformable_attention_without_mmcv_runs_with_torch_alone(tmp_path: Path) -> None:
-    """All of the page's blocks one after the other, in a process that has no mm package."""
-    page = {name: block for name, block in PYTHON.items() if name.startswith('docs/without_mmcv.md')}
-    assert len(page) == 4
+@pytest.mark.parametrize('name', ['without_mmcv', 'extend'])
+def test_a_page_runs_with_torch_alone(name: str, tmp_path: Path) -> None:
+    """All of its blocks one after the other, in a process that has no mm package."""
+    page = [block for key, block in PYTHON.items() if key.startswith(f'docs/{name}.md')]
     if TORCH < (2, 5):  # as the page says
-        page = {name: block for name, block in page.items() if 'torch.export' not in block}
-    ends = 'import sys\nassert output.shape == (1, 1280, 256)\n'
-    ends += "assert not {'mmcv', 'mmengine', 'mmdet', 'mmseg'} & set(sys.modules)\n"
-    if TORCH >= (2, 5):
-        ends += 'torch.testing.assert_close(program.module()(tokens, value=tokens, reference_points=points, **maps), '
-        ends += 'attention(tokens, value=tokens, reference_points=points, **maps))\n'
-    program = tmp_path / 'page.py'
-    program.write_text('\n'.join([*page.values(), ends]))
-    run_python(program, MMGATE_TORCH_ALONE='1', PYTHONPATH=str(ROOT))
-
-
-def test_a_gate_and_a_host_are_written_with_torch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All blocks of the page on the public interface one after the other."""
-    page = [block for name, block in PYTHON.items() if name.startswith('docs/extend.md')]
-    program = tmp_path / 'page.py'
-    program.write_text('\n'.join(page))
-    monkeypatch.chdir(tmp_path)
-    run_python(program, MMGATE_TORCH_ALONE='1', PYTHONPATH=str(ROOT))
+        page = [block for block in page if 'torch.export' not in block]
+    page.append(f'import sys\nassert not {set(MM)} & set(sys.modules)')
+    if name == 'without_mmcv':
+        page.append(WITHOUT_MMCV + EXPORTED * (TORCH >= (2, 5)))
+    (tmp_path / 'page.py').write_text('\n'.join(page))
+    run_python('page.py', cwd=tmp_path, MMGATE_TORCH_ALONE='1', PYTHONPATH=str(ROOT))
 
 
 def test_the_page_on_the_public_interface_names_all_of_it() -> None:
@@ -152,49 +146,34 @@ def test_the_tutorial_runs_as_written(tmp_path: Path) -> None:
         assert any(start in line for line in printed), shown
 
 
-@pytest.mark.parametrize('kind', ['PLuGMultiheadAttention', 'SDPAGatedMultiheadAttention'])
-def test_its_adapter_lets_gates_into_a_host(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = [block for name, block in PYTHON.items() if name.startswith('docs/extend.md')]
-    (example,) = (block for block in page if '@mmgate.adapts(mmgate.DenseGate, Attention)' in block)
-    monkeypatch.setattr(table, '_ADAPTERS', dict(table._ADAPTERS))
-    space: dict = dict(__name__='guide')
-    exec('import mmgate, torch\nfrom torch import nn\n' + example, space)
-    model = nn.ModuleDict(dict(attention=space['Attention'](16, 4)))
-    host, x = model['attention'], torch.randn(2, 5, 16)
-    names, expected = [name for name, _ in host.named_parameters()], host(x)
-    visible = torch.ones(5, 5, dtype=torch.bool).tril()
-    masked = host(x, visible)
-    assert mmgate.swap_attention(model, dict(path='attention', type=kind)) == ['attention']
-    assert model['attention'] is host and isinstance(host, space['Attention'])
-    added = {name for name, _ in host.named_parameters()} - set(names)
-    assert added and all(name.startswith('gate.') for name in added)
-    assert torch.allclose(host(x), expected, atol=1e-6) == (kind == 'PLuGMultiheadAttention')
-    assert torch.allclose(host(x, visible), masked, atol=1e-6) == (kind == 'PLuGMultiheadAttention')
-    host(x).square().sum().backward()
-    assert all(parameter.grad is not None for parameter in host.parameters())
-    mmgate.restore_attention(model)
-    assert type(host) is space['Attention'] and torch.equal(host(x), expected)
-    model['attention'].causal = True
-    with pytest.raises(ConfigError, match='it is causal'):
-        mmgate.swap_attention(model, dict(path='attention', type=kind))
-
-
-def test_its_adapter_lets_gates_over_a_map_into_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plain gate over all tokens is the host's own attention."""
+def test_its_adapters_let_gates_into_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of docs/extend.md, for a dense gate and for a gate over a map; both start as the host's own attention."""
     monkeypatch.setattr(table, '_ADAPTERS', dict(table._ADAPTERS))
     page = [block for name, block in PYTHON.items() if name.startswith('docs/extend.md')]
     space: dict = dict(__name__='guide')
     exec('import mmgate, torch\nfrom torch import nn\n' + '\n'.join(b for b in page if ', Attention)' in b), space)
     vit = nn.ModuleDict(dict(attention=space['Attention'](16, 4)))
-    vit.grid = (2, 3)
-    x = torch.randn(2, 7, 16)
-    expected = vit['attention'](x)
+    model = nn.ModuleDict(dict(backbone=vit))
+    host, x, visible = vit['attention'], torch.randn(2, 7, 16), torch.ones(7, 7, dtype=torch.bool).tril()
+    expected, masked = host(x), host(x, visible)
+    dense, over_map = (dict(path='**.attention', type=f'{name}Attention') for name in ('PLuGMultihead', 'Softmax'))
     with pytest.raises(ConfigError, match='no model around it keeps its map'):
-        mmgate.swap_attention(nn.ModuleDict(dict(attention=vit['attention'])), dict(path='*', type='SoftmaxAttention'))
-    mmgate.swap_attention(nn.ModuleDict(dict(backbone=vit)), dict(path='**.attention', type='SoftmaxAttention'))
-    torch.testing.assert_close(vit['attention'](x), expected)
+        mmgate.swap_attention(model, over_map)
+    mmgate.swap_attention(model, dense)
+    torch.testing.assert_close(host(x), expected)
+    torch.testing.assert_close(host(x, visible), masked)
+    host(x).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in host.parameters())
+    mmgate.restore_attention(model)
+    vit.grid = (2, 3)
+    mmgate.swap_attention(model, over_map)
+    torch.testing.assert_close(host(x), expected)
     with pytest.raises(ValueError, match='takes no mask'):
-        vit['attention'](x, torch.ones(7, 7, dtype=torch.bool))
+        host(x, visible)
+    mmgate.restore_attention(model)
+    host.causal = True
+    with pytest.raises(ConfigError, match='it is causal'):
+        mmgate.swap_attention(model, dense)
 
 
 @pytest.mark.parametrize('name', PYTHON)
@@ -226,11 +205,6 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def test_no_page_holds_both_sides_of_a_merge() -> None:
-    marks = re.compile(r'^(<{7} |={7}$|>{7} )', re.M)
-    assert not [page for page in PAGES if marks.search(page.read_text())]
-
-
 def test_headings_that_links_name_are_there() -> None:
     missing = []
     for page in PAGES:
@@ -243,16 +217,20 @@ def test_headings_that_links_name_are_there() -> None:
     assert missing == []
 
 
-def test_every_test_file_says_what_it_holds() -> None:
-    """In its first line, by which tests/README.md lists them."""
-    tests = [path for path in (ROOT / 'tests').rglob('test_*.py') if 'downstream_project' not in path.parts]
-    silent = [path for path in tests if not re.match(r'"""[^\n]+\.', path.read_text())]
-    assert silent == [], 'begin the file with a docstring of one line: its promise'
-
-
 def test_tables_of_options_are_those_of_the_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / 'tools/dev')
     options = importlib.import_module('gate_options')
     page = options.PAGE.read_text()
     assert page.count('| option | default | meaning |') == 9
     assert page == options.written(page), 'python tools/dev/gate_options.py writes the tables'
+
+
+def test_tests_that_pages_name_exist() -> None:
+    files = [*(ROOT / 'tests').rglob('test_*'), *(ROOT / 'projects').glob('*/tests/test_*')]
+    there = {file.name for file in files}
+    there |= {
+        name for file in files if file.suffix == '.py' for name in re.findall(r'def (test_\w+)', file.read_text())
+    }
+    named = {(page, name) for page in PAGES for name in re.findall(r'\b(test_\w+(?:\.py)?)\b', page.read_text())}
+    others = {f'test_{name}' for name in ['cfg', 'dataloader', 'step', 'evaluator', '32x32', 'a', 'b', 'b.py']}
+    assert not {(page.name, name) for page, name in named if name not in there | others}

@@ -23,12 +23,13 @@ from mmgate.swap import swap_attention
         ('a.*.b=PLuG', [dict(path='a.*.b', type='PLuG')]),
         (' backbone.** = mmgate.SAGA( ) ', [dict(path='backbone.**', type='mmgate.SAGA')]),
         ('a=G(x="b; c=d", y=(7, 7))', [dict(path='a', type='G', x='b; c=d', y=(7, 7))]),
+        ('a=G(x="b("); c=H', [dict(path='a', type='G', x='b('), dict(path='c', type='H')]),
         ('a, b.c=G(n=-1, f=1e-3, t=None, l=[True], d={"k": 1})',
          [dict(path=['a', 'b.c'], type='G', n=-1, f=1e-3, t=None, l=[True], d=dict(k=1))]),
         ('a=G(x=sum, y=None, z=True)', [dict(path='a', type='G', x='sum', y=None, z=True)]),
         ('a=G(x=1); b=H;', [dict(path='a', type='G', x=1), dict(path='b', type='H')]),
     ],
-    ids=['bare', 'spaces', 'quotes', 'literals', 'words', 'two'],
+    ids=['bare', 'spaces', 'quotes', 'bracket in quotes', 'literals', 'words', 'two'],
 )  # fmt: skip
 def test_reads(text: str, rules: list[dict[str, Any]]) -> None:
     assert read_rules(text) == rules
@@ -123,13 +124,17 @@ def test_stars_of_a_path(pattern: str, matched: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ('path', 'instead'),
-    [('encoder**', 'encoder.**'), ('**attn', '**.attn'), ('0.en**der.x', 'en.**.der'), ('a.***', '**')],
+    ('path', 'said'),
+    [
+        *((path, r'attention\[0\]\.path must be a pattern or a list of some') for path in (7, '', [], ['a', ''])),
+        ('encoder**', r"write 'encoder\.\*\*' instead of 'encoder\*\*'"),
+        (['a', '**attn'], r"write '\*\*\.attn' instead of '\*\*attn'"),
+        ('other.m**a', r"write 'm\.\*\*\.a' "),
+    ],
 )
-def test_two_stars_inside_a_name_are_refused(path: str, instead: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        swap_attention(nn.Sequential(MultiheadAttention(8, 2)), dict(path=path, type='PLuGMultiheadAttention'))
-    assert repr(path) in str(error.value) and f'write {instead!r} ' in str(error.value)
+def test_what_is_no_path_is_refused_as_rules_are_read(path: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_rules(dict(path=path, type='PLuG'))
 
 
 def test_types_and_options_are_looked_up_before_a_model_is_there() -> None:

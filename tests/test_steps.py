@@ -104,6 +104,10 @@ def check_step(name: str, whole: Config, data: Path, folder: Path) -> None:
         runner.train()
         if any(cfg[f'test_{part}'] != cfg[f'val_{part}'] for part in ('dataloader', 'evaluator', 'cfg')):
             watch.metrics |= runner.test()
+    best = [*folder.glob('best_*.pth')]
+    assert len(best) == bool(whole.default_hooks.checkpoint.get('save_best'))
+    for path in best:  # of hundreds of megabytes
+        path.unlink()
     assert len(watch.losses) == 1 and math.isfinite(watch.losses[0])
     assert watch.without == []
     assert watch.metrics and all(math.isfinite(value) for value in watch.metrics.values())

@@ -63,24 +63,6 @@ def test_gates_in_frozen_stages_train() -> None:
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_dropout_works_in_a_gate_inside_an_attention() -> None:
-    from mmcv.cnn.bricks.transformer import MultiheadAttention
-
-    model = nn.Sequential(MultiheadAttention(16, 2, 0.5, 0.5, dropout_layer=dict(type='Dropout', drop_prob=0.5)))
-    mmgate.swap_attention(model, dict(path='0.attn', type='mmgate.PLuGMultiheadAttention'))
-    mmgate.train_only_gates(model)
-    assert model[0].attn.training and not (model[0].proj_drop.training or model[0].dropout_layer.training)
-
-
-def test_shared_projections_are_no_gates() -> None:
-    model = layers(())
-    model[0].attn.out_proj.weight = model[1].attn.out_proj.weight
-    model[0].attn.out_proj.bias = model[1].attn.out_proj.bias
-    vanilla_names = dict(model.named_parameters())
-    mmgate.swap_attention(model, PLUG)
-    assert not set(mmgate.gate_parameters(model)) & set(vanilla_names)
-
-
 @pytest.mark.parametrize('inside', [True, False], ids=['inside', 'beside'])
 def test_norms_of_gated_attention_keep_their_statistics(inside: bool) -> None:
     from mmseg.models.backbones.mit import EfficientMultiheadAttention
@@ -98,21 +80,19 @@ def test_norms_of_gated_attention_keep_their_statistics(inside: bool) -> None:
     assert all(module.training for module in model.modules())
 
 
-REDUCED_HOSTS = {
-    'PVT': ('mmdet.models.backbones.pvt.SpatialReductionAttention', dict(sr_ratio=2), {'sr', 'norm'}),
-    'MiT': ('mmseg.models.backbones.mit.EfficientMultiheadAttention', dict(sr_ratio=2), {'sr', 'norm'}),
-    'Twins': ('mmseg.models.backbones.twins.GlobalSubsampledAttention', dict(sr_ratio=2), {'sr', 'norm'}),
-    'mmcv': ('mmcv.cnn.bricks.transformer.MultiheadAttention', {}, set()),
-}
-
-
-@pytest.mark.parametrize('host', REDUCED_HOSTS)
-def test_a_dense_gate_in_a_child_follows_the_name_that_the_rule_chose(host: str) -> None:
+@pytest.mark.parametrize(
+    'name, beside',
+    [
+        ('mmdet.models.backbones.pvt.SpatialReductionAttention', {'sr', 'norm'}),
+        ('mmseg.models.backbones.twins.GlobalSubsampledAttention', {'sr', 'norm'}),
+        ('mmcv.cnn.bricks.transformer.MultiheadAttention', set()),
+    ],
+)
+def test_a_dense_gate_in_a_child_follows_the_name_that_the_rule_chose(name: str, beside: set[str]) -> None:
     """What trains with 'attention', what drops, what comes off and what a later rule meets is the whole attention."""
-    name, options, beside = REDUCED_HOSTS[host]
     module, _, kind = name.rpartition('.')
-    dropout = dict(type='Dropout', drop_prob=0.5)
-    attention = getattr(import_module(module), kind)(16, 2, 0.5, 0.5, dropout_layer=dropout, **options)
+    options = dict(dropout_layer=dict(type='Dropout', drop_prob=0.5), **(dict(sr_ratio=2) if beside else {}))
+    attention = getattr(import_module(module), kind)(16, 2, 0.5, 0.5, **options)
     model = nn.ModuleDict(dict(block=nn.ModuleDict(dict(attn=attention)), mlp=nn.Sequential(nn.Linear(2, 2))))
     rule = dict(path='block.attn', type='mmgate.PLuGMultiheadAttention')
     assert mmgate.swap_attention(model, rule) == ['block.attn']
@@ -126,6 +106,8 @@ def test_a_dense_gate_in_a_child_follows_the_name_that_the_rule_chose(host: str)
     assert set(mmgate.train_only_gates(copied, 'attention')) == {f'outer.{part}' for part in own}
     assert mmgate.restore_attention(copied['outer']) == mmgate.restore_attention(model) == ['block.attn']
     assert mmgate.swap_attention(model, dict(rule, path='block.attn.attn')) == ['block.attn.attn']
+    mmgate.train_only_gates(model)
+    assert attention.attn.training and not any(part.training for part in dropouts)
     assert mmgate.restore_attention(model) == ['block.attn.attn']
 
 
@@ -137,8 +119,6 @@ def test_attention_of_a_type_with_a_gate_trains_as_a_whole() -> None:
 
 
 class Normed(nn.Module):
-    """Parts with norms, and a head without."""
-
     def __init__(self) -> None:
         super().__init__()
         self.backbone = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
@@ -147,12 +127,21 @@ class Normed(nn.Module):
         self.head = nn.Linear(16, 1)
 
 
-@pytest.mark.parametrize('filled', ['nothing', 'neck', 'backbone and neck', 'afterwards'])
-@pytest.mark.parametrize('mode', ['gates', 'attention', 'all'])
+@pytest.mark.parametrize(
+    'mode, filled',
+    [
+        ('gates', 'nothing'),
+        ('gates', 'neck'),
+        ('gates', 'backbone and neck'),
+        ('attention', 'nothing'),
+        ('attention', 'afterwards'),
+        ('all', 'nothing'),
+    ],
+)
 def test_gates_beside_random_weights_are_warned_of_once(
     mode: str, filled: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When training begins, by the norms, which no training leaves at 1; whatever loaded the weights before."""
+    """When training begins, not with more gates, by the norms, which no training leaves at 1; whatever loaded them."""
     said: list[str] = []
     monkeypatch.setattr('mmgate.training.log', lambda text, *level: said.append(text))
     model = Normed()
@@ -167,24 +156,13 @@ def test_gates_beside_random_weights_are_warned_of_once(
         model.load_state_dict(trained.state_dict(), strict=False)
     model.eval()
     said.clear()
+    model.other = Layer()
+    mmgate.swap_attention(model, dict(path='other.attn', type='mmgate.PLuGMultiheadAttention'))
+    assert not said
     for _ in range(2):
         model.train()
     named = {'nothing': ['backbone, neck'], 'neck': ['backbone']}.get(filled, []) if mode != 'all' else []
     assert [re.findall('moved from its start in (.*?)\\.', text) for text in said] == [[parts] for parts in named]
-
-
-def test_more_gates_are_no_training_that_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpoint may come after the last gate, and the warning is for what has none then."""
-    said: list[str] = []
-    model = Normed()
-    model.other = Layer()
-    mmgate.swap_attention(model, dict(path='layer.attn', type='mmgate.PLuGMultiheadAttention'))
-    mmgate.train_only_gates(model)
-    monkeypatch.setattr('mmgate.training.log', lambda text, *level: said.append(text))
-    mmgate.swap_attention(model, dict(path='other.attn', type='mmgate.PLuGMultiheadAttention'))
-    assert not said
-    model.train()
-    assert len(said) == 1 and 'drawn at random' in said[0]
 
 
 @pytest.mark.parametrize('train', ['gates', 'attention'])

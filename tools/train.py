@@ -2,7 +2,7 @@
 
 import sys
 
-from mmgate.mm import cli
+from mmgate.tools.train import main
 
 if __name__ == '__main__':
-    sys.exit(cli.main(cli.train))
+    sys.exit(main())

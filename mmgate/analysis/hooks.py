@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from statistics import mean
 
 from mmengine.hooks import Hook
 from mmengine.hooks.hook import DATA_BATCH
@@ -22,8 +23,6 @@ from mmgate.wrappers import unwrap_model
 
 # A gate whose mean distance from the value at which it changes nothing is at most this has not moved.
 AT_REST = 0.01
-
-
 PER = ('layer', 'type')
 
 
@@ -38,7 +37,8 @@ class GateStatisticsHook(Hook):
     ``moved_most`` are the mean and the largest distance from the value at which attention is as without the gate, where
     there is one. The tag of the histograms' picture is ``gates``. One iteration in ``interval`` is logged, and the
     last, by the first process; the others cost nothing. The gradient is that of this iteration's loss in this process,
-    before clipping and averaging over processes, with a loss scale divided out.
+    before clipping and averaging over processes, with a loss scale divided out. With ``accumulative_counts`` it is of
+    the loss divided by it, as the optimizer sees it.
 
     After an epoch, or a validation in a loop of iterations, it warns if the mean distance of every layer's gate from
     that value stayed within 0.01: such a model still computes about what it would without gates.
@@ -61,6 +61,7 @@ class GateStatisticsHook(Hook):
         self._open = ExitStack()
         self._recording: Recording | None = None
         self._squares: dict[str, Tensor] = {}
+        self._scale = 1.0
         # Largest mean distance of each layer since the last warning or check.
         self._moved: dict[str, float] = {}
         self._said = False
@@ -74,13 +75,15 @@ class GateStatisticsHook(Hook):
         is_due = self.every_n_train_iters(runner, self.interval) or self.is_last_train_iter(runner)
         if not is_due or runner.rank:
             return
+        scaler = getattr(runner.optim_wrapper, 'loss_scaler', None)
+        self._scale = scaler.get_scale() if scaler is not None else 1.0  # the step may change it
         model = unwrap_model(runner.model)
         for name, gate in model.named_modules():
+            place = note_path(name, gate) if self.per == 'layer' else type(gate).__name__
             for parameter in gate.parameters() if isinstance(gate, Gate) else ():
                 # The optimizer wrapper clears gradients before ``after_train_iter``, so that a hook has to take them.
                 if parameter.requires_grad:
-                    take = partial(self._add_square, note_path(name, gate))
-                    self._open.callback(parameter.register_hook(take).remove)
+                    self._open.callback(parameter.register_hook(partial(self._add_square, place)).remove)
         self._recording = self._open.enter_context(record(model, [GATES], accumulate=LayerGate))
 
     def after_train_iter(
@@ -99,40 +102,24 @@ class GateStatisticsHook(Hook):
         for gate in gates:
             if gate.unchanged is not None:
                 self._moved[gate.path] = max(self._moved.get(gate.path, 0.0), gate.statistics.distance)
-        scaler = getattr(runner.optim_wrapper, 'loss_scaler', None)
-        scale = scaler.get_scale() if scaler is not None else 1.0
-        kinds = {gate.path: gate.kind for gate in gates}
-        places = {gate.path: gate.path if self.per == 'layer' else kinds[gate.path] for gate in gates}
-        grouped: dict[tuple[str, str], list[LayerGate]] = {}
-        for gate in gates:
-            grouped.setdefault((gate.name, places[gate.path]), []).append(gate)
         # A layer's norm is over all of its gates, which are not told apart.
-        squares: dict[str, Tensor] = {}
-        for path, place in places.items():
-            if path in self._squares:
-                squares[place] = self._squares[path] + squares[place] if place in squares else self._squares[path]
-        norms = {place: float(square.sqrt()) / scale for place, square in squares.items()}
+        norms = {place: float(square.sqrt()) / self._scale for place, square in self._squares.items()}
         scalars = {f'gate/{place}/grad_norm': norm for place, norm in norms.items()}
+        grouped: dict[tuple[str, str], list[LayerGate]] = {}
+        by_kind: dict[str, list[LayerGate]] = {}
+        for gate in gates:
+            grouped.setdefault((gate.name, gate.path if self.per == 'layer' else gate.kind), []).append(gate)
+            by_kind.setdefault(gate.kind, []).append(gate)
         for (name, place), listed in grouped.items():
             numbers = _numbers(listed)
             scalars.update({f'{name}/{place}/{key}': number for key, number in numbers.items()})
             if self.per == 'type':
                 runner.logger.info(_line(place, name, len(listed), numbers, norms.get(place)))
         runner.visualizer.add_scalars(scalars, step=runner.iter + 1)
-        by_kind: dict[str, list[LayerGate]] = {}
-        for gate in gates:
-            by_kind.setdefault(kinds[gate.path], []).append(gate)
         runner.visualizer.add_image('gates', histogram_image(by_kind), step=runner.iter + 1)
 
     def after_train_epoch(self, runner: Runner) -> None:
-        """Warn after an epoch if all gates are still close to the value that changes nothing."""
-        self._warn_of_rest(runner)
-
-    def before_val_epoch(self, runner: Runner) -> None:
-        """Warn before a validation, in a run counted in iterations, if all gates are close to changing nothing."""
-        self._warn_of_rest(runner)
-
-    def _warn_of_rest(self, runner: Runner) -> None:
+        """Warn, after an epoch or before a validation, if all gates are close to the value that changes nothing."""
         farthest = max(self._moved.values(), default=float('inf'))
         if farthest <= AT_REST:
             runner.logger.warning(
@@ -144,22 +131,22 @@ class GateStatisticsHook(Hook):
             )
         self._moved.clear()
 
-    def _add_square(self, path: str, gradient: Tensor) -> None:
-        self._squares[path] = self._squares.get(path, 0) + gradient.detach().float().square().sum()
+    def before_val_epoch(self, runner: Runner) -> None:
+        """Warn as after an epoch, in a run that is counted in iterations."""
+        self.after_train_epoch(runner)
+
+    def _add_square(self, place: str, gradient: Tensor) -> None:
+        self._squares[place] = self._squares.get(place, 0) + gradient.detach().float().square().sum()
 
 
 def _numbers(gates: Sequence[LayerGate]) -> dict[str, float]:
     """Return the statistics of some gates by name, each averaged over the layers."""
     found = [gate.statistics for gate in gates]
-    count = len(found)
-    numbers = dict(
-        mean=sum(one.mean for one in found) / count,
-        std=sum(one.deviation for one in found) / count,
-        sparsity=sum(one.sparsity for one in found) / count,
-    )
-    if all(gate.unchanged is not None for gate in gates):
-        numbers.update(moved=sum(one.distance for one in found) / count, moved_most=max(one.farthest for one in found))
-    return numbers
+    keys = dict(mean='mean', std='deviation', sparsity='sparsity', moved='distance')
+    numbers = {key: mean(getattr(one, name) for one in found) for key, name in keys.items()}
+    numbers['moved_most'] = max(one.farthest for one in found)
+    known = all(gate.unchanged is not None for gate in gates)
+    return {key: number for key, number in numbers.items() if known or 'moved' not in key}
 
 
 def _line(kind: str, name: str, layers: int, numbers: Mapping[str, float], norm: float | None) -> str:

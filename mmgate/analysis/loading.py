@@ -207,7 +207,7 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     with path.open('w', newline='') as file:
         writer = csv.DictWriter(file, list(first or ()))
         writer.writeheader()
-        for row in chain(() if first is None else (first,), remaining):
+        for row in chain(() if first is None else (first,), remaining):  # one at a time, of millions of samples
             writer.writerow({k: f'{v:.6g}' if isinstance(v, float) else v for k, v in row.items()})
     return path
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import Runner
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 from torch.utils.benchmark import Timer
 
 from mmgate.analysis.complexity import count_config
@@ -182,23 +182,13 @@ def _outputs(model: Any, batch: Any) -> list[Tensor]:
     with torch.no_grad():
         data = model.data_preprocessor(deepcopy(batch), False)
         try:
-            return list(_tensors(model(**data, mode='tensor')))
+            leaves, _ = tree_flatten(model(**data, mode='tensor'))
+            return [x.float().cpu() for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
         except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             reason = first_line(error)
             words = f'{type(model).__name__} shows no output to compare with the vanilla one ({reason}).'
             print_log(words, logger='current', level=logging.WARNING)
             return []
-
-
-def _tensors(found: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors in a model's output, which may be nested lists and dicts."""
-    if isinstance(found, Tensor):
-        if found.is_floating_point():
-            yield found.detach().float().cpu()
-    elif isinstance(found, Mapping):
-        yield from chain.from_iterable(map(_tensors, found.values()))
-    elif isinstance(found, (list, tuple)):
-        yield from chain.from_iterable(map(_tensors, found))
 
 
 def _difference(found: list[Tensor], first: list[Tensor]) -> float:

@@ -35,7 +35,7 @@ from mmgate.gate import gate_of_type
 from mmgate.gates import PLuGDeformableGate, PLuGGate
 from mmgate.mm import cli
 from mmgate.mm.config_file import check_checkpoint, differences, merge_options, read_config
-from mmgate.mm.gate_options import put_gates
+from mmgate.mm.gate_options import put_rules
 from mmgate.mm.trial import first_figure, make_trial
 from mmgate.registry import MODELS
 from mmgate.rules import check_rules, read_rules
@@ -165,7 +165,7 @@ def _plan(args: argparse.Namespace, cfg: Config, names: Sequence[str], out: Path
     configs = {VANILLA: cfg}
     for name, text in zip(names, args.gate, strict=True):
         configs[name] = deepcopy(cfg)
-        put_gates(configs[name], [text], train=args.train)
+        put_rules(configs[name], [text], train=args.train)
     costs = measure_costs(configs, batch, tested, checkpoint=cfg.load_from, device=get_device())
     iters = args.epochs * steps_in_epoch if args.epochs else args.iters
     plan = dict(asked=asked, iters=iters, images=images, costs=costs, text=cfg.pretty_text)

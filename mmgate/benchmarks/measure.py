@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import ctypes
 import importlib.metadata
-import math
 import os
 import platform
 import re
@@ -104,9 +103,11 @@ def interleaved(
     memory: dict[str, list[float]] = {name: [] for name in providers}
     for repetition in range(repetitions + 1):
         for name, run in list(runs.items()):
+            dtype = (dtypes or {}).get(name)
+            given = [x.to(dtype) if dtype and x.is_floating_point() else x for x in inputs]
             try:
                 with (within or {}).get(name, nullcontext)():
-                    seconds, peak = measure(run, cast(inputs, (dtypes or {}).get(name)), mode, clock, launches)
+                    seconds, peak = measure(run, given, mode, clock, launches)
             except Exception as error:  # a kernel does not compile, memory runs out, a package is missing
                 if repetition:
                     raise
@@ -124,43 +125,6 @@ def interleaved(
     for metric, unit, values in (('time', 'ms', times), ('peak memory', 'MiB', memory)):
         for name in runs:
             yield row_of((op, name, mode, metric, unit, x), values[name], values[peer], inputs[0].device)
-
-
-def cast(inputs: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
-    """Return the inputs with floating-point ones in a dtype; None leaves all as they are."""
-    return [x.to(dtype) if dtype and x.is_floating_point() else x for x in inputs]
-
-
-def errors(
-    op: str,
-    providers: Providers,
-    x: str,
-    inputs: list[Tensor],
-    exact: Callable[..., Tensor],
-    dtypes: Mapping[str, torch.dtype] | None = None,
-) -> Iterator[Row]:
-    """Yield the relative error of each implementation's output: the root mean square in millionths of the right one's.
-
-    Args:
-        op: Name of the operator in the rows.
-        providers: Functions to compare, by name; one that fails is left out.
-        x: Name of the inputs in the rows.
-        inputs: Arguments of the functions.
-        exact: Function that is right on float64 inputs.
-        dtypes: By provider, the dtype of its floating-point inputs. Rounding them is part of the error.
-    """
-    expected = exact(*cast(inputs, torch.float64))
-    found: dict[str, float] = {}
-    for name, run in providers.items():
-        try:
-            with torch.no_grad():
-                difference = run(*cast(inputs, (dtypes or {}).get(name))).double() - expected
-        except Exception:  # for which measuring it gives the reason
-            continue
-        found[name] = 1e6 * float(difference.square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-30))
-    for name, error in found.items():
-        key = (op, name, MODES[0], 'error', 'millionths', x)
-        yield row_of(key, [error], [next(iter(found.values()))], inputs[0].device)
 
 
 def measure(
@@ -261,36 +225,6 @@ def told(rows: Iterable[Row]) -> Iterator[Row]:
         figures = ' '.join(f'{y:10.2f}' for y in (row.y_50, row.y_20, row.y_80, row.ratio_to_peer))
         print(f'{row.x:14} {row.mode:17} {name:20} {row.provider:32} {figures}', flush=True)
         yield row
-
-
-def times_table(rows: Iterable[Row], ours: str) -> str:
-    """Return times as Markdown: of ours in milliseconds, and of the others divided by ours.
-
-    A cell has a figure for each device, such as a CPU with one thread and with two.
-
-    Args:
-        rows: Rows of a benchmark, of which only those of time are used.
-        ours: Provider to divide by.
-    """
-    times = {(row.x, row.mode, row.device, row.provider): row for row in rows if row.metric == 'time'}
-    quotients = {
-        (x, mode, device, other): times[x, mode, device, ours].ratio_to_peer / row.ratio_to_peer
-        for (x, mode, device, other), row in times.items()
-        if other != ours and (x, mode, device, ours) in times
-    }
-    if not quotients:
-        return f'{ours} was not measured beside another provider; the warnings above have the reasons.'
-    devices = list(dict.fromkeys(key[2] for key in times))
-    others = list(dict.fromkeys(key[3] for key in quotients))
-    lines = [f'Times on {" / ".join(devices)}, in ms and divided by those of `{ours}`:', '']
-    lines += [f'| input | | `{ours}`, ms | {" | ".join(others)} |', '|---' * (3 + len(others)) + '|']
-    for x, mode in dict.fromkeys(key[:2] for key in quotients):
-        cells = [' / '.join(f'{times[x, mode, device, ours].y_50:.3g}' for device in devices)]
-        for other in others:
-            divided = [quotients.get((x, mode, device, other), math.nan) for device in devices]
-            cells.append(' / '.join(f'{quotient:.2f}x'.replace('nanx', '-') for quotient in divided))
-        lines.append(f'| {x} | {mode} | {" | ".join(cells)} |')
-    return '\n'.join(lines)
 
 
 def write_csv(rows: Iterable[Row], path: str | Path) -> list[Row]:

@@ -18,7 +18,7 @@ from mmgate.gates.plug import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
 from mmgate.ops.deformable import attention_weights, offset_locations
 
-from .measure import MODES, Row, errors, interleaved
+from .measure import MODES, Row, interleaved
 
 LEVELS_800 = [(100, 134), (50, 67), (25, 34), (13, 17)]
 LEVELS_480 = [(60, 80), (30, 40), (15, 20), (8, 10)]
@@ -202,11 +202,6 @@ def _deformops(*inputs: Tensor, reference: Tensor) -> Tensor:
     return msda(value, shapes, start, locations, weights.to(value.dtype), method='linear', fp32acc=True)
 
 
-def _grid_sample(*inputs: Tensor, reference: Tensor) -> Tensor:
-    reference = reference.to(torch.promote_types(inputs[0].dtype, reference.dtype))
-    return ms_deform_attn(*inputs, reference_points=reference, backend='grid_sample')
-
-
 def _attend(*inputs: Tensor, reference: Tensor, backend: str = 'triton') -> Tensor:
     return ms_deform_attn(*inputs, reference_points=reference, backend=backend)
 
@@ -219,8 +214,7 @@ def benchmark_ms_deform_attn(repetitions: int = 20, *, device: str = 'cuda') -> 
     """Measure deformable attention: mmgate's kernel for the device, and other packages' (peers).
 
     All start from offsets, logits and gate. A peer that is not installed is left out with a warning; the first that
-    runs is the one to compare with. Errors come before times. With one thread on a CPU, time is the processor's, which
-    others do not add to.
+    runs is the one to compare with. With one thread on a CPU, time is the processor's, which others do not add to.
     """
     providers: dict[str, Callable[..., Tensor]] = {
         'torch-ms-deform-attn': _torch_ms_deform_attn,
@@ -234,7 +228,7 @@ def benchmark_ms_deform_attn(repetitions: int = 20, *, device: str = 'cuda') -> 
             'torch_ms_deform_attn': _torch_ms_deform_attn,
             'deformops': _deformops,
             'deformops, bfloat16': _deformops,
-            'grid_sample': _grid_sample,
+            'grid_sample': partial(_attend, backend='grid_sample'),
             'triton': _attend,
             'triton, ungated': _ungated,
             'triton, bfloat16': _attend,
@@ -244,14 +238,9 @@ def benchmark_ms_deform_attn(repetitions: int = 20, *, device: str = 'cuda') -> 
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     for x, case in CASES['cpu' if device == 'cpu' else 'cuda'].items():
         inputs, reference = sampler_inputs(**case, device=device)
-        exact = partial(_grid_sample, reference=reference)
         runs = {provider: partial(run, reference=reference) for provider, run in providers.items()}
-        # Without the gate another function is computed, which has no error beside this one.
-        gated = {provider: run for provider, run in runs.items() if 'ungated' not in provider}
-        yield from errors('ms_deform_attn', gated, x, inputs, exact, dtypes)
         for mode in MODES:
-            rows = interleaved('ms_deform_attn', runs, x, inputs, mode, repetitions, clock=clock, dtypes=dtypes)
-            yield from rows
+            yield from interleaved('ms_deform_attn', runs, x, inputs, mode, repetitions, clock=clock, dtypes=dtypes)
 
 
 def _flex(gml: GatingModulation) -> Callable[..., Tensor]:

@@ -1,6 +1,6 @@
 """Export a model to an ONNX file, and keep the file only if it finds on real images what the model finds.
 
-``build.py`` makes the model a network of tensors, a Deformable DETR the ``QueryNetwork`` of ``detectors.py``.
+``build.py`` makes the model a network of tensors; that of Deformable DETR is ``QueryNetwork`` in ``detectors.py``.
 torch.export captures it, while ``tracing.py`` replaces what no graph can hold, and torch.onnx writes it, with the nodes
 of ``operators.py``. ``runtime.py`` runs the file, ``compare.py`` compares the results.
 """

@@ -138,6 +138,15 @@ class GatingModulation(nn.Module):
             with_residual, without_residual = IDENTITIES[self.variant]
             self.bias.copy_(self.bias.new_tensor(with_residual if self.residual else without_residual))
 
+    @property
+    def is_tanh_of_product(self) -> bool:
+        """Whether ``G = tanh((a r + b)(c r + e))``, with ``weight = (a, c)`` and ``bias = (b, e)`` and nothing else.
+
+        The backends ``native`` and ``triton`` of dense attention compute this form without calling :meth:`forward`:
+        whatever else acts on the gate there has to be False here.
+        """
+        return self.variant == 'product' and self.activation == 'tanh'
+
     def forward(self, r: Tensor) -> Tensor:
         """Return the gate ``G`` for each raw gate ``r``, elementwise.
 
@@ -277,7 +286,6 @@ class PLuGGate(DenseGate):
     """
 
     identity_start = True
-    operator = 'plug_attention'
     undecayed = ('gml',)
 
     def __init__(

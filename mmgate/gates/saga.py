@@ -22,12 +22,15 @@ GATES = ('gate_k', 'gate_v', 'gate_out')
 class SAGAGate(LinearGate):
     """SAGA's linear attention over an H x W map, with gates A, B, G: ``[Q ((K * A)^T (V * B)) + DWC(V)] * G``.
 
-    ``A = sigmoid(x Wa)`` and ``B = sigmoid(x Wb)`` gate keys and values, ``G = x Wg`` gates the output.
+    ``A = sigmoid(x Wa)`` and ``B = sigmoid(x Wb)`` gate keys and values in :meth:`attend`, whose product is
+    ``mmgate/ops/gated_linear.py``. ``mix`` of the base class adds DWC(V), a depthwise convolution, and multiplies by
+    ``G = x Wg``. The host's layers compute Q, K, V and project the result.
 
     The paper leaves the scale open. Here K^T V is scaled by 1 / N, as 1 / sqrt(N) on each factor, and Q by 1 / sqrt(d),
-    so that the output does not grow with the number of tokens. Two more points follow from the paper's parameter
-    counts. A learnt position encoding is added to K; it is resized bilinearly for a map of another size than in
-    pre-training. The 5 x 5 depthwise convolution has d channels, which the heads share.
+    so that the output does not grow with the number of tokens. Two more points fit the paper's
+    parameter counts, which leave their details open. A learnt position encoding is added to K; it is resized bilinearly
+    for a map of another size than in pre-training. The 5 x 5 depthwise convolution has d channels, which the heads
+    share.
 
     Args:
         sizes: Sizes of the host's attention.

@@ -20,22 +20,24 @@ from mmengine.config import Config, ConfigDict
 
 from mmgate.errors import ConfigError
 
-from .config_file import (
-    add_trust_option,
-    check_checkpoint,
-    config_parser,
-    innermost,
-    load_config,
-    package_of,
-    type_name,
-)
-from .gate_options import add_gate_options, put_gates
+from .config_file import add_trust_option, check_checkpoint, config_parser, innermost, package_of, type_name
+from .gate_options import add_gate_options, configured
 
 if TYPE_CHECKING:
     from mmengine.runner import FlexibleRunner, Runner
-    from torch import nn
 
 STATISTICS = 'GateStatisticsHook'
+META_KEYS = ('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor', 'flip', 'flip_direction')
+# By package, for test-time augmentation: what is around the model, and the last step of the pipeline unless the
+# config's own serves. mmdet registers its class in mmengine's registry, so that the name has no scope.
+AUGMENTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    'mmdet': (
+        dict(type='DetTTAModel', tta_cfg=dict(nms=dict(type='nms', iou_threshold=0.5), max_per_img=100)),
+        dict(type='mmdet.PackDetInputs', meta_keys=META_KEYS),
+    ),
+    'mmseg': (dict(type='mmseg.SegTTAModel'), dict(type='mmseg.PackSegInputs')),
+    'mmpretrain': (dict(type='mmpretrain.AverageClsScoreTTA'), {}),
+}
 
 
 def main(command: Callable[[list[str]], None], argv: list[str] | None = None) -> int:
@@ -110,12 +112,13 @@ def _train(args: argparse.Namespace) -> None:
     from .speedups import speed_up
 
     cfg = load_config(args)
-    replaced = put_gates(cfg, args.gate, gates=args.gates, train=args.train)
     note = speed_up(cfg) if args.speedups else ''
     if args.amp:
         enable_amp(cfg)
     if args.auto_scale_lr:
-        enable_auto_scale_lr(cfg)
+        if (cfg.get('auto_scale_lr') or {}).get('base_batch_size') is None:
+            raise ConfigError('--auto-scale-lr needs auto_scale_lr.base_batch_size in the config, the batch of its lr.')
+        cfg.auto_scale_lr.enable = True
     if args.resume is not None:
         last = find_latest_checkpoint(cfg.work_dir) if args.resume == 'auto' else args.resume
         # A first start has no checkpoint to resume from.
@@ -127,8 +130,6 @@ def _train(args: argparse.Namespace) -> None:
     if cfg.get('load_from') or cfg.get('resume'):
         runner.register_hook(LoadReportHook(cfg.get('load_from') or f'the last checkpoint in {cfg.work_dir}'))
     add_gate_statistics(runner)
-    if replaced:
-        runner.logger.warning(replaced)
     if note:
         runner.logger.info(note)
     runner.train()
@@ -167,16 +168,13 @@ def _test(args: argparse.Namespace) -> None:
     cfg.load_from = args.checkpoint
     if args.show or args.show_dir:
         enable_visualization(cfg, show=args.show, show_dir=args.show_dir, wait_time=args.wait_time)
-    note = put_gates(cfg, args.gate, gates=args.gates, train=args.train)
-    if args.tta:  # after the gates, because it wraps the model
+    if args.tta:
         enable_tta(cfg)
     if args.out and not pickled:
         for evaluator in cfg.test_evaluator if isinstance(cfg.test_evaluator, list) else [cfg.test_evaluator]:
             evaluator.update(output_dir=args.out, keep_results=True)
     check_checkpoint(args.checkpoint, sharded='strategy' in cfg)
     runner = build_runner(cfg)
-    if note:
-        runner.logger.warning(note)
     runner.register_hook(LoadReportHook(args.checkpoint, allow_mismatch=args.allow_mismatch, gates=args.gates))
     if pickled:
         if package == 'mmpretrain':
@@ -187,6 +185,20 @@ def _test(args: argparse.Namespace) -> None:
     runner.test()
 
 
+def load_config(args: argparse.Namespace) -> Config:
+    """Return the config that parsed arguments describe, with its gates and a work dir.
+
+    The work dir is the argument's, else the config's, else one named after the config file.
+
+    Raises:
+        ConfigError: See :func:`.gate_options.configured`.
+    """
+    cfg = configured(args)
+    cfg.launcher = args.launcher
+    cfg.work_dir = args.work_dir or cfg.get('work_dir') or f'./work_dirs/{Path(cfg.filename).stem}'
+    return cfg
+
+
 def build_runner(cfg: Config) -> Runner | FlexibleRunner:
     """Build the Runner of a config, with its model.
 
@@ -194,7 +206,7 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
         cfg: The config; ``runner_type`` names a registered runner, such as mmengine's FlexibleRunner.
 
     Raises:
-        ConfigError: A launcher or a backend cannot work here, or a rule does not fit the model.
+        ConfigError: A launcher cannot work here, or a rule does not fit the model.
     """
     from mmengine.registry import RUNNERS, init_default_scope
     from mmengine.runner import FlexibleRunner, Runner
@@ -206,7 +218,6 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
     runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
     if isinstance(runner, FlexibleRunner):  # else it builds the model only when it starts
         runner.model = runner.strategy.build_model(runner.model)
-    check_backends(runner.model)
     return runner
 
 
@@ -226,28 +237,6 @@ def add_gate_statistics(runner: Any) -> None:
         runner.register_hook(dict(type=f'mmgate.{STATISTICS}', interval=500, per='type'))
 
 
-def check_backends(model: nn.Module) -> None:
-    """Raise ConfigError if a backend that a rule or the environment asks for cannot run on the model's device.
-
-    Raises:
-        ConfigError: A backend cannot run; the message has the gate's name and the reason.
-    """
-    import torch
-    from mmengine.device import get_device
-
-    from mmgate.gate import Gate
-    from mmgate.ops.backend import candidates
-
-    for name, module in model.named_modules():
-        if not isinstance(module, Gate) or module.operator is None:
-            continue
-        heads = torch.empty(1, 1, module.num_heads, module.head_dim, device=get_device())
-        try:
-            candidates(module.operator, heads, module.backend)
-        except ConfigError as error:
-            raise ConfigError(f'{name}: {error}') from error
-
-
 def enable_amp(cfg: Config) -> None:
     """Change a config's optimizer wrapper to AmpOptimWrapper, for the option ``--amp``.
 
@@ -262,17 +251,6 @@ def enable_amp(cfg: Config) -> None:
         raise ConfigError(f'--amp: optim_wrapper.type={wrapper_type!r} cannot be converted; only OptimWrapper can.')
     cfg.optim_wrapper.type = 'AmpOptimWrapper'
     cfg.optim_wrapper.setdefault('loss_scale', 'dynamic')
-
-
-def enable_auto_scale_lr(cfg: Config) -> None:
-    """Let mmengine scale a config's learning rate by processes x batch, for the option ``--auto-scale-lr``.
-
-    Raises:
-        ConfigError: The config names no base batch size.
-    """
-    if (cfg.get('auto_scale_lr') or {}).get('base_batch_size') is None:
-        raise ConfigError('--auto-scale-lr needs auto_scale_lr.base_batch_size in the config, the batch its lr is for.')
-    cfg.auto_scale_lr.enable = True
 
 
 def enable_visualization(cfg: Config, *, show: bool, show_dir: str | None, wait_time: float) -> None:
@@ -297,18 +275,8 @@ def enable_visualization(cfg: Config, *, show: bool, show_dir: str | None, wait_
 
 def enable_tta(cfg: Config) -> None:
     """Change a config to test-time augmentation (``--tta``): its own, or a horizontal flip if it has none."""
-    tta_cfg = dict(nms=dict(type='nms', iou_threshold=0.5), max_per_img=100)
     package = package_of(cfg) or 'mmdet'
-    keys = ['img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor', 'flip', 'flip_direction']
-    # mmdet registers this class in mmengine's registry, so that the name has no scope.
-    model: dict = dict(type='DetTTAModel', tta_cfg=tta_cfg)
-    pack: dict = dict(type='mmdet.PackDetInputs', meta_keys=keys)
-    if package == 'mmseg':
-        model = dict(type='mmseg.SegTTAModel')
-        pack = dict(type='mmseg.PackSegInputs')
-    elif package == 'mmpretrain':
-        model = dict(type='mmpretrain.AverageClsScoreTTA')
-        pack = {}
+    model, pack = AUGMENTED.get(package, AUGMENTED['mmdet'])
     dataset = innermost(cfg.test_dataloader.dataset)
     if 'tta_pipeline' not in cfg:
         *steps, last = deepcopy(dataset.pipeline)

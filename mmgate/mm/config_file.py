@@ -10,7 +10,8 @@ from itertools import zip_longest
 from typing import Any
 
 from mmengine.config import Config, DictAction
-from mmengine.utils import import_modules_from_strings
+from mmengine.config.utils import _get_package_and_cfg_path
+from mmengine.utils import get_installed_path, import_modules_from_strings
 
 from mmgate._environment import EITHER, EXTRAS, why_not
 from mmgate.errors import TRUST, ConfigError
@@ -28,22 +29,6 @@ def config_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def load_config(args: argparse.Namespace) -> Config:
-    """Return the config that parsed arguments describe, with their changes and a work dir.
-
-    The work dir is the argument's, else the config's, else one named after the config file.
-
-    Raises:
-        ConfigError: The file is missing or malformed, or an option cannot be merged into the config.
-    """
-    cfg = read_config(args.config)
-    merge_options(cfg, args.cfg_options or {})
-    cfg.launcher = args.launcher
-    name = osp.splitext(osp.basename(cfg.filename))[0]
-    cfg.work_dir = args.work_dir or cfg.get('work_dir') or osp.join('./work_dirs', name)
-    return cfg
-
-
 def read_config(config: str) -> Config:
     """Read a config from a file, or from an installed package as in ``mmdet::path``.
 
@@ -51,25 +36,17 @@ def read_config(config: str) -> Config:
         ConfigError: The file is missing or malformed, or it needs mmpretrain, which is not installed.
     """
     path = config
-    if '::' in path:
-        from mmengine.config.utils import _get_external_cfg_base_path, _get_package_and_cfg_path
-        from mmengine.utils import get_installed_path
-
-        try:
-            package, relative = _get_package_and_cfg_path(path)
-            path = _get_external_cfg_base_path(get_installed_path(package), relative)
-        except (AssertionError, ValueError, FileNotFoundError, ImportError) as error:
-            raise ConfigError(f'config {config}: {error}') from error
-    if not osp.isfile(path):
-        raise ConfigError(f'config {path} does not exist (looked for {osp.abspath(path)}).')
     try:
+        if '::' in config:
+            package, relative = _get_package_and_cfg_path(config)
+            path = osp.join(get_installed_path(package), '.mim/configs', relative)
         cfg = Config.fromfile(path)
     except Exception as error:  # the file is Python, and may raise anything
         remedy = f' Type: {MMPRETRAIN}' if 'mmpretrain' in str(error) else ''
-        raise ConfigError(f'config {path}: cannot be read: {type(error).__name__}: {error}.{remedy}') from error
+        raise ConfigError(f'config {config}: cannot be read: {type(error).__name__}: {error}.{remedy}') from error
     problem = why_not('mmpretrain') if cfg.get('default_scope') == 'mmpretrain' else None
     if problem:
-        raise ConfigError(f'config {path}: {problem}. Type: {MMPRETRAIN}')
+        raise ConfigError(f'config {config}: {problem}. Type: {MMPRETRAIN}')
     return cfg
 
 
@@ -82,23 +59,14 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
     """
     try:
         cfg.merge_from_dict(dict(options))
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f'--cfg-options {" ".join(options)} cannot be merged: {error}') from error
-    # mmengine imports them while it reads the file, before there are options.
-    if any(key.partition('.')[0] == 'custom_imports' for key in options):
-        if not isinstance(cfg.custom_imports, Mapping):
-            raise ConfigError(
-                f'--cfg-options custom_imports={cfg.custom_imports}: it must be a dict; name modules by '
-                'custom_imports.imports=MODULE.'
-            )
-        try:
+        # mmengine imports them while it reads the file, before there are options.
+        if any(key.partition('.')[0] == 'custom_imports' for key in options):
             import_modules_from_strings(**cfg.custom_imports)
-        except (ImportError, TypeError) as error:
-            # mmengine's error names the module, and not the import in it that failed.
-            reason = f'{error}: {error.__context__}' if error.__context__ else str(error)
-            raise ConfigError(
-                f'--cfg-options custom_imports: {reason}. A module is found in the folders of PYTHONPATH.'
-            ) from error
+    except (AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError) as error:
+        # mmengine's error names the module, and not the import in it that failed.
+        reason = f'{error}: {error.__context__}' if error.__context__ else error
+        remedy = ' A module is found in the folders of PYTHONPATH.' if isinstance(error, ImportError) else ''
+        raise ConfigError(f'--cfg-options {" ".join(options)} cannot be merged: {reason}.{remedy}') from error
 
 
 def mappings(node: object, where: str = '') -> Iterator[tuple[str, Any]]:

@@ -1,18 +1,18 @@
 """The command-line options ``--gate``, ``--gates`` and ``--train``, which gate the model of any config.
 
-They write into the config what a file would: the type ``mmgate.Gated`` with rules or a gates file, what trains, and the
-constructor of the optimizer. The Runner then builds the model by ``mmgate/gated.py``.
+:func:`put_rules` writes into the config what a file would say: the type ``mmgate.Gated`` with rules or a gates file,
+what trains, and the constructor of the optimizer, with the settings of gates. The Runner then builds the model
+by ``mmgate/gated.py``: first the model without gates, then ``swap_attention`` puts a gate into each module
+that a rule names; gates are initialised last. ``mmgate/mm/cli.py`` calls :func:`configured` and starts the Runner.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mmengine.config import Config
-from mmengine.logging import print_log
 
 from mmgate.errors import ConfigError
 
@@ -57,13 +57,11 @@ def configured(args: argparse.Namespace) -> Config:
     """
     cfg = read_config(args.config)
     merge_options(cfg, args.cfg_options or {})
-    note = put_gates(cfg, args.gate, gates=args.gates, train=args.train)
-    if note:
-        print_log(note, logger='current', level=logging.WARNING)
+    put_rules(cfg, args.gate, gates=args.gates, train=args.train)
     return cfg
 
 
-def put_gates(cfg: Config, rules: Iterable[str], *, gates: str | None = None, train: str | None = None) -> str:
+def put_rules(cfg: Config, rules: Iterable[str], *, gates: str | None = None, train: str | None = None) -> None:
     """Change a config so that its model gets gates, as a config file that inherits it would.
 
     The optimizer is then built by :class:`.GateOptimWrapperConstructor`, after the config's own constructor.
@@ -72,15 +70,12 @@ def put_gates(cfg: Config, rules: Iterable[str], *, gates: str | None = None, tr
         cfg: Config of any mm package, vanilla or gated. It is changed, and the files that it inherits are not. Dumped
             into a file, it is a config that runs by itself.
         rules: Texts of ``--gate``, see :func:`mmgate.rules.read_rules`. They join the rules that the config has.
-        gates: Gates file, which places its gates; it replaces the gates of the config.
+        gates: Gates file, which places its gates.
         train: What trains, see :func:`mmgate.train_only_gates`.
 
-    Returns:
-        A warning that names the gates of the config that the file replaces; empty if there are none.
-
     Raises:
-        ConfigError: A rule cannot be read or names no gate, the file holds no gates, both are given, ``train`` asks for
-            gates and there are none, or the config has rules for a model that is not of the type ``mmgate.Gated``.
+        ConfigError: A rule cannot be read or names no gate, the file holds no gates, both are given, or ``train`` asks
+            for gates and there are none.
     """
     from mmgate.checkpoints.gates_file import read_gates
     from mmgate.rules import check_rules, read_rules
@@ -90,28 +85,26 @@ def put_gates(cfg: Config, rules: Iterable[str], *, gates: str | None = None, tr
     added = [rule for text in rules for rule in read_rules(text)]
     if added and gates:
         raise ConfigError(f'--gates {gates} places its gates; leave --gate away, or the file.')
-    if not (added or gates):
-        _refuse_rules_of_no_gated_model(cfg)
     if not (added or gates or train):
-        return ''
+        return
     if not cfg.get('model'):
         raise ConfigError(f'config {cfg.filename} has no model to gate.')
     check_rules(added)
-    note = ''
     if added or gates:
-        _make_gated(cfg)
+        import_mmgate(cfg)
+        if type_name(cfg.model) != 'Gated':
+            cfg.model = dict(cfg.model, type='mmgate.Gated', host=type_path(cfg.model.type))
         group_parameters(cfg, GateOptimWrapperConstructor)
     if added:
-        cfg.model.attention = [*_rules_of(cfg), *added]
+        given = cfg.model.get('attention') or ()
+        cfg.model.attention = [*([given] if isinstance(given, Mapping) else given), *added]
     if gates:
         read_gates(gates)
-        note = _replaced(cfg, gates)
         cfg.model.gates = gates
     if train and type_name(cfg.model) == 'Gated':
         cfg.model.train = train
     elif train and train != 'all':
         raise ConfigError(f'--train {train}: the model of {cfg.filename} has no gates; give --gate or --gates.')
-    return note
 
 
 def import_mmgate(cfg: Config) -> None:
@@ -149,42 +142,3 @@ def group_parameters(cfg: Config, constructor: type[GroupedOptimWrapperConstruct
     wrapper.constructor = f'mmgate.{constructor.__name__}'
     if options:
         wrapper.paramwise_cfg = options
-
-
-def _make_gated(cfg: Config) -> None:
-    """Change a config's model so that ``mmgate.Gated`` builds it."""
-    import_mmgate(cfg)
-    if type_name(cfg.model) != 'Gated':
-        cfg.model = dict(cfg.model, type='mmgate.Gated', host=type_path(cfg.model.type))
-
-
-def _refuse_rules_of_no_gated_model(cfg: Config) -> None:
-    """Raise ConfigError for rules that would reach a host as an unexpected keyword argument."""
-    model = cfg.get('model') or {}
-    rules = model.get('attention') if isinstance(model, Mapping) else None
-    listed = [rules] if isinstance(rules, Mapping) else rules
-    if type_name(model) == 'Gated' or not isinstance(listed, (list, tuple)):
-        return
-    if any(isinstance(rule, Mapping) and {'path', 'type'} <= set(rule) for rule in listed):
-        model_type = type_path(model.get('type'))
-        raise ConfigError(
-            f'model.attention has rules for gates, and model.type={model_type!r} takes none: write '
-            f"type='mmgate.Gated', host={model_type!r}."
-        )
-
-
-def _rules_of(cfg: Config) -> list[Any]:
-    rules = cfg.model.get('attention') or ()
-    return [rules] if isinstance(rules, Mapping) else list(rules)
-
-
-def _replaced(cfg: Config, path: str) -> str:
-    """Return a warning if a gates file replaces gates that the config has, else an empty text."""
-    replaced = [f'model.gates={cfg.model.gates}'] if cfg.model.get('gates') else []
-    replaced += [f'{type_name(rule)} at {rule.get("path")} by model.attention' for rule in _rules_of(cfg)]
-    if not replaced:
-        return ''
-    return (
-        f"--gates {path} replaces the config's own gates, {'; '.join(replaced)}. The vanilla config leaves no doubt "
-        'which gates these are.'
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -15,7 +15,7 @@ from mmgate.registry import MODELS
 from mmgate.rules import path_regex
 from mmgate.wrappers import unwrap_model, without_wrappers
 
-from .config_file import mappings
+from .config_file import mappings, type_name
 
 # Options of the machine, of the start, and of the size of images, with which a trained gate computes the same; and
 # those that the shapes of its tensors tell.
@@ -37,12 +37,9 @@ def other_options(model: nn.Module, checkpoint: Mapping[str, Any], cfg: Any = No
         A text such as ``gml='product' in the checkpoint, 'sum' here (encoder.layers.0.self_attn and 5 more)``; empty if
         there is no difference.
     """
-    there = _model_config(checkpoint)
-    if not there:
-        return ''
     model = unwrap_model(model)
-    entries = dict(mappings(there))
-    rules = [rule for _, entry in mappings(there) for rule in _rules(entry)]
+    entries = _entries(checkpoint)
+    rules = [rule for entry in entries.values() if type_name(entry) == 'Gated' for rule in _rules(entry)]
     names = set(map(without_wrappers, checkpoint.get('state_dict', checkpoint)))
     tensors = list(map(without_wrappers, model.state_dict()))
     found: dict[str, list[str]] = {}
@@ -53,58 +50,49 @@ def other_options(model: nn.Module, checkpoint: Mapping[str, Any], cfg: Any = No
             continue
         chosen = record.chosen_name(record.name)
         # Attention that a type has built has no name: its options are in the config's own entry, see below.
-        placed = [rule for rule in rules if chosen and any(_names(path, chosen) for path in _paths(rule))]
+        placed = [rule for rule in rules if chosen and _names(rule, chosen)]
         differences = [list(_differences(rule, record.rule)) for rule in placed]
         # Parts that are gated by themselves share paths such as blocks.*.attn: the rule that fits best is the module's.
         for line in min(differences, key=len, default=()):
             found.setdefault(line, []).append(name)
     for where, entry in mappings(cfg or {}):
-        if _gate_type(entry) and _gate_type(entry) is _gate_type(entries.get(where, {})) and 'path' not in entry:
-            for line in _differences(entries[where], entry):
+        there = entries.get(where, {})
+        if 'path' not in entry and _gate_type(entry) is _gate_type(there):
+            for line in _differences(there, entry):
                 found.setdefault(line, []).append(where.lstrip('.'))
     return '; '.join(f'{line} ({listed(where, 1)})' for line, where in found.items())
 
 
-def _model_config(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the ``model`` of the config in a checkpoint's metadata, empty if there is none that can be read."""
+def _entries(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return each dict of the ``model`` in a checkpoint's config by its path; none if no config can be read."""
     meta = checkpoint.get('meta')
     text = meta.get('cfg') if isinstance(meta, Mapping) else None
     try:
-        found = plain_values(text).get('model') if isinstance(text, str) else None
+        return dict(mappings(plain_values(text).get('model'))) if isinstance(text, str) else {}
     except ValueError:
-        found = None
-    return found if isinstance(found, Mapping) else {}
+        return {}
 
 
 def _rules(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the rules of a config's entry, if it is of the type ``mmgate.Gated``."""
-    if str(entry.get('type')).rpartition('.')[2] != 'Gated':
-        return []
     given = entry.get('attention') or ()
-    listed_rules = [given] if isinstance(given, Mapping) else given
-    return [rule for rule in listed_rules if isinstance(rule, Mapping) and {'path', 'type'} <= set(rule)]
+    rules = [given] if isinstance(given, Mapping) else given
+    return [rule for rule in rules if isinstance(rule, Mapping) and {'path', 'type'} <= set(rule)]
 
 
-def _paths(rule: Mapping[str, Any]) -> Sequence[str]:
-    return [rule['path']] if isinstance(rule['path'], str) else rule['path']
-
-
-def _names(path: str, module: str) -> bool:
-    """Return True if a path of a checkpoint's rule names a module; older versions took paths that are refused now."""
+def _names(rule: Mapping[str, Any], module: str) -> bool:
+    """Return True if a checkpoint's rule names a module; older versions took paths that are refused now."""
+    paths = [rule['path']] if isinstance(rule['path'], str) else rule['path']
     try:
-        return path_regex(path).fullmatch(module) is not None
+        return any(path_regex(path).fullmatch(module) for path in paths)
     except ConfigError:
         return False
 
 
 def _gate_type(entry: Mapping[str, Any]) -> type | None:
     """Return the class that an entry's ``type`` names, of those that have a gate; nothing is imported."""
-    gate_type = entry.get('type')
-    if isinstance(gate_type, type):
-        return gate_type if gate_type in set(registered_gates()) else None
-    name = str(gate_type).rpartition('.')[2]
-    named = (one for one in registered_gates() if name == one.__name__ or MODELS.module_dict.get(name) is one)
-    return next(named, None)
+    name = type_name(entry)
+    named = MODELS.module_dict.get(name)
+    return next((one for one in registered_gates() if one is named or one.__name__ == name), None)
 
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:

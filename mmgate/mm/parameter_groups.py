@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,13 +16,12 @@ from torch.optim import Optimizer
 
 from mmgate._environment import log
 from mmgate.errors import ConfigError
-from mmgate.gate import Gate, gate_classes, undecayed_parameters
+from mmgate.gate import GATE_NAME, Gate, gate_classes, undecayed_parameters
 from mmgate.registry import OPTIM_WRAPPER_CONSTRUCTORS
 from mmgate.training import gate_parameters
 
 GATES = 'mmgate.gates'  # in custom_keys
-# The lists in a parameter group, which are joined as groups merge. Names of parameters are new in torch 2.6.
-MEMBERS = ('params', 'param_names')
+DEFAULT = 'DefaultOptimWrapperConstructor'
 TORCH = tuple(int(part) for part in torch.__version__.split('.')[:2])
 
 
@@ -48,38 +46,40 @@ class GroupedOptimWrapperConstructor:
     def __init__(self, optim_wrapper_cfg: dict[str, Any], paramwise_cfg: dict[str, Any] | None = None) -> None:
         self.wrapper = dict(optim_wrapper_cfg)
         self.options = dict(paramwise_cfg or {})
-        self.constructor = self.options.pop(self.named, 'DefaultOptimWrapperConstructor')
+        self.constructor = self.options.pop(self.named, DEFAULT)
 
     def __call__(self, model: nn.Module) -> OptimWrapper | OptimWrapperDict:
         """Build the optimizer wrapper for a model."""
-        wrapper, options = self.settings(model)
-        cfg = dict(type=self.constructor, optim_wrapper_cfg=wrapper, paramwise_cfg=options or None)
-        with _frozen_in_one_line():
+        wrapper = self.wrapper
+        if 'optimizer' in wrapper and _can_fuse(wrapper['optimizer'], model):
+            wrapper = {**wrapper, 'optimizer': {**wrapper['optimizer'], 'fused': True}}
+        cfg = dict(type=self.constructor, optim_wrapper_cfg=wrapper, paramwise_cfg=self.options or None)
+        logger = MMLogger.get_current_instance()
+        logger.addFilter(_is_of_no_frozen_parameter)
+        try:
             built = OPTIM_WRAPPER_CONSTRUCTORS.build(cfg)(model)
-        for wrapper in built.values() if isinstance(built, OptimWrapperDict) else [built]:
-            if _is_sharded(wrapper.optimizer):
+        finally:
+            logger.removeFilter(_is_of_no_frozen_parameter)
+        for each in built.values() if isinstance(built, OptimWrapperDict) else [built]:
+            # Another optimizer, for the share of this process, has its groups, too.
+            if any(cls.__name__ == 'ZeroRedundancyOptimizer' for cls in type(each.optimizer).__mro__):
                 log(
-                    f'{type(wrapper.optimizer).__name__} has given its parameters to processes: its groups stay as '
-                    'they are, without settings of their own for gates.',
+                    f'{type(each.optimizer).__name__} has given its parameters to processes: its groups stay as they '
+                    'are, without settings of their own for gates.',
                     logging.WARNING,
                 )
-                continue
-            self.change(wrapper.optimizer, model)
-            _merge(wrapper.optimizer)
+            else:
+                _regroup(each.optimizer, self.changes(model, each.optimizer.defaults))
         return built
 
-    def settings(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the settings with which the other constructor builds the optimizer of a model.
+    def changes(self, model: nn.Module, defaults: Mapping[str, float]) -> dict[int, dict[str, float]]:
+        """Return settings, by ``id`` of the parameter, that replace those of the other constructor; here none.
 
-        They are ``optim_wrapper_cfg``, with ``fused=True`` for the optimizer if that is possible, and
-        ``paramwise_cfg``.
+        Args:
+            model: The model.
+            defaults: The optimizer's settings of parameters without any.
         """
-        if 'optimizer' not in self.wrapper or not _can_fuse(self.wrapper['optimizer'], model):
-            return self.wrapper, self.options
-        return {**self.wrapper, 'optimizer': {**self.wrapper['optimizer'], 'fused': True}}, self.options
-
-    def change(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """Change settings of the built optimizer's groups in place, before they are merged; here nothing."""
+        return {}
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
@@ -96,63 +96,69 @@ class GateOptimWrapperConstructor(GroupedOptimWrapperConstructor):
     ``paramwise_cfg`` is the other constructor's, with its registered name under ``constructor``. Its ``custom_keys``
     may have the key ``'mmgate.gates'``, whose ``lr_mult`` and ``decay_mult`` apply to every parameter of a gate, even
     if the other constructor has no ``custom_keys``; and keys such as ``'mmgate.gates.SDPAGate'``, which apply to gates
-    of that class instead.
+    of that class instead. Any other key gives a gate a learning rate by its host's name, unless it names the gate: the
+    ``head`` of mmseg's configs is no part of ``gate.head_norm``.
 
     Raises:
-        ConfigError: A key names no class of gates.
+        ConfigError: A key that begins with ``mmgate`` names neither all gates nor a class of them.
     """
 
     named = 'constructor'
 
-    def settings(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the other constructor's settings, without the key ``'mmgate.gates'``, which it does not know."""
-        wrapper, options = super().settings(model)
-        options = dict(options)
-        keys = {name: key for name, key in (options.pop('custom_keys', None) or {}).items() if not _is_of_gates(name)}
-        return wrapper, {**options, **({'custom_keys': keys} if keys else {})}
+    def __init__(self, optim_wrapper_cfg: dict[str, Any], paramwise_cfg: dict[str, Any] | None = None) -> None:
+        super().__init__(optim_wrapper_cfg, paramwise_cfg)
+        keys = _joined(self.options.pop('custom_keys', None) or {})
+        self.keys = {name: key for name, key in keys.items() if name == GATES or name.startswith(f'{GATES}.')}
+        others = {name: key for name, key in keys.items() if name not in self.keys}
+        if unknown := [name for name in others if name.partition('.')[0] == 'mmgate']:
+            raise ConfigError(
+                f'custom_keys: {unknown[0]} is none; {GATES} is for all gates, {GATES}.CLASS for a class.'
+            )
+        if others:
+            self.options['custom_keys'] = others
 
-    def change(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """Apply the settings under ``'mmgate.gates'`` to gates, then take weight decay off the undecayed parameters."""
-        keys = {name: key for name, key in (self.options.get('custom_keys') or {}).items() if _is_of_gates(name)}
+    def changes(self, model: nn.Module, defaults: Mapping[str, float]) -> dict[int, dict[str, float]]:
+        """Return the settings of gates under ``'mmgate.gates'``, and no weight decay for undecayed parameters."""
+        found = self._rates_of_hosts(model, defaults['lr']) if self.constructor == DEFAULT else {}
         # The key of all gates comes first, then the keys of single classes.
-        for name in sorted(keys):
-            factors = dict(lr=keys[name].get('lr_mult'), weight_decay=keys[name].get('decay_mult'))
-            settings = {name: optimizer.defaults[name] * by for name, by in factors.items() if by is not None}
-            _set(optimizer, _parameters_of(name, model) if settings else (), **settings)
-        _set(optimizer, [parameter for _, parameter in undecayed_parameters(model)], weight_decay=0.0)
+        for name in sorted(self.keys):
+            factors = dict(lr=self.keys[name].get('lr_mult'), weight_decay=self.keys[name].get('decay_mult'))
+            settings = {setting: defaults[setting] * by for setting, by in factors.items() if by is not None}
+            for parameter in _parameters_of(name, model):
+                found.setdefault(id(parameter), {}).update(settings)
+        for _, parameter in undecayed_parameters(model):
+            found.setdefault(id(parameter), {})['weight_decay'] = 0.0
+        return found
+
+    def _rates_of_hosts(self, model: nn.Module, base: float) -> dict[int, dict[str, float]]:
+        """Return the learning rates of those parameters of gates in whose own names mmengine finds another key."""
+        factors = self.options.get('custom_keys') or {}
+        keys = sorted(sorted(factors), key=len, reverse=True)  # mmengine takes the first that is anywhere in a name
+        found = {}
+        for name, parameter in gate_parameters(model).items():
+            host = name[: name.find(f'.{GATE_NAME}.') + 1]
+            matched = next((key for key in keys if key in name), '')
+            if matched not in host and GATE_NAME not in matched:
+                factor = next((factors[key].get('lr_mult', 1.0) for key in keys if key in host), 1.0)
+                found[id(parameter)] = dict(lr=base * factor)
+        return found
 
 
-@contextmanager
-def _frozen_in_one_line() -> Iterator[None]:
-    """Replace mmengine's warning for each frozen parameter by one line with their number.
-
-    ``--train gates`` freezes hundreds of parameters, and as many warnings would hide the lines around them.
-    """
-    frozen = 0
-
-    def keep(record: logging.LogRecord) -> bool:
-        nonlocal frozen
-        skipped = record.getMessage().endswith('is skipped since its requires_grad=False')
-        frozen += skipped
-        return not skipped
-
-    logger = MMLogger.get_current_instance()
-    logger.addFilter(keep)
-    try:
-        yield
-    finally:
-        logger.removeFilter(keep)
-    if frozen:
-        logger.info('mmgate: the optimizer leaves out %d frozen parameter tensors', frozen)
+def _joined(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``custom_keys`` with the keys of gates in one piece: ``--cfg-options`` splits them at their points."""
+    joined = dict(keys)
+    split = joined.get('mmgate')
+    if isinstance(split, Mapping) and isinstance(split.get('gates'), Mapping) and len(split) == 1:
+        del joined['mmgate']
+        of_all = {name: value for name, value in split['gates'].items() if not isinstance(value, Mapping)}
+        of_classes = {f'{GATES}.{name}': value for name, value in split['gates'].items() if name not in of_all}
+        joined |= {**({GATES: of_all} if of_all else {}), **of_classes}
+    return joined
 
 
-def _is_sharded(optimizer: Optimizer) -> bool:
-    """Return True for torch's ZeroRedundancyOptimizer, whose groups another optimizer has, too, for each process."""
-    return any(cls.__name__ == 'ZeroRedundancyOptimizer' for cls in type(optimizer).__mro__)
-
-
-def _is_of_gates(key: str) -> bool:
-    return key == GATES or key.startswith(f'{GATES}.')
+def _is_of_no_frozen_parameter(record: logging.LogRecord) -> bool:
+    """Return False for mmengine's warning of a frozen parameter: hundreds would hide the lines around them."""
+    return not record.getMessage().endswith('is skipped since its requires_grad=False')
 
 
 def _parameters_of(key: str, model: nn.Module) -> Iterable[nn.Parameter]:
@@ -171,42 +177,24 @@ def _parameters_of(key: str, model: nn.Module) -> Iterable[nn.Parameter]:
     return [parameter for module in found for parameter in module.parameters()]
 
 
-def _set(optimizer: Optimizer, parameters: Iterable[nn.Parameter], **settings: float) -> None:
-    """Change settings such as the learning rate of some parameters; split a group that has others, too."""
-    chosen = {id(parameter) for parameter in parameters}
-    for group in list(optimizer.param_groups):
-        own = [id(parameter) in chosen for parameter in group['params']]
-        if not any(own) or all(group.get(name, value) == value for name, value in settings.items()):
-            continue
-        taken = _part(group, own, True)
-        group.update(_part(group, own, False))
-        if group['params']:
-            optimizer.add_param_group({**group, **taken, **settings})
-        else:
-            group.update(taken, **settings)
-
-
-def _part(group: dict[str, Any], own: list[bool], taken: bool) -> dict[str, list[Any]]:
-    """Return the part of a parameter group for which ``own`` equals ``taken``, with names if the group has any."""
-    lists = [key for key in MEMBERS if len(group.get(key, ())) == len(own)]
-    return {key: [value for value, is_own in zip(group[key], own, strict=True) if is_own is taken] for key in lists}
-
-
-def _merge(optimizer: Optimizer) -> None:
-    """Merge an optimizer's parameter groups of equal settings, in the order of their first members."""
-    settings: list[dict[str, Any]] = []
-    merged: list[dict[str, Any]] = []
+def _regroup(optimizer: Optimizer, changes: Mapping[int, Mapping[str, float]]) -> None:
+    """Change settings of some parameters, and make one group of parameters of equal settings, in their order."""
+    groups: list[tuple[dict[str, Any], dict[str, list[Any]]]] = []
     for group in optimizer.param_groups:
-        own = {key: value for key, value in group.items() if key not in MEMBERS}
-        # Optimizers that were given names have them in every group.
-        members = {key: list(group[key]) for key in MEMBERS if key in group}
-        if own not in settings:
-            settings.append(own)
-            merged.append({**members, **own})
-            continue
-        for key, values in members.items():
-            merged[settings.index(own)][key] += values
-    optimizer.param_groups[:] = merged
+        # Optimizers that were given names, as torch 2.6 and newer take them, have them in every group.
+        names = group.get('param_names', [])
+        shared = {key: value for key, value in group.items() if key not in ('params', 'param_names')}
+        for place, parameter in enumerate(group['params']):
+            own = changes.get(id(parameter), {})
+            settings = {key: own.get(key, value) for key, value in shared.items()}
+            members = next((members for other, members in groups if other == settings), None)
+            if members is None:
+                members = dict(params=[], **({'param_names': []} if names else {}))
+                groups.append((settings, members))
+            members['params'].append(parameter)
+            if names:
+                members['param_names'].append(names[place])
+    optimizer.param_groups[:] = [{**members, **settings} for settings, members in groups]
 
 
 def _can_fuse(optimizer: dict[str, Any], model: nn.Module) -> bool:

@@ -3,7 +3,9 @@
 - An optimizer with few parameter groups, fused, launches fewer kernels: ``parameter_groups.py``.
 - Predictions of all layers and images are matched at once, with one wait for the GPU: ``mmgate/speed/matching``.
 - Deformable attention without a gate samples by mmgate's operator where that is faster: ``mmgate/speed/sampling.py``.
-- The backbone computes with channels last: ``mmgate/speed/hooks.py``, which has the hooks of the other two, as well.
+- The backbone computes with channels last.
+
+The hooks of the last three are in ``mmgate/speed/hooks.py``.
 """
 
 from __future__ import annotations
@@ -20,10 +22,6 @@ from .config_file import differences, mappings, type_name
 from .gate_options import group_parameters, import_mmgate, type_path
 from .parameter_groups import GroupedOptimWrapperConstructor
 
-HEADS = ('DETRHead', 'Mask2FormerHead')
-# Classes with deformable attention inside, or attention itself.
-SAMPLERS = ('DeformableDETR', 'MSDeformAttnPixelDecoder', 'MultiScaleDeformableAttention')
-
 
 def speed_up(cfg: Config) -> str:
     """Change a config to the faster step that mmgate's own configs have; the computation stays the same to rounding.
@@ -39,16 +37,14 @@ def speed_up(cfg: Config) -> str:
     return f'--speedups: {changed or "the config has all of them"}'
 
 
-def _group(cfg: Config) -> None:
-    """Merge parameter groups and fuse the optimizer, after the config's own constructor."""
-    group_parameters(cfg, GroupedOptimWrapperConstructor)
+def _where(names: Sequence[str], hook: str) -> Callable[[Config], None]:
+    """Return a change that adds a hook to configs of models with a class of these names, or one derived from it."""
 
+    def add(cfg: Config) -> None:
+        if any(_derives_from(cfg, entry, names) for _, entry in mappings(cfg.get('model') or {})):
+            _hook(hook)(cfg)
 
-def _match(cfg: Config) -> None:
-    """Match once a step in DETR-like heads and Mask2Former's."""
-    model: Any = cfg.get('model') or {}
-    if any(_derives_from(cfg, entry, HEADS) for _, entry in mappings(model)):
-        _hook('MatchOnceHook')(cfg)
+    return add
 
 
 def _derives_from(cfg: Config, entry: Mapping[str, Any], names: Sequence[str]) -> bool:
@@ -59,43 +55,34 @@ def _derives_from(cfg: Config, entry: Mapping[str, Any], names: Sequence[str]) -
     return any(base.__name__ in names for kind in found for base in getattr(kind, '__mro__', ()))
 
 
-def _sample(cfg: Config) -> None:
-    """Let deformable attention without a gate sample by mmgate's operator."""
-    model: Any = cfg.get('model') or {}
-    if any(_derives_from(cfg, entry, SAMPLERS) for _, entry in mappings(model)):
-        _hook('SamplingHook')(cfg)
-
-
 def _channels_last(cfg: Config) -> None:
     """Hand images to the backbone with their channels last; a model around a detector has no backbone of that name."""
     if 'backbone' in (cfg.get('model') or {}):
         _hook('ChannelsLastHook')(cfg)
 
 
-def _hook(name: str) -> Callable[[Config], None]:
+def _hook(name: str, **options: Any) -> Callable[[Config], None]:
+    """Return a change that adds a hook unless the config has it, and sets options of it."""
+
     def add(cfg: Config) -> None:
         hooks = list(cfg.get('custom_hooks') or [])
         if not any(type_name(hook) == name for hook in hooks):
-            cfg.custom_hooks = [*hooks, dict(type=f'mmgate.{name}')]
+            hooks.append(dict(type=f'mmgate.{name}'))
+        cfg.custom_hooks = [dict(hook, **options) if type_name(hook) == name else hook for hook in hooks]
 
     return add
 
 
-def _replay(cfg: Config) -> None:
-    """Compile, and replay CUDA graphs of what is compiled."""
-    _hook('CompileHook')(cfg)
-    for hook in cfg.custom_hooks:
-        if type_name(hook) == 'CompileHook':
-            hook['mode'] = 'reduce-overhead'
-
-
 SPEEDUPS: dict[str, Callable[[Config], None]] = {
-    'groups': _group,
-    'matcher': _match,
-    'sampling': _sample,
+    # Parameter groups are merged, and the optimizer is fused, after the config's own constructor.
+    'groups': lambda cfg: group_parameters(cfg, GroupedOptimWrapperConstructor),
+    'matcher': _where(('DETRHead', 'Mask2FormerHead'), 'MatchOnceHook'),
+    # Classes with deformable attention inside, or attention itself.
+    'sampling': _where(('DeformableDETR', 'MSDeformAttnPixelDecoder', 'MultiScaleDeformableAttention'), 'SamplingHook'),
     'channels-last': _channels_last,
     'compile': _hook('CompileHook'),
-    'graphs': _replay,
+    # CUDA graphs of what is compiled are replayed.
+    'graphs': _hook('CompileHook', mode='reduce-overhead'),
 }
 # The changes that mmgate's configs have where they fit.
 DEFAULTS = ('groups', 'matcher', 'sampling', 'channels-last')

@@ -57,8 +57,10 @@ def make_trial(
     if not cfg.get('train_dataloader') or not cfg.get('train_cfg') or not cfg.get('optim_wrapper'):
         needed = 'train_dataloader, train_cfg and optim_wrapper'
         raise ConfigError(f'config {cfg.filename} trains nothing: it lacks one of {needed}.')
-    whole = config_iters(cfg, steps_in_epoch)
-    if epochs is not None and not counts_epochs(cfg):
+    # A training is counted in epochs or in iterations.
+    by_epoch = 'max_iters' not in cfg.train_cfg and cfg.train_cfg.get('by_epoch') is not False
+    whole = int(cfg.train_cfg.get('max_epochs') or 1) * steps_in_epoch if by_epoch else int(cfg.train_cfg.max_iters)
+    if epochs is not None and not by_epoch:
         raise ConfigError(f'config {cfg.filename} counts iterations: give --iters, such as --iters {min(500, whole)}.')
     length = epochs * steps_in_epoch if epochs is not None else iters
     if not length or length < 1:
@@ -72,19 +74,14 @@ def make_trial(
     cfg.load_from = checkpoint or cfg.get('load_from')
     cfg.resume = False
     import_mmgate(cfg)
-    _set_gate_rate(cfg, gate_rate)
-
-
-def config_iters(cfg: Config, steps_in_epoch: int) -> int:
-    """Return how many iterations the training of a config has."""
-    loop = cfg.train_cfg
-    return int(loop.get('max_epochs') or 1) * steps_in_epoch if counts_epochs(cfg) else int(loop.max_iters)
-
-
-def counts_epochs(cfg: Config) -> bool:
-    """Return True if the training of a config is counted in epochs rather than iterations."""
-    loop = cfg.train_cfg
-    return 'max_iters' not in loop and loop.get('by_epoch') is not False
+    group_parameters(cfg, GateOptimWrapperConstructor)
+    rates = gate_rate if isinstance(gate_rate, Mapping) else {'': gate_rate}
+    keys = {f'{GATES}.{gate}' if gate else GATES: dict(lr_mult=own) for gate, own in rates.items() if own != 1}
+    if keys:
+        options = dict(cfg.optim_wrapper.get('paramwise_cfg') or {})
+        # Set as a key: merged as an option, a name with dots would become a path.
+        options['custom_keys'] = {**(options.get('custom_keys') or {}), **keys}
+        cfg.optim_wrapper.paramwise_cfg = options
 
 
 def first_figure(cfg: Config) -> str:
@@ -151,19 +148,4 @@ def _set_loop(cfg: Config, length: int, by_epoch: bool, validations: int) -> Non
     every = 10 if by_epoch else max(1, min(50, length // 20))
     hooks['logger'] = dict(type='LoggerHook', interval=every, log_metric_by_epoch=by_epoch)
     log = cfg.get('log_processor')
-    if isinstance(log, dict):
-        log['by_epoch'] = by_epoch
-    else:
-        cfg.log_processor = dict(type='LogProcessor', by_epoch=by_epoch)
-
-
-def _set_gate_rate(cfg: Config, rate: float | Mapping[str, float]) -> None:
-    """Change a config's optimizer so that gates get ``rate`` times the learning rate of the model."""
-    group_parameters(cfg, GateOptimWrapperConstructor)
-    by_key = {f'{GATES}.{gate}': own for gate, own in rate.items()} if isinstance(rate, Mapping) else {GATES: rate}
-    keys = {key: dict(lr_mult=own) for key, own in by_key.items() if own != 1}
-    if keys:
-        options = dict(cfg.optim_wrapper.get('paramwise_cfg') or {})
-        # Set as a key: merged as an option, a name with dots would become a path.
-        options['custom_keys'] = {**(options.get('custom_keys') or {}), **keys}
-        cfg.optim_wrapper.paramwise_cfg = options
+    cfg.log_processor = dict(log if isinstance(log, dict) else dict(type='LogProcessor'), by_epoch=by_epoch)

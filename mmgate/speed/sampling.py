@@ -20,23 +20,13 @@ class OperatorAttention(MMCVMultiScaleDeformableAttention):
 
     forward: Any = DeformableAttentionAdapter.forward
 
-    def sample(
-        self,
-        query: Tensor,
-        value: Tensor,
-        spatial_shapes: Tensor,
-        level_start_index: Tensor,
-        offsets: Tensor,
-        logits: Tensor,
-        reference_points: Tensor,
-    ) -> Tensor:
+    def sample(self, query: Tensor, *inputs: Tensor) -> Tensor:
         """Sample the values at each query's points, weighted by the softmax of the logits: ``(B, Q, H d)``.
 
         The arguments are those of :meth:`.DeformableAdapter.sample`.
         """
-        return ms_deform_attn(
-            value, spatial_shapes, level_start_index, offsets, logits, reference_points=reference_points
-        )
+        *given, reference_points = inputs
+        return ms_deform_attn(*given, reference_points=reference_points)
 
 
 # So that it can be recorded and gated.

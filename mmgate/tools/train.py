@@ -4,5 +4,11 @@ import sys
 
 from mmgate.mm import cli
 
+
+def main() -> int:
+    """Run the command line of ``python -m mmgate.tools.train`` and return its exit status."""
+    return cli.main(cli.train)
+
+
 if __name__ == '__main__':
-    sys.exit(cli.main(cli.train))
+    sys.exit(main())

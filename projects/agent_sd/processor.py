@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from mmgate.ops import agent_attention
 EARLY, LATE = 0, 1
 ATTRIBUTE = '_agent_sd'  # of the UNet, so that a copy of it has a copy
 logger = logging.getLogger('mmgate')
+Tokens = Callable[[Tensor], Tensor]  # makes tokens (B, N, C) fewer, or as many as before
 
 
 def apply_agent_sd(pipe_or_unet: Any, **options: Any) -> AgentSD:
@@ -62,15 +62,6 @@ def _refuse_tomesd(block: nn.Module) -> None:
             'tomesd has patched this UNet, so its tokens are merged before AgentSD can rank them. AgentSD merges them '
             'itself, by the same ratio: call tomesd.remove_patch(pipe).'
         )
-
-
-@dataclass
-class Merging:
-    """How the tokens ``(B, N, C)`` of one block become fewer; ``agents`` is None where softmax attention stays."""
-
-    merge: Callable[[Tensor], Tensor]
-    unmerge: Callable[[Tensor], Tensor]
-    agents: Callable[[Tensor], Tensor] | None
 
 
 class AgentSD:
@@ -191,8 +182,10 @@ class AgentSD:
                 'remove_agent_sd(pipe) takes AgentSD off.'
             )
 
-    def merging(self, x: Tensor, block: int) -> Merging | None:
-        """Rank the tokens ``(B, N, C)`` that enter a block, and return how they merge; None where they do not.
+    def merging(self, x: Tensor, block: int) -> tuple[Tokens, Tokens, Tokens | None] | None:
+        """Rank the tokens ``(B, N, C)`` that enter a block; return what merges them, undoes it, and makes agents.
+
+        None instead of the last means that softmax attention stays; instead of all, that nothing merges.
 
         Raises:
             ValueError: Tokens that are no whole map, or one smaller than the stride.
@@ -209,7 +202,7 @@ class AgentSD:
         merged, agents = (int(tokens * share) for share in (self.ratio, self.agent_ratio[self.stage]))
         draw = self.random and x.shape[0] % 2 == 0
 
-        def matching(number: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        def matching(number: int) -> tuple[Tokens, Tokens]:
             generator = torch.Generator()
             generator.manual_seed(((self.seed * 1_000_003 + self._calls) * 1_000_003 + block) % 2**63)
             return bipartite_soft_matching_random2d(
@@ -217,7 +210,7 @@ class AgentSD:
             )
 
         fewer = 2 * (tokens - min(agents, most)) < tokens - min(merged, most)
-        return Merging(*matching(merged), matching(agents)[0] if fewer else None)
+        return *matching(merged), matching(agents)[0] if fewer else None
 
 
 class AgentSDProcessor:
@@ -232,7 +225,7 @@ class AgentSDProcessor:
     def __init__(self, agent_sd: AgentSD, attention: Any, number: int) -> None:
         self.agent_sd, self.attention, self.number = agent_sd, attention, number
         self.counts: tuple[int, int, int | None] | None = None  # tokens, merged tokens and agents of the last call
-        self._merging: Merging | None = None
+        self._merging: tuple[Tokens, Tokens, Tokens | None] | None = None
         self.wrap()
 
     def wrap(self) -> None:
@@ -262,11 +255,12 @@ class AgentSDProcessor:
             return self.former(attn, hidden_states, encoder_hidden_states, attention_mask, **kwargs)
         if attention_mask is not None:
             raise ValueError('AgentSD merges tokens, so it cannot be masked; remove it or the mask.')
-        x = merging.merge(hidden_states)  # (B, M, C)
+        merge, unmerge, gather = merging
+        x = merge(hidden_states)  # (B, M, C)
         self.counts = (hidden_states.shape[1], x.shape[1], None)
-        if merging.agents is None:
-            return merging.unmerge(self.former(attn, x, None, None, **kwargs))
-        agents = merging.agents(hidden_states)  # (B, n, C)
+        if gather is None:
+            return unmerge(self.former(attn, x, None, None, **kwargs))
+        agents = gather(hidden_states)  # (B, n, C)
         self.counts = (hidden_states.shape[1], x.shape[1], agents.shape[1])
         projected = (attn.to_q(x), attn.to_k(x), attn.to_v(x), attn.to_q(agents))
         q, k, v, a = (t.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for t in projected)  # (B, H, M|n, d)
@@ -275,4 +269,4 @@ class AgentSDProcessor:
         out = (heads + self.agent_sd.value_factor * v).transpose(1, 2).flatten(2)
         for layer in attn.to_out:
             out = layer(out)
-        return merging.unmerge(out)
+        return unmerge(out)

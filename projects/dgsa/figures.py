@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from mmgate import record
-from projects.dgsa.data import PAD, encode, vocabulary_of, words_of
 from projects.dgsa.model import ATTENTIONS, TextClassifier, compared
 from projects.dgsa.side_by_side import train_side_by_side
 from projects.dgsa.study import DATA, SIZES, parts, prepared, setting_of
+from projects.dgsa.texts import PAD, encode, vocabulary_of, words_of
 
 LINE = 104  # characters of a line of words
 LEAST, MOST = 20, 60  # words of a text that is drawn by default

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmgate import ConfigError, swap_attention
+from mmgate import swap_attention
 from projects.dgsa.swiglu import SwiGLU
 
 PAD, UNKNOWN = 0, 1
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class TextClassifier(nn.Module):
-    """Embedded words and positions, blocks, a norm, the mean over the words or a class token, and a linear layer.
+    """Embedded words and positions, blocks, a norm, the mean over the words, and a linear layer.
 
     Args:
         vocabulary: Words, padding among them as number 0.
@@ -65,7 +65,6 @@ class TextClassifier(nn.Module):
         expansion: e of the feed-forward network ``Linear(C, e C), SwiGLU, Linear(e C / 2, C)``: 2, 4 or 16/3.
         length: Most words of a text.
         extra_hidden: Channels more between the halves of that network, for models of equal parameters.
-        pooling: ``'mean'`` over the words, or ``'class'`` for a learnt token before them, as in the paper's DGViT.
 
     Source: M-DGSA, sections 4.3 and 5.2, Tables 4 and 6. Norms, positions and pooling are ours: the paper gives none.
     """
@@ -83,11 +82,8 @@ class TextClassifier(nn.Module):
         length: int = 256,
         dropout: float = 0.1,
         extra_hidden: int = 0,
-        pooling: str = 'mean',
     ) -> None:
         super().__init__()
-        if pooling not in ('mean', 'class'):
-            raise ConfigError(f'pooling={pooling!r} is unknown; choose one of mean, class.')
         hidden = round(expansion * dim / 2) + extra_hidden
 
         def network() -> nn.Module:
@@ -101,7 +97,6 @@ class TextClassifier(nn.Module):
         self.norm = nn.RMSNorm(dim, eps=1e-5)
         self.classify = nn.Linear(dim, classes)
         self.drop = nn.Dropout(dropout)
-        self.class_token = nn.Parameter(torch.zeros(dim)) if pooling == 'class' else None
         gate = ATTENTIONS['vanilla' if attention == 'transformer' else attention]
         if gate is not None:
             depths = [dict(depth=n + 1) if attention == 'differential' else {} for n in range(layers)]
@@ -111,15 +106,9 @@ class TextClassifier(nn.Module):
     def forward(self, words: Tensor) -> Tensor:
         """Return logits ``(B, classes)`` of numbered words ``(B, N)``, with padding behind every text."""
         there = (words != PAD)[..., None]
-        x = self.words(words) + self.get_buffer('positions')[: words.shape[1]]
-        if self.class_token is not None:
-            x = torch.cat((self.class_token.expand(len(x), 1, -1), x), 1)
-            there = nn.functional.pad(there, (0, 0, 1, 0), value=True)
-        x = self.drop(x)
+        x = self.drop(self.words(words) + self.get_buffer('positions')[: words.shape[1]])
         for block in self.blocks:
             x = block(x, ~there[..., 0])
-        if self.class_token is not None:
-            return self.classify(self.norm(x)[:, 0])
         return self.classify((self.norm(x) * there).sum(1) / there.sum(1))
 
 

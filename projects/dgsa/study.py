@@ -17,9 +17,9 @@ from torch import Tensor
 
 from mmgate import ConfigError
 from projects.dgsa import side_by_side
-from projects.dgsa.data import SOURCES, Examples, corrupt, docstrings, encode, published, split, trimmed, vocabulary_of
 from projects.dgsa.model import ATTENTIONS, TABLE_2, TextClassifier, compared
 from projects.dgsa.side_by_side import Training, batches_of, train_side_by_side
+from projects.dgsa.texts import SOURCES, Examples, corrupt, docstrings, encode, published, split, trimmed, vocabulary_of
 
 # Table 4; Rotten Tomatoes by the text of A.3.2, 20 Newsgroups' layers by Table 6. bfloat16 is ours
 PAPER: dict[str, Any] = dict(
@@ -111,8 +111,7 @@ def run(arguments: argparse.Namespace) -> None:
     setting, keys = setting_of(arguments.data), planned(arguments)
     if not keys:
         print(f'{csv_of(arguments)} has all of these runs. Give another --csv to train them again.')
-    sizes = {name: setting[name] for name in SIZES}
-    sizes.update(of_table_2=Path(arguments.data).name in SOURCES, pooling=arguments.pooling)
+    sizes = {name: setting[name] for name in SIZES} | dict(of_table_2=Path(arguments.data).name in SOURCES)
     for seed, of_seed in groupby(keys, lambda key: key['seed']):
         training, test = parts(arguments.data, seed)
         vocabulary = vocabulary_of(training)
@@ -213,7 +212,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument('--train-noise', type=float, nargs='+', help="default 0 and 0.3; 0 of the paper's data")
     parser.add_argument('--attention', nargs='+', choices=TABLE_2, help='default: all')
     parser.add_argument('--expansion', type=float, nargs='+', default=[4.0], help='of 2, 4 and 5.3333')
-    parser.add_argument('--pooling', choices=('mean', 'class'), default='mean', help='rows of each in a CSV of its own')
     parser.add_argument('--device', default='cpu')
     arguments = parser.parse_args(argv)
     (run if arguments.command == 'run' else report)(arguments)

@@ -85,6 +85,11 @@ def measure(model: Decoder, data: Tensor) -> dict[str, float | str]:
     return means | dict(first=mean(first), peak=mean(peaks), first_by_layer=cell(first), peak_by_layer=cell(peaks))
 
 
+def spikes(losses: list[float]) -> int:
+    """Return how many losses, from twice the warm-up on, are 0.5 above the mean of the :data:`POINT` before them."""
+    return sum(losses[i] > mean(losses[i - POINT : i]) + 0.5 for i in range(2 * WARM_UP, len(losses)))
+
+
 def cell(values: list[float]) -> str:
     """Return values as one cell of the table."""
     return ' '.join(f'{value:.4g}' for value in values)
@@ -117,8 +122,7 @@ def run(args: argparse.Namespace) -> None:
         torch.manual_seed(row['seed'])
         model, start = Decoder(row['variant'], args.rotated), time.time()
         losses = train(model, learn, row['seed'], row['rate'], args.steps)
-        jumps = [i for i in range(2 * WARM_UP, args.steps) if losses[i] > mean(losses[i - POINT : i]) + 0.5]
-        row |= measure(model, test) | dict(spikes=len(jumps), parameters=sum(p.numel() for p in model.parameters()))
+        row |= measure(model, test) | dict(spikes=spikes(losses), parameters=sum(p.numel() for p in model.parameters()))
         row |= dict(curve=cell([mean(losses[i : i + POINT]) for i in range(0, args.steps, POINT)]))
         row |= dict(seconds=round(time.time() - start), bytes=len(learn) + len(test), torch=torch.__version__)
         out.parent.mkdir(parents=True, exist_ok=True)

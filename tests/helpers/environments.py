@@ -1,4 +1,4 @@
-"""Environments with every package of this one but mmgate, to install it into."""
+"""Environments with every package of this one but mmgate, and a process that knows of no mm package."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ import sys
 import sysconfig
 import venv
 from pathlib import Path
+
+# At the start of a script: a finder that knows of no mm package.
+HIDDEN = """
+import importlib.machinery, sys
+
+class Hidden(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name.partition('.')[0] in ('mmengine', 'mmcv', 'mmdet', 'mmseg', 'mmpretrain', 'timm'):
+            return None
+        return super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Hidden
+"""
 
 
 def environment(folder: Path, *install: str | Path) -> str:

@@ -1,4 +1,4 @@
-"""Calls of mmcv's attention with a position embedding and masks, and their parts, to write equations out."""
+"""Calls of mmcv's attention, dense and deformable, with positions and masks, to write equations out."""
 
 from __future__ import annotations
 
@@ -58,3 +58,18 @@ def linear(module: nn.Linear, x: Tensor) -> Tensor:
 
 def normed(heads: Tensor, weight: Tensor) -> Tensor:
     return heads / (heads.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+SIZES = dict(embed_dims=16, num_heads=4, num_levels=2, num_points=3)
+
+
+def make_call(columns: int = 2, batch_first: bool = True) -> dict[str, Tensor]:
+    tokens = dict(query=5, value=30, query_pos=5, identity=5)
+    call = {name: torch.randn(2, count, 16) for name, count in tokens.items()}
+    return dict(
+        **{name: x if batch_first else x.transpose(0, 1) for name, x in call.items()},
+        key_padding_mask=torch.arange(30) >= torch.tensor([[30], [26]]),
+        reference_points=torch.rand(2, 5, 2, columns),
+        spatial_shapes=torch.tensor([(4, 6), (2, 3)]),
+        level_start_index=torch.tensor([0, 24]),
+    )

@@ -18,7 +18,6 @@ from shapes import write_shapes
 from torch import nn
 
 import mmgate  # noqa: F401
-from mmgate.deploy.boxes import Boxes
 
 exports = pytest.mark.skipif(TORCH < (2, 9), reason='whole models are exported by torch 2.9 or newer')
 
@@ -137,10 +136,3 @@ def batches(name: str, folder: Path, sizes: Sequence[tuple[int, int]] = ((SIZE, 
         packed = dict(type=pack, meta_keys=keys) if keys else dict(type=pack)
         collated.append(pseudo_collate([Compose([*steps, packed])(dict(img_path=str(path), img_id=number))]))
     return deepcopy(collated)
-
-
-def boxes_and_scores(count: int = 60, classes: int = 3) -> Boxes:
-    corner = torch.rand(2, count, 2) * 60
-    boxes = torch.cat([corner, corner + 5 + torch.rand(2, count, 2) * 40], -1)
-    scores = torch.rand(2, count)
-    return Boxes(boxes, torch.where(scores > 0.2, scores, -1.0), torch.randint(0, classes, (2, count)))

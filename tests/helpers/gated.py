@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from torch import Tensor, nn
 
-from mmgate import gate_parameters, swap_attention
+from mmgate import gate_parameters
 from mmgate.gates.base.dense import DenseGate, make_gated
 
 OF_TORCH = ('bias', 'add_bias_kv', 'add_zero_attn', 'kdim', 'vdim', 'batch_first', 'device', 'dtype')
-
-PLUG = dict(type='PLuGMultiheadAttention')
-SDPA = dict(type='SDPAGatedMultiheadAttention', scale=2.0, init='identity')
-GATES: dict[str, dict[str, Any]] = {'plug': PLUG, 'sdpa_G1': SDPA, 'sdpa_G5': dict(SDPA, position='G5')}
 
 
 def gated_attention(gate: type[DenseGate], channels: int, heads: int, dropout: float = 0.0, /, **options: Any) -> Any:
@@ -40,17 +35,6 @@ def assert_same_anatomy(actual: dict[str, Any], expected: dict[str, Any]) -> Non
     """Compare what :func:`anatomy` returned, object by object."""
     assert list(actual) == list(expected)
     assert not [place for place, one in expected.items() if actual[place] is not one]
-
-
-def gated_copy(model: nn.Module, rule: dict[str, Any]) -> tuple[nn.Module, list[str]]:
-    """Swap in a copy, which then loads the vanilla checkpoint with only gates missing."""
-    gated = copy.deepcopy(model)
-    names = swap_attention(gated, rule)
-    keys = gated.load_state_dict(model.state_dict(), strict=False)
-    missing = set(keys.missing_keys) - {name for name, _ in model.named_buffers()}  # Swin v2 loads none of its tables
-    assert not keys.unexpected_keys and missing
-    assert missing == set(gate_parameters(gated)) and all('.gate.' in key for key in missing)
-    return gated, names
 
 
 def learning(model: nn.Module) -> list[str]:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from helpers.repositories import Attention, deformable_inputs
 from mmgate._environment import available
+from mmgate.gate import gate_options
 from mmgate.hosts.table import PACKAGES as PACKAGES_WITH_ADAPTERS
 from mmgate.rules import path_regex
 
 C, H, MAP = 32, 4, (8, 8)
-
 TOKENS = torch.Size([2, 64, C])
 
 
@@ -42,13 +42,13 @@ class Block:
         *sizes: Any,
         call: list[Any],
         path: str = 'attn',
-        named: dict | None = None,
-        refused: dict[str, str] | None = None,
-        told: dict[str, Any] | None = None,
+        named: Any = (),
+        refused: Any = (),
+        told: Any = (),
         **options: Any,
     ) -> None:
         self.name, self.sizes, self.options, self.call, self.path = name, sizes, options, call, path
-        self.named, self.refused, self.told = named or {}, refused or {}, told or {}
+        self.named, self.refused, self.told = dict(named), dict(refused), dict(told)
 
     def make(self) -> nn.Module:
         module, _, name = self.name.rpartition('.')
@@ -57,44 +57,43 @@ class Block:
         return made
 
 
+class Holder(nn.Module):
+    def __init__(self, name: str, *sizes: Any, **options: Any) -> None:
+        super().__init__()
+        self.attn = Block(name, *sizes, call=[], **options).make()
+
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        return self.attn(x, **given)
+
+
 LAYERS, DET, SEG = 'mmdet.models.layers.transformer', 'mmdet.models', 'mmseg.models.backbones'
-
 PRE, UTILS = 'mmpretrain.models.backbones', 'mmpretrain.models.utils.attention'
-
 ATTENTION = dict(embed_dims=C, num_heads=H)
-
 FFN = dict(embed_dims=C, feedforward_channels=C, num_fcs=2)
-
 LEVELS = dict(
     spatial_shapes=torch.tensor([[6, 8], [4, 4]]),
     level_start_index=torch.tensor([0, 48]),
     reference_points=torch.full((2, 64, 2, 2), 0.5),
 )
-
+CAUSAL = torch.ones(64, 64, dtype=torch.bool).triu(1)
+PADDING = torch.arange(64) >= torch.tensor([[64], [40]])
+TEXT = torch.arange(5) < torch.tensor([[5], [3]])
 TO_KEYS = dict(query_pos=TOKENS, key=TOKENS, key_pos=TOKENS, ref_sine_embed=TOKENS, is_first=True)
-
 # mmcv writes into its own default of the dropout layer, wherever a layer is built with another
 UNDROPPED = dict(dropout_layer=dict(type='Dropout', drop_prob=0.0), batch_first=True)
-
 FIRST = dict(self_attn_cfg=dict(ATTENTION, **UNDROPPED), ffn_cfg=FFN)
-
 LEVELLED = dict(self_attn_cfg=dict(ATTENTION, num_levels=2, num_points=3, dropout=0.0, batch_first=True), ffn_cfg=FFN)
-
 CROSSED = dict(self_attn_cfg=ATTENTION, cross_attn_cfg=dict(ATTENTION, cross_attn=True), ffn_cfg=FFN)
-
 SHIFTED = dict(window_size=4, shift=True)
-
 WINDOWS = {'WindowMSA': 'attn.w_msa', 'ShiftWindowMSA': 'attn'}
-
-# the map, as ViTs of mmpretrain and timm keep it
-VIT_OF_MMPRETRAIN = dict(patch_resolution=MAP, num_extra_tokens=0)
-VIT_OF_TIMM = dict(patch_embed=SimpleNamespace(grid_size=MAP, img_size=(64, 64)), num_prefix_tokens=0)
-
+# the map, as ViTs of mmpretrain and timm keep it, with a class token before it
+VIT_OF_MMPRETRAIN = dict(patch_resolution=MAP, num_extra_tokens=1)
+VIT_OF_TIMM = dict(patch_embed=SimpleNamespace(grid_size=MAP, img_size=(64, 64)), num_prefix_tokens=1)
+WITH_CLASS = torch.Size([2, 65, C])
 ON_MAP, IN_MAP = [TOKENS, MAP], [torch.Size([2, 8, 8, C])]
-
 _, POINTS, MEMORY, SHAPES, _, MASK = deformable_inputs()
 TIMM_MODELS, TIMM_ATTENTION = 'timm.models', 'timm.layers.attention'
-
+RT_DETR, RT_DETR_V2, D_FINE = 'rtdetr_decoder', 'rtdetrv2_decoder', 'dfine_decoder'
 GLOBAL = 'timm.models.gcvit.GlobalContextVitBlock'
 
 STREAMS = 'splits heads in two'
@@ -109,6 +108,12 @@ TWICE = {
 def refused_twice(reason: str) -> dict[str, str]:
     """Return the refusals of the gates that attend twice, which end with a reason."""
     return {kind: f'the gate {how}, but {reason}' for kind, how in TWICE.items()}
+
+
+def narrows(before: int, after: int) -> dict[str, str]:
+    """Return the refusal of the gate that acts after an output projection."""
+    said = 'the gate acts after an output projection as wide as the heads, but this one goes from'
+    return dict(DifferentialGatedMultiheadAttention=f'{said} {before} to {after} channels.')
 
 
 # by the name of a host, and what is special about this one, what calls it
@@ -126,17 +131,32 @@ BLOCKS: dict[str, Block] = {
         named=LEVELS,
         **LEVELLED,
     ),
-    f'{LAYERS}.utils.ConditionalAttention': Block(
-        f'{LAYERS}.ConditionalDetrTransformerDecoderLayer',
-        path='*_attn',
-        call=[TOKENS],
-        named=TO_KEYS,
-        refused=refused_twice('those of a conditional cross-attention are content and position already.'),
-        **CROSSED,
-    ),
-    f'{DET}.utils.vlfuse_helper.BiMultiHeadAttention': Block(
-        f'{DET}.utils.vlfuse_helper.SingleScaleBiAttentionBlock', C, C, C, H, 0.0, call=[TOKENS, torch.Size([2, 5, C])]
-    ),
+    **{
+        f'{LAYERS}.utils.ConditionalAttention{layer}': Block(
+            f'{LAYERS}.ConditionalDetrTransformerDecoderLayer',
+            path='*_attn',
+            call=[TOKENS],
+            named=dict(TO_KEYS, is_first=not layer, **masks),
+            refused=refused_twice('those of a conditional cross-attention are content and position already.'),
+            **CROSSED,
+        )
+        for layer, masks in {'': {}, ' later': dict(self_attn_masks=CAUSAL, key_padding_mask=PADDING)}.items()
+    },
+    # masks as GLIP and as Grounding DINO hand them in
+    **{
+        f'{DET}.utils.vlfuse_helper.BiMultiHeadAttention {kind}'.strip(): Block(
+            f'{DET}.utils.vlfuse_helper.SingleScaleBiAttentionBlock',
+            *sizes,
+            *(H, 0.0),
+            call=[torch.Size([2, 64, sizes[0]]), torch.Size([2, 5, sizes[1]]), *masks],
+            refused=narrows(C, C // 2) if sizes[0] < C else {},
+        )
+        for kind, sizes, masks in (
+            ('', (C, C, C), []),
+            ('of widths', (C // 2, 24, C), [PADDING, TEXT]),
+            ('masked', (C, C, C), [PADDING, TEXT.float()]),
+        )
+    },
     f'{DET}.backbones.pvt.SpatialReductionAttention': Block(
         f'{DET}.backbones.pvt.PVTEncoderLayer', C, H, C, sr_ratio=2, call=ON_MAP
     ),
@@ -158,7 +178,7 @@ BLOCKS: dict[str, Block] = {
             *(C, H, C),
             window_size=MAP,
             init_values=0.1,
-            call=[torch.Size([2, 65, C])],
+            call=[WITH_CLASS],
         )
         for name in ('BEiT', 'MAE')
     },
@@ -174,9 +194,17 @@ BLOCKS: dict[str, Block] = {
         refused=refused_twice('a WindowMSAV2 attends by the cosine of whole heads.'),
         **SHIFTED,
     ),
-    f'{UTILS}.MultiheadAttention': Block(
-        f'{PRE}.vision_transformer.TransformerEncoderLayer', C, H, C, call=[TOKENS], told=VIT_OF_MMPRETRAIN
-    ),
+    # T2T-ViT multiplies logits by sqrt(d), where its paper divides them
+    **{
+        f'{UTILS}.MultiheadAttention {kind}'.strip(): Block(
+            f'{PRE}.{layer}', C, H, C, call=[WITH_CLASS], told=VIT_OF_MMPRETRAIN, **options
+        )
+        for kind, layer, options in (
+            ('', 'vision_transformer.TransformerEncoderLayer', {}),
+            ('without biases', 'vision_transformer.TransformerEncoderLayer', dict(qkv_bias=False)),
+            ('of T2T', 't2t_vit.T2TTransformerLayer', {}),
+        )
+    },
     f'{PRE}.vit_sam.Attention': Block(
         f'{PRE}.vit_sam.TransformerEncoderLayer', C, H, C, use_rel_pos=True, input_size=MAP, call=IN_MAP
     ),
@@ -193,10 +221,7 @@ BLOCKS: dict[str, Block] = {
         'timm.models.visformer.Block',
         *(C, H, 0.5),
         call=[torch.Size([2, C, 8, 8])],
-        refused=dict(
-            DifferentialGatedMultiheadAttention='the gate acts after an output projection as wide as the heads, but '
-            'this one goes from 16 to 32 channels.'
-        ),
+        refused=narrows(16, 32),
     ),
     'timm.models.gcvit.WindowAttentionGlobal': Block(
         GLOBAL, C, MAP, H, window_size=(4, 4), use_global=False, call=IN_MAP
@@ -217,26 +242,53 @@ BLOCKS: dict[str, Block] = {
         for kind, relative in dict(relative=True, plain=False).items()
     },
     **{
-        host: Block('helpers.repositories.Layer', name, call=[torch.Size([2, 5, C]), POINTS, MEMORY, SHAPES, MASK])
-        for host, name in (
-            ('ms_deform_attn.MSDeformAttn', 'dino'),
-            ('ms_deform_attn.MultiScaleDeformableAttention', 'grounding_dino'),
-            ('detrex.layers.multi_scale_deform_attn.MultiScaleDeformableAttention', 'detrex'),
-            ('rtdetr_decoder.MSDeformableAttention', 'rt_detr'),
-            ('rtdetrv2_decoder.MSDeformableAttention', 'rt_detr_v2'),
-            ('dfine_decoder.MSDeformableAttention', 'd_fine'),
-            ('ultralytics.nn.modules.transformer.MSDeformAttn', 'ultralytics'),
+        f'{host} {options or ""}'.strip(): Block(
+            'helpers.repositories.Layer',
+            name,
+            call=[torch.Size([2, 5, C]), POINTS[:, :, :levels, :columns], MEMORY, SHAPES, MASK],
+            **options,
+        )
+        for host, name, options, columns, levels in (
+            ('ms_deform_attn.MSDeformAttn', 'dino', {}, 2, 2),
+            ('ms_deform_attn.MSDeformAttn', 'dino', dict(ratio=0.5), 4, 1),
+            ('ms_deform_attn.MultiScaleDeformableAttention', 'grounding_dino', {}, 4, 2),
+            ('detrex.layers.multi_scale_deform_attn.MultiScaleDeformableAttention', 'detrex', {}, 2, 2),
+            (f'{RT_DETR}.MSDeformableAttention', 'rt_detr', {}, 4, 1),
+            (f'{RT_DETR_V2}.MSDeformableAttention', 'rt_detr_v2', {}, 2, 2),
+            (f'{RT_DETR_V2}.MSDeformableAttention', 'rt_detr_v2', dict(num_points=[3, 6]), 4, 1),
+            (f'{RT_DETR_V2}.MSDeformableAttention', 'rt_detr_v2', dict(offset_scale=1.0), 4, 2),
+            (f'{D_FINE}.MSDeformableAttention', 'd_fine', {}, 4, 1),
+            (f'{D_FINE}.MSDeformableAttention', 'd_fine', dict(num_points=[3, 6]), 2, 2),
+            (f'{D_FINE}.MSDeformableAttention', 'd_fine', dict(num_points=[4, 1], offset_scale=0.25), 4, 2),
+            (f'{D_FINE}.MSDeformableAttention', 'd_fine', dict(num_points=[3, 3]), 4, 1),
+            ('ultralytics.nn.modules.transformer.MSDeformAttn', 'ultralytics', {}, 4, 1),
         )
     },
     f'{TIMM_ATTENTION}.Attention': Block(
-        f'{TIMM_MODELS}.vision_transformer.Block', C, H, qkv_bias=True, call=[TOKENS], told=VIT_OF_TIMM
+        f'{TIMM_MODELS}.vision_transformer.Block', C, H, qkv_bias=True, call=[WITH_CLASS], told=VIT_OF_TIMM
+    ),
+    f'{TIMM_ATTENTION}.Attention narrow': Block(
+        'helpers.host_blocks.Holder',
+        *(f'{TIMM_ATTENTION}.Attention', C, H),
+        attn_head_dim=6,
+        dim_out=40,
+        call=[TOKENS],
+        named=dict(is_causal=True),
+        refused=dict(
+            narrows(24, 40),
+            **dict.fromkeys(
+                ('AgentAttention', 'SAGAAttention', 'SoftmaxAttention'),
+                'an attention over a map needs one width, but Attention has 32 channels, its heads 24 and its output '
+                '40.',
+            ),
+        ),
     ),
     f'{TIMM_ATTENTION}.Attention normed': Block(
         f'{TIMM_MODELS}.vision_transformer.Block',
         *(C, H),
         qk_norm=True,
         scale_attn_norm=True,
-        call=[TOKENS],
+        call=[WITH_CLASS],
         told=VIT_OF_TIMM,
         refused=refused_twice('this Attention normalises queries and keys (qk_norm).'),
     ),
@@ -244,14 +296,14 @@ BLOCKS: dict[str, Block] = {
         f'{TIMM_MODELS}.eva.EvaBlock',
         *(C, H),
         attn_type='rope',
-        call=[torch.Size([2, 65, C]), torch.Size([64, 4 * H])],
+        call=[WITH_CLASS, torch.Size([64, 4 * H])],
         refused=refused_twice('AttentionRope rotates channels of both together.'),
     ),
     **{
         f'{TIMM_MODELS}.eva.EvaAttention {kind}': Block(
             f'{TIMM_MODELS}.eva.EvaBlock',
             *(C, H),
-            call=[torch.Size([2, 65, C]), torch.Size([64, 4 * H])],
+            call=[WITH_CLASS, torch.Size([64, 4 * H])],
             refused=refused_twice('EvaAttention rotates channels of both together.'),
             **options,
         )
@@ -291,11 +343,22 @@ def randomised(module: nn.Module) -> nn.Module:
     return module
 
 
-def called(module: nn.Module, block: Block) -> Tensor:
+def some_options(gate: type) -> dict[str, Any]:
+    options: dict[str, Any] = dict(agent_num=4) if gate.__name__ == 'AgentAttention' else {}
+    return options | (dict(map_size=MAP) if 'map_size' in gate_options(gate) else {})
+
+
+def inputs(block: Block) -> tuple[list[Any], dict[str, Any]]:
+    """Return what a block is called with, by position and by name, the same numbers each time."""
     generator = torch.Generator().manual_seed(0)
 
     def value(x: Any) -> Any:
         return torch.randn(x, generator=generator) if isinstance(x, torch.Size) else x
 
-    out = module(*[value(x) for x in block.call], **{name: value(x) for name, x in block.named.items()})
-    return torch.cat(out, 1) if isinstance(out, tuple) else out
+    return [value(x) for x in block.call], {name: value(x) for name, x in block.named.items()}
+
+
+def called(module: nn.Module, block: Block) -> Tensor:
+    args, named = inputs(block)
+    out = module(*args, **named)
+    return torch.cat([x.flatten(1) for x in out], 1) if isinstance(out, tuple) else out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,141 +12,98 @@ from torch import Tensor, nn
 from mmgate import gate_parameters
 
 HEADS = 4
-STAGES = dict(embedding_size=8, hidden_sizes=[8, 16, 16, 32], depths=[1, 1, 1, 1], layer_type='basic')
-VIT = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=HEADS, intermediate_size=32)
-DETECTOR = dict(d_model=32, num_queries=10, decoder_layers=2, decoder_ffn_dim=32, num_labels=3)
-HGNET = dict(
+VIT = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=HEADS)
+SWIN = dict(image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4)
+SEGFORMER = dict(hidden_sizes=[16, 16, 32, 32], num_attention_heads=[1, 2, 4, 4], depths=[1, 1, 1, 1])
+RESNET = dict(embedding_size=8, hidden_sizes=[8, 16, 16, 32], depths=[1, 1, 1, 1], layer_type='basic')
+STAGES = ['stage2', 'stage3', 'stage4']
+HGNET: dict[str, Any] = dict(
     hidden_sizes=[16, 16, 16, 32],
     embedding_size=16,
     stem_channels=[3, 8, 16],
     stage_out_channels=[16, 16, 16, 32],
     stage_downsample=[False, True, True, True],
+    out_features=STAGES,
 )
 SAME = dict(in_channels=16, mid_channels=8, num_blocks=1, numb_of_layers=1, light_block=False, kernel_size=3)
 HGNET.update({f'stage_{name}': [value] * 4 for name, value in SAME.items()})
-MASKS = dict(hidden_dim=32, encoder_feedforward_dim=32, dim_feedforward=32, num_queries=8)
-MASKS.update(encoder_layers=2, decoder_layers=3)
-ENCODER = dict(width=32, context_length=8, num_layers=1, vocab_size=64, proj_layers=1)
-TEXT = dict(task_seq_len=8, **{f'text_encoder_{name}': value for name, value in ENCODER.items()})
+DETECTOR = dict(d_model=32, num_queries=10, decoder_layers=2, decoder_ffn_dim=32, num_labels=3)
+DETR = dict(
+    DETECTOR, encoder_layers=2, encoder_ffn_dim=32, encoder_attention_heads=HEADS, decoder_attention_heads=HEADS
+)
 
 
-def _build(kind: str, task: str = 'ObjectDetection', **options: Any) -> nn.Module:
-    config = getattr(transformers, f'{kind}Config')(**options)
-    return getattr(transformers, f'{kind}For{task}' if task else f'{kind}Model')(config)
+def _detr() -> dict[str, Any]:
+    return dict(DETR, backbone_config=transformers.ResNetConfig(**RESNET, out_features=['stage4']))
 
 
-def _heads(*parts: str) -> dict[str, int]:
-    return {f'{part}_attention_heads': HEADS for part in parts}
+def _deformable_detr() -> dict[str, Any]:
+    backbone = transformers.ResNetConfig(**RESNET, out_features=STAGES)
+    return dict(DETR, backbone_config=backbone, num_feature_levels=4, with_box_refine=True)
 
 
-def _resnet(*stages: str, kind: Any = transformers.ResNetConfig) -> Any:
-    return kind(**STAGES, out_features=list(stages))
-
-
-def _swin(first: int) -> Any:
-    stages = [f'stage{i}' for i in range(first, 5)]
-    sizes = dict(window_size=7, image_size=64, embed_dim=8, depths=[1] * 4, num_heads=[1, 1, 2, 2])
-    return transformers.SwinConfig(**sizes, out_features=stages)
-
-
-def _detr(kind: str, *stages: str, **options: Any) -> nn.Module:
-    sizes = dict(DETECTOR, encoder_layers=2, encoder_ffn_dim=32, backbone_config=_resnet(*stages))
-    return _build(kind, **sizes, **_heads('encoder', 'decoder'), **options)
-
-
-def _real_time(name: str, **options: Any) -> nn.Module:
-    stages = ['stage2', 'stage3', 'stage4']
-    if name.startswith('RT'):
-        backbone: Any = _resnet(*stages, kind=transformers.RTDetrResNetConfig)
-    else:
-        backbone = transformers.HGNetV2Config(**HGNET, out_features=stages)
+def _d_fine() -> dict[str, Any]:
     widths = dict(encoder_hidden_dim=32, encoder_in_channels=[16, 16, 32], decoder_in_channels=[32, 32, 32])
-    sizes = dict(DETECTOR, backbone_config=backbone, encoder_ffn_dim=32, num_denoising=0, **widths)
-    return _build(name, **{**sizes, **_heads('encoder', 'decoder'), **options})
+    sizes = dict(DETR, **widths, encoder_layers=1, num_denoising=0)
+    return dict(sizes, backbone_config=transformers.HGNetV2Config(**HGNET))
 
 
-def _grounding(name: str, **options: Any) -> nn.Module:
-    sizes = {key: value for key, value in DETECTOR.items() if key != 'num_labels'}
-    text = transformers.BertConfig(**VIT | dict(num_hidden_layers=1), vocab_size=2048)
-    parts = dict(backbone_config=_swin(2), text_config=text, max_text_len=16)
-    sizes.update(encoder_layers=1, encoder_ffn_dim=32)
-    return _build(name, **sizes, **parts, **_heads('encoder', 'decoder'), **options)
+def _mask2former() -> dict[str, Any]:
+    sizes = dict(dict.fromkeys(('hidden_dim', 'encoder_feedforward_dim', 'dim_feedforward', 'feature_size'), 32))
+    sizes.update(mask_feature_size=32, num_queries=8, num_labels=3, num_attention_heads=HEADS)
+    swin = dict(image_size=64, window_size=7, embed_dim=8, depths=[1] * 4, num_heads=[1, 1, 2, 2])
+    backbone = transformers.SwinConfig(**swin, out_features=['stage1', *STAGES])
+    return dict(sizes, encoder_layers=2, decoder_layers=3, backbone_config=backbone)
 
 
-def _masks(name: str, **options: Any) -> nn.Module:
-    numbers = dict(MASKS, num_attention_heads=HEADS, num_labels=3, backbone_config=_swin(1))
-    return _build(name, 'UniversalSegmentation', **numbers, **options)
-
-
-def _windowed(name: str, backbone: Any, **options: Any) -> nn.Module:
-    heads = _heads('decoder_self', 'decoder_cross')
-    options = dict(group_detr=1) | options
-    vit = {key: value for key, value in VIT.items() if key != 'intermediate_size'}
-    return _build(name, **DETECTOR, **heads, backbone_config=backbone(**vit, out_indices=[1, 2]), **options)
-
-
-def _lw_detr_vit(**options: Any) -> Any:
-    sizes = dict(image_size=64, pretrain_image_size=64, patch_size=16, num_windows=4, window_block_indices=[0])
-    return transformers.LwDetrViTConfig(**options, **sizes)
-
-
-def _rf_detr_vit(**options: Any) -> Any:
+def _rf_detr() -> dict[str, Any]:
     from transformers.models.rf_detr.configuration_rf_detr import RfDetrDinov2Config
 
-    return RfDetrDinov2Config(**options, image_size=56, patch_size=14, num_windows=2)
+    backbone = RfDetrDinov2Config(**VIT, image_size=56, patch_size=14, num_windows=2, out_indices=[1, 2])
+    heads = dict(decoder_self_attention_heads=HEADS, decoder_cross_attention_heads=HEADS)
+    return dict(DETECTOR, **heads, backbone_config=backbone, group_detr=1)
 
 
-_mask2former = partial(_masks, 'Mask2Former', feature_size=32, mask_feature_size=32)
-DEFORMABLE: dict[str, Callable[..., nn.Module]] = {
-    'deformable_detr': partial(
-        _detr, 'DeformableDetr', 'stage2', 'stage3', 'stage4', num_feature_levels=4, with_box_refine=True
-    ),
-    'rt_detr': partial(_real_time, 'RTDetr'),
-    'rt_detr_v2': partial(_real_time, 'RTDetrV2'),
-    'd_fine': partial(_real_time, 'DFine'),
-    'deimv2': partial(_real_time, 'Deimv2'),
-    'grounding_dino': partial(_grounding, 'GroundingDino'),
-    'mm_grounding_dino': partial(_grounding, 'MMGroundingDino'),
-    'mask2former': _mask2former,
-    'oneformer': partial(_masks, 'OneFormer', conv_dim=32, mask_dim=32, use_task_norm=True, is_training=False, **TEXT),
-    'lw_detr': partial(_windowed, 'LwDetr', _lw_detr_vit, projector_scale_factors=[2.0, 0.5]),
-    'rf_detr': partial(_windowed, 'RfDetr', _rf_detr_vit),
-}
-SWIN = dict(image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4)
-SEGFORMER = dict(hidden_sizes=[16, 16, 32, 32], num_attention_heads=[1, 2, 4, 4], depths=[1, 1, 1, 1])
-DENSE: dict[str, Callable[..., nn.Module]] = {
-    'vit': partial(_build, 'ViT', '', **VIT, image_size=32, patch_size=8),
-    'swin': partial(_build, 'Swin', '', **SWIN),
-    'segformer': partial(_build, 'Segformer', '', **SEGFORMER),
-    'detr': partial(_detr, 'Detr', 'stage4'),
-    'mask2former': _mask2former,
+# by name, a model of transformers', its config's options, and the size of its images
+MODELS: dict[str, tuple[str, Callable[[], dict[str, Any]], tuple[int, int]]] = {
+    'vit': ('ViT Model', lambda: dict(VIT, image_size=32, patch_size=8, intermediate_size=32), (32, 32)),
+    'swin': ('Swin Model', lambda: SWIN, (32, 32)),
+    'segformer': ('Segformer Model', lambda: SEGFORMER, (64, 64)),
+    'detr': ('Detr ForObjectDetection', _detr, (64, 96)),
+    'mask2former': ('Mask2Former ForUniversalSegmentation', _mask2former, (64, 96)),
+    'deformable_detr': ('DeformableDetr ForObjectDetection', _deformable_detr, (64, 96)),
+    'd_fine': ('DFine ForObjectDetection', _d_fine, (64, 64)),
+    'rf_detr': ('RfDetr ForObjectDetection', _rf_detr, (56, 56)),
 }
 
 
 def build(name: str, **options: Any) -> nn.Module:
-    """Return the model called so, in evaluation, its weights moved off the start that makes attentions even."""
-    torch.manual_seed(1)
-    model = {**DENSE, **DEFORMABLE}[name](**options).eval()
+    """Return the model called so, in evaluation.
+
+    Its outputs depend on its image, and it chooses queries by scores that are apart.
+    """
+    called, sizes, _ = MODELS[name]
+    family, task = called.split()
+    config = getattr(transformers, f'{family}Config')(**{**sizes(), **options})
+    model = getattr(transformers, family + task)(config).eval()
+    torch.manual_seed(2)
     with torch.no_grad():
         for part, parameter in model.named_parameters():
-            if any(name in part for name in ('sampling_offsets', 'attention_weights', 'q_proj', 'k_proj')):
-                parameter.add_(0.2 * torch.randn_like(parameter))
+            if parameter.dim() > 1 and 'embed' not in part.rpartition('.')[0].rpartition('.')[2]:
+                parameter.normal_(std=parameter[0].numel() ** -0.5)
+            if 'bbox_embed' in part and parameter.dim() > 1:
+                parameter.normal_(std=0.05)
     return model
 
 
 def feed(name: str, padded: bool = False) -> dict[str, Tensor]:
     """Return what the model called so takes, of two images of which one may be padded."""
-    small = dict(rf_detr=(56, 56), deformable_detr=(64, 96), detr=(64, 96), mask2former=(64, 96), oneformer=(64, 96))
-    size = {**small, 'vit': (32, 32), 'swin': (32, 32)}.get(name, (64, 64))
-    fed: dict[str, Tensor] = dict(pixel_values=torch.rand(2, 3, *size, generator=torch.Generator().manual_seed(0)))
-    if 'grounding' in name:
-        fed.update(input_ids=torch.tensor([[101, 1037, 1012, 102]]).expand(2, -1))
-        fed.update(attention_mask=torch.ones(2, 4, dtype=torch.long))
-    if name == 'oneformer':
-        fed.update(task_inputs=torch.ones(2, 8, dtype=torch.long))
+    height, width = MODELS[name][2]
+    generator = torch.Generator().manual_seed(0)
+    fed: dict[str, Tensor] = dict(pixel_values=torch.rand(2, 3, height, width, generator=generator))
     if padded:
-        mask = torch.ones(2, *size, dtype=torch.long)
-        mask[1, size[0] // 2 :] = mask[1, :, size[1] // 2 :] = 0
+        mask = torch.ones(2, height, width, dtype=torch.long)
+        mask[1, height // 2 :] = mask[1, :, width // 2 :] = 0
         fed.update(pixel_mask=mask)
     return fed
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,65 +18,40 @@ from mmgate.hosts.interface_classes import CLASSES
 C, HEADS, SIDE = 32, 4, 4
 TOKENS = SIDE * SIDE
 MODELS = Path(transformers.__file__).parent / 'models'
+FOLDERS = {path.stem: '.'.join(path.parent.relative_to(MODELS).parts) for path in MODELS.glob('**/modeling_*.py')}
 # The classes with adapters of their own beside those of the table, which take what a form says, too.
 OWN = {
     'modeling_segformer.SegformerAttention': Form(),
     'modeling_lw_detr.LwDetrAttention': FORMS['positioned_self'].form,
     'modeling_rf_detr.RfDetrAttention': FORMS['positioned_self'].form,
 }
+# Rates of dropout.
+RATES = (
+    *('attention_dropout', 'attention_probs_dropout_prob', 'dropout_prob', 'dropout_rate'),
+    *('memory_attention_rope_dropout', 'perceiver_resampler_attention_dropout'),
+)
 CONFIG: dict[str, Any] = dict(
-    hidden_size=C,
-    d_model=C,
-    d_kv=C // HEADS,
-    head_dim=C // HEADS,
-    num_attention_heads=HEADS,
-    attention_heads=HEADS,
-    decoder_self_attention_heads=HEADS,
-    num_key_value_heads=HEADS,
-    num_key_value_groups=1,
-    num_key_value_heads_per_layer=[HEADS],
-    attention_dropout=0.0,
-    attention_probs_dropout_prob=0.0,
-    dropout_prob=0.0,
-    dropout_rate=0.0,
-    qkv_bias=True,
-    qv_bias=True,
-    attention_bias=True,
-    query_bias=True,
-    key_bias=False,
-    value_bias=True,
-    proj_bias=True,
-    is_decoder=False,
-    group_detr=2,
-    attention_downsample_rate=2,
-    memory_attention_hidden_size=C,
-    memory_attention_downsample_rate=1,
-    memory_attention_num_attention_heads=HEADS,
-    memory_attention_rope_dropout=0.0,
-    memory_attention_rope_k_sizes=(1, 2),
-    perceiver_resampler_hidden_size=C,
-    perceiver_resampler_num_attention_heads=HEADS,
-    perceiver_resampler_attention_head_dim=C // HEADS,
-    perceiver_resampler_attention_dropout=0.0,
-    layer_types=['full_attention'],
-    num_hidden_layers=1,
+    **dict.fromkeys(('hidden_size', 'd_model', 'memory_attention_hidden_size', 'perceiver_resampler_hidden_size'), C),
+    **dict.fromkeys(('d_kv', 'head_dim', 'perceiver_resampler_attention_head_dim'), C // HEADS),
+    **dict.fromkeys(('num_attention_heads', 'attention_heads', 'decoder_self_attention_heads'), HEADS),
+    **dict.fromkeys(('num_key_value_heads', 'memory_attention_num_attention_heads'), HEADS),
+    **dict.fromkeys(('num_hidden_layers', 'num_key_value_groups', 'memory_attention_downsample_rate'), 1),
+    **dict.fromkeys(('patch_size', 'frames_per_clip', 'tubelet_size'), 1),
+    **dict.fromkeys(('group_detr', 'attention_downsample_rate'), 2),
+    **dict.fromkeys(RATES, 0.0),
+    **dict.fromkeys(('qkv_bias', 'qv_bias', 'attention_bias', 'query_bias', 'value_bias', 'proj_bias'), True),
+    **dict.fromkeys(('key_bias', 'is_decoder', 'use_clipped_linears'), False),
+    **dict.fromkeys(('rms_norm_eps', 'layer_norm_eps'), 1e-5),
     use_qk_norm=True,
-    use_clipped_linears=False,
-    rms_norm_eps=1e-5,
-    layer_norm_eps=1e-5,
     crop_size=SIDE,
-    patch_size=1,
-    frames_per_clip=1,
-    tubelet_size=1,
+    num_key_value_heads_per_layer=[HEADS],
+    perceiver_resampler_num_attention_heads=HEADS,
+    memory_attention_rope_k_sizes=(1, 2),
+    layer_types=['full_attention'],
 )
 GIVEN = dict(
-    hidden_size=C,
-    num_attention_heads=HEADS,
-    embed_dim=C,
-    num_heads=HEADS,
-    dim=C,
-    dim_out=C,
-    kv_in_dim=C,
+    **dict.fromkeys(('hidden_size', 'embed_dim', 'dim', 'dim_out', 'kv_in_dim'), C),
+    **dict.fromkeys(('num_attention_heads', 'num_heads'), HEADS),
     window_size=SIDE,
     sequence_reduction_ratio=2,
     layer_idx=0,
@@ -91,32 +65,19 @@ NO_MASK = ('swin', 'llama4', 'deepseek', 'vjepa2')  # take masks of another shap
 
 def names() -> list[str]:
     """Return the names of all classes that this transformers has, with the source that the table knows."""
-    there = [name for name in (*CLASSES, *OWN) if _folder(name) is not None]
-    there = [name for name in there if hasattr(_module(name), name.partition('.')[2])]
-    return [name for name in there if name in OWN or fingerprint(kind_of(name)) == CLASSES[name][1]]
+    there = [(name, kind_of(name)) for name in (*CLASSES, *OWN)]
+    return [name for name, kind in there if kind and (name in OWN or fingerprint(kind) == CLASSES[name][1])]
 
 
 def form_of(name: str) -> Form:
-    """Return the form of a class."""
     return OWN[name] if name in OWN else FORMS[CLASSES[name][0]].form
 
 
 def kind_of(name: str) -> Any:
-    """Return a class by its name."""
-    return getattr(_module(name), name.partition('.')[2])
-
-
-@cache
-def _folders() -> dict[str, str]:
-    return {path.stem: '.'.join(path.parent.relative_to(MODELS).parts) for path in MODELS.glob('**/modeling_*.py')}
-
-
-def _folder(name: str) -> str | None:
-    return _folders().get(name.partition('.')[0])
-
-
-def _module(name: str) -> Any:
-    return import_module(f'transformers.models.{_folder(name)}.{name.partition(".")[0]}')
+    """Return a class by its name, or None if this transformers has none of it."""
+    module, _, kind = name.partition('.')
+    folder = FOLDERS.get(module)
+    return getattr(import_module(f'transformers.models.{folder}.{module}'), kind, None) if folder else None
 
 
 def build(name: str, config: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -187,5 +148,4 @@ def feed(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
 
 
 def first(output: Any) -> Tensor:
-    """Return the states of an attention's output."""
     return output[0] if isinstance(output, tuple) else output

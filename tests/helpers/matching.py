@@ -1,4 +1,4 @@
-"""Objects, predictions and costs to match, and a count of what waits for a CUDA device."""
+"""Objects to match, noise of denoising queries, and a count of what waits for a CUDA device."""
 
 from __future__ import annotations
 
@@ -9,20 +9,6 @@ import torch
 from mmengine.structures import InstanceData
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-
-CLASSES, QUERIES, LAYERS = 5, 12, 3
-BOXES = [dict(type='BBoxL1Cost', weight=5.0, box_format='xywh'), dict(type='IoUCost', iou_mode='giou', weight=2.0)]
-COSTS = {
-    'focal': [dict(type='FocalLossCost', weight=2.0), *BOXES],
-    'softmax': [dict(type='ClassificationCost', weight=1.0), *BOXES],
-    'one': dict(type='BBoxL1Cost'),
-    'corners_and_iou': [dict(type='BBoxL1Cost'), dict(type='IoUCost', iou_mode='iou')],
-    'masks': [
-        dict(type='CrossEntropyLossCost', use_sigmoid=True),
-        dict(type='DiceCost', pred_act=True),
-        dict(type='FocalLossCost', binary_input=True),
-    ],
-}
 
 
 class Waits(TorchFunctionMode):
@@ -45,17 +31,15 @@ class Waits(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def objects(generator: torch.Generator, count: int) -> InstanceData:
+def objects(generator: torch.Generator, count: int, classes: int = 5) -> InstanceData:
+    """Return boxes in an image of 64 x 96, masks of 32 x 36, and labels."""
     corners = torch.rand(count, 2, 2, generator=generator).sort(1).values * torch.tensor([96.0, 64.0])
-    labels = torch.randint(0, CLASSES, (count,), generator=generator)
-    masks = (torch.rand(count, 6, 7, generator=generator) > 0.5).float()
+    labels = torch.randint(0, classes, (count,), generator=generator)
+    masks = (torch.rand(count, 32, 36, generator=generator) > 0.5).long()
     return InstanceData(bboxes=corners.flatten(1), labels=labels, masks=masks)
 
 
-def predictions(generator: torch.Generator, count: int) -> InstanceData:
-    boxes = objects(generator, count).bboxes
-    scores = torch.randn(count, CLASSES + 1, generator=generator)
-    return InstanceData(scores=scores, bboxes=boxes, masks=torch.randn(count, 6, 7, generator=generator))
-
-
-META = dict(img_shape=(64, 96), img_id=0)
+def draw_boxes_anew(generator: Any) -> None:
+    """Seed the noise of boxes. Before it mmdet draws as many numbers as labels are replaced, ours one a label."""
+    boxes = generator.generate_dn_bbox_query
+    generator.generate_dn_bbox_query = lambda *args: (torch.manual_seed(1), boxes(*args))[1]

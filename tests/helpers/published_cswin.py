@@ -51,7 +51,7 @@ def stripe_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tens
 
 
 def published_cswin(state: State, image: Tensor, splits: tuple[int, ...]) -> Tensor:
-    """Logits by the authors' formulation, loops over stripes."""
+    """The last map, normalised, by the authors' formulation, loops over stripes."""
     x = image
     for i, (depth, heads) in enumerate(zip(SMALL['depths'], SMALL['num_heads'], strict=True)):
         conv, after = ('stage1_conv_embed.0', 'stage1_conv_embed.2') if i == 0 else (f'merge{i}.conv', f'merge{i}.norm')
@@ -84,4 +84,4 @@ def published_cswin(state: State, image: Tensor, splits: tuple[int, ...]) -> Ten
             x = x + mlp(state, f'{block}.mlp.', norm(state, f'{block}.norm2.', x, EPS))
         if i < 3:
             x = x.transpose(1, 2).unflatten(-1, (height, width))
-    return linear(state, 'head.', norm(state, 'norm.', x, EPS).mean(1))
+    return norm(state, 'norm.', x, EPS).transpose(1, 2).unflatten(-1, (height, width))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from inspect import Parameter, Signature
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -61,29 +62,102 @@ def summed(value: Tensor, shapes: Any, locations: Sequence[Tensor], weights: Seq
     return total.view(batch, heads * width, -1).transpose(1, 2)
 
 
+class Place(NamedTuple):
+    """Where a clone has a class of deformable attention, and how it is called.
+
+    Attributes:
+        module: Its module.
+        name: Of the class.
+        options: Of the constructor, with their defaults.
+        call: The names of the call's arguments, each with what :class:`Layer` calls it.
+    """
+
+    module: str
+    name: str
+    options: dict[str, Any]
+    call: str
+
+    @property
+    def names(self) -> dict[str, str]:
+        """By its name, what an argument is."""
+        return {word.partition(':')[0]: word.rpartition(':')[2] for word in self.call.split()}
+
+
+OF_DINO = dict(d_model=32, n_levels=2, n_heads=4, n_points=3)
+OF_DETREX = dict(embed_dim=32, num_heads=4, num_levels=2, num_points=3, img2col_step=64)
+OF_RT_DETR = dict(embed_dim=32, num_heads=4, num_levels=2, num_points=3)
+OF_V2 = dict(OF_RT_DETR, method='default', offset_scale=0.5)
+LEVELS = 'query_pos key_padding_mask:padding reference_points:points spatial_shapes:shapes level_start_index:starts'
+VALUES = 'query reference_points:points value value_spatial_shapes:shapes'
+OF_INPUT = 'input_flatten:value input_spatial_shapes:shapes input_level_start_index:starts input_padding_mask:padding'
+BOXES = 'query refer_bbox:points value value_shapes:shapes value_mask:padding'
+MSDA, RT_DETR = 'MultiScaleDeformableAttention', 'MSDeformableAttention'
+# By repository. DINO's is that of Deformable DETR and, with another ratio, of ViT-Adapter; D-FINE's is DEIM's as well.
+PLACES = {
+    'dino': Place(
+        'models.dino.ops.modules.ms_deform_attn',
+        'MSDeformAttn',
+        dict(OF_DINO, use_4D_normalizer=False, ratio=1.0),
+        f'query reference_points:points {OF_INPUT}',
+    ),
+    'grounding_dino': Place(
+        'groundingdino.models.GroundingDINO.ms_deform_attn',
+        MSDA,
+        dict(OF_DETREX, batch_first=False),
+        f'query key value {LEVELS} **kwargs',
+    ),
+    'detrex': Place(
+        'detrex.layers.multi_scale_deform_attn',
+        MSDA,
+        dict(OF_DETREX, dropout=0.0, batch_first=False),
+        f'query key value identity {LEVELS} **kwargs',
+    ),
+    'rt_detr': Place('src.zoo.rtdetr.rtdetr_decoder', RT_DETR, OF_RT_DETR, f'{VALUES} value_mask:padding'),
+    'rt_detr_v2': Place('src.zoo.rtdetr.rtdetrv2_decoder', RT_DETR, OF_V2, f'{VALUES} value_mask:padding'),
+    'd_fine': Place('src.zoo.dfine.dfine_decoder', RT_DETR, OF_V2, VALUES),
+    'ultralytics': Place('ultralytics.nn.modules.transformer', 'MSDeformAttn', OF_DINO, BOXES),
+}
+
+
+def with_signature(function: Callable[..., Any], names: Iterable[str]) -> Callable[..., Any]:
+    """Return a function that says that it takes these arguments beside ``self``, ``**kwargs`` among them."""
+
+    def taken(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    kinds = {name: Parameter.VAR_KEYWORD if '*' in name else Parameter.POSITIONAL_OR_KEYWORD for name in names}
+    parameters = [Parameter(name.strip('*'), kind) for name, kind in kinds.items()]
+    taken.__signature__ = Signature([Parameter('self', Parameter.POSITIONAL_ONLY), *parameters])  # type: ignore
+    return taken
+
+
 class Deformable(nn.Module):
-    """Base: the projections, and a call by names that a subclass gives."""
+    """Deformable attention of a repository: its attributes, and a call by its names."""
 
-    def __init__(
-        self,
-        channels: int,
-        heads: int,
-        levels: int,
-        points: int | list[int],
-        *,
-        values: bool = True,
-        ratio: float = 1.0,
-    ) -> None:
+    repository: str
+
+    def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__()
-        counts = points if isinstance(points, list) else [points] * levels
-        self.heads, self.counts = heads, counts
-        self.sampling_offsets = nn.Linear(channels, 2 * heads * sum(counts))
-        self.attention_weights = nn.Linear(channels, heads * sum(counts))
-        if values:
-            self.value_proj = nn.Linear(channels, int(channels * ratio))
-            self.output_proj = nn.Linear(int(channels * ratio), channels)
+        options = PLACES[self.repository].options
+        self.given = {**options, **dict(zip(options, args, strict=False)), **given}
+        channels, heads, levels, points = (
+            next(self.given[name] for name in names if name in self.given)
+            for names in (('d_model', 'embed_dim'), ('n_heads', 'num_heads'), ('n_levels', 'num_levels'),
+                          ('n_points', 'num_points'))
+        )  # fmt: skip
+        for name, value in self.given.items():
+            setattr(self, name, nn.Dropout(value) if name == 'dropout' else value)
+        self.heads, self.counts = heads, points if isinstance(points, list) else [points] * levels
+        if 'method' in self.given:
+            del self.num_points
+            self.num_points_list = self.counts
+        self.sampling_offsets = nn.Linear(channels, 2 * heads * sum(self.counts))
+        self.attention_weights = nn.Linear(channels, heads * sum(self.counts))
+        if self.repository != 'd_fine':
+            width = int(channels * self.given.get('ratio', 1.0))
+            self.value_proj, self.output_proj = nn.Linear(channels, width), nn.Linear(width, channels)
 
-    def attended(self, query: Tensor, value: Tensor, points: Tensor, shapes: Any, scale: float = 0.5) -> Tensor:
+    def attended(self, query: Tensor, value: Tensor, points: Tensor, shapes: Any) -> Tensor:
         offsets = self.sampling_offsets(query).unflatten(-1, (self.heads, -1, 2)).split(self.counts, 3)
         weights = self.attention_weights(query).unflatten(-1, (self.heads, -1)).softmax(-1).split(self.counts, 3)
         locations = []
@@ -92,221 +166,44 @@ class Deformable(nn.Module):
             if points.shape[-1] == 2:
                 locations.append(around + of_level / torch.as_tensor(shapes)[level].flip(-1))
             else:
+                scale = self.given.get('offset_scale', 0.5)
                 locations.append(around[..., :2] + of_level / count * around[..., 2:] * scale)
         return summed(value, shapes, locations, weights)
 
-    def values(self, value: Tensor, padding: Tensor | None) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        names = PLACES[self.repository].names
+        given = {names.get(name, name): x for name, x in {**dict(zip(names, args, strict=False)), **kwargs}.items()}
+        query, points, shapes, padding = given['query'], given['points'], given['shapes'], given.get('padding')
+        if self.repository == 'd_fine':  # the decoder projects the values and hands in a level each
+            return self.attended(query, torch.cat([*given['value']], -1).permute(0, 3, 1, 2), points, shapes)
+        if padding is not None and self.repository.startswith('rt_detr'):
+            padding = ~padding
+        value = query if given.get('value') is None else given['value']
+        identity = query if given.get('identity') is None else given['identity']
+        query = query if given.get('query_pos') is None else query + given['query_pos']
+        first = self.given.get('batch_first', True)
+        query, value = (x if first else x.transpose(0, 1) for x in (query, value))
         value = self.value_proj(value)
-        if padding is not None:
-            value = value.masked_fill(padding[..., None], 0.0)
-        return value.unflatten(-1, (self.heads, -1))
+        value = value if padding is None else value.masked_fill(padding[..., None], 0.0)
+        out = self.output_proj(self.attended(query, value.unflatten(-1, (self.heads, -1)), points, shapes))
+        out = out if first else out.transpose(0, 1)
+        return self.dropout(out) + identity if self.repository == 'detrex' else out
 
 
-class MSDeformAttn(Deformable):
-    """As Deformable DETR and IDEA-Research's DINO have it, and with another ``ratio`` ViT-Adapter."""
-
-    def __init__(
-        self,
-        d_model: int = 32,
-        n_levels: int = 2,
-        n_heads: int = 4,
-        n_points: int = 3,
-        use_4D_normalizer: bool = False,
-        ratio: float = 1.0,
-    ) -> None:
-        super().__init__(d_model, n_heads, n_levels, n_points, ratio=ratio)
-        self.d_model, self.n_levels, self.n_heads, self.n_points = d_model, n_levels, n_heads, n_points
-        self.use_4D_normalizer = use_4D_normalizer
-
-    def forward(
-        self,
-        query: Tensor,
-        reference_points: Tensor,
-        input_flatten: Tensor,
-        input_spatial_shapes: Tensor,
-        input_level_start_index: Tensor,
-        input_padding_mask: Tensor | None = None,
-    ) -> Tensor:
-        value = self.values(input_flatten, input_padding_mask)
-        return self.output_proj(self.attended(query, value, reference_points, input_spatial_shapes))
-
-
-class OfGroundingDINO(Deformable):
-    """As Grounding DINO's repository has it: no identity, and no dropout."""
-
-    def __init__(
-        self,
-        embed_dim: int = 32,
-        num_heads: int = 4,
-        num_levels: int = 2,
-        num_points: int = 3,
-        img2col_step: int = 64,
-        batch_first: bool = False,
-    ) -> None:
-        super().__init__(embed_dim, num_heads, num_levels, num_points)
-        self.embed_dim, self.num_heads, self.num_levels, self.num_points = embed_dim, num_heads, num_levels, num_points
-        self.batch_first = batch_first
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        query_pos: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        reference_points: Any = None,
-        spatial_shapes: Any = None,
-        level_start_index: Any = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        value = query if value is None else value
-        query = query if query_pos is None else query + query_pos
-        if not self.batch_first:
-            query, value = query.transpose(0, 1), value.transpose(0, 1)
-        out = self.output_proj(
-            self.attended(query, self.values(value, key_padding_mask), reference_points, spatial_shapes)
-        )
-        return out if self.batch_first else out.transpose(0, 1)
-
-
-class OfDetrex(OfGroundingDINO):
-    """As detrex has it."""
-
-    def __init__(
-        self,
-        embed_dim: int = 32,
-        num_heads: int = 4,
-        num_levels: int = 2,
-        num_points: int = 3,
-        img2col_step: int = 64,
-        dropout: float = 0.0,
-        batch_first: bool = False,
-    ) -> None:
-        super().__init__(embed_dim, num_heads, num_levels, num_points, batch_first=batch_first)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(  # type: ignore[override]
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        identity: Tensor | None = None,
-        query_pos: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        reference_points: Any = None,
-        spatial_shapes: Any = None,
-        level_start_index: Any = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        levels = (reference_points, spatial_shapes, level_start_index)
-        out = super().forward(query, key, value, query_pos, key_padding_mask, *levels)
-        return self.dropout(out) + (query if identity is None else identity)
-
-
-class OfRTDETR(Deformable):
-    """As RT-DETR's first version has it."""
-
-    def __init__(self, embed_dim: int = 32, num_heads: int = 4, num_levels: int = 2, num_points: int = 3) -> None:
-        super().__init__(embed_dim, num_heads, num_levels, num_points)
-        self.embed_dim, self.num_heads, self.num_levels, self.num_points = embed_dim, num_heads, num_levels, num_points
-
-    def forward(
-        self,
-        query: Tensor,
-        reference_points: Tensor,
-        value: Tensor,
-        value_spatial_shapes: list[list[int]],
-        value_mask: Tensor | None = None,
-    ) -> Tensor:
-        padding = None if value_mask is None else ~value_mask
-        value = self.values(value, padding)
-        return self.output_proj(self.attended(query, value, reference_points, value_spatial_shapes))
-
-
-class OfRTDETRv2(Deformable):
-    """As RT-DETR's second version has it, and with ``values=False`` D-FINE and DEIM."""
-
-    projects = True
-
-    def __init__(
-        self,
-        embed_dim: int = 32,
-        num_heads: int = 4,
-        num_levels: int = 2,
-        num_points: int | list[int] = 3,
-        method: str = 'default',
-        offset_scale: float = 0.5,
-    ) -> None:
-        super().__init__(embed_dim, num_heads, num_levels, num_points, values=self.projects)
-        points = self.counts
-        self.embed_dim, self.num_heads, self.num_levels, self.num_points_list = embed_dim, num_heads, num_levels, points
-        self.method, self.offset_scale = method, offset_scale
-        self.register_buffer('num_points_scale', torch.tensor([1 / n for n in points for _ in range(n)]))
-
-    def forward(
-        self,
-        query: Tensor,
-        reference_points: Tensor,
-        value: Any,
-        value_spatial_shapes: list[list[int]],
-        value_mask: Tensor | None = None,
-    ) -> Tensor:
-        padding = None if value_mask is None else ~value_mask
-        value = self.values(value, padding)
-        scale = self.offset_scale
-        return self.output_proj(self.attended(query, value, reference_points, value_spatial_shapes, scale))
-
-
-class OfDFINE(OfRTDETRv2):
-    """As D-FINE and DEIM have it: the decoder projects the values and hands in a level each."""
-
-    projects = False
-
-    def forward(  # type: ignore[override]
-        self, query: Tensor, reference_points: Tensor, value: Sequence[Tensor], value_spatial_shapes: list[list[int]]
-    ) -> Tensor:
-        joined = torch.cat([*value], -1).permute(0, 3, 1, 2)
-        return self.attended(query, joined, reference_points, value_spatial_shapes, self.offset_scale)
-
-
-class OfUltralytics(Deformable):
-    """As ultralytics' RT-DETR has it."""
-
-    def __init__(self, d_model: int = 32, n_levels: int = 2, n_heads: int = 4, n_points: int = 3) -> None:
-        super().__init__(d_model, n_heads, n_levels, n_points)
-        self.d_model, self.n_levels, self.n_heads, self.n_points = d_model, n_levels, n_heads, n_points
-
-    def forward(
-        self,
-        query: Tensor,
-        refer_bbox: Tensor,
-        value: Tensor,
-        value_shapes: list[list[int]],
-        value_mask: Tensor | None = None,
-    ) -> Tensor:
-        return self.output_proj(self.attended(query, self.values(value, value_mask), refer_bbox, value_shapes))
-
-
-# by the name of a repository's class, where it is in a clone, and ours
-PLACES: dict[str, tuple[str, str, type[Deformable]]] = {
-    'dino': ('models.dino.ops.modules.ms_deform_attn', 'MSDeformAttn', MSDeformAttn),
-    'grounding_dino': (
-        'groundingdino.models.GroundingDINO.ms_deform_attn',
-        'MultiScaleDeformableAttention',
-        OfGroundingDINO,
-    ),
-    'detrex': ('detrex.layers.multi_scale_deform_attn', 'MultiScaleDeformableAttention', OfDetrex),
-    'rt_detr': ('src.zoo.rtdetr.rtdetr_decoder', 'MSDeformableAttention', OfRTDETR),
-    'rt_detr_v2': ('src.zoo.rtdetr.rtdetrv2_decoder', 'MSDeformableAttention', OfRTDETRv2),
-    'd_fine': ('src.zoo.dfine.dfine_decoder', 'MSDeformableAttention', OfDFINE),
-    'ultralytics': ('ultralytics.nn.modules.transformer', 'MSDeformAttn', OfUltralytics),
-}
-
-
-def in_clone(name: str) -> type[Any]:
+def in_clone(repository: str) -> type[Any]:
     """Return the class of a repository, where a clone has it."""
-    module, called, ours = PLACES[name]
-    return type(called, (ours,), dict(__module__=module, __qualname__=called))
+    place = PLACES[repository]
+    return type(
+        place.name,
+        (Deformable,),
+        dict(
+            __module__=place.module,
+            __qualname__=place.name,
+            __init__=with_signature(Deformable.__init__, place.options),
+            forward=with_signature(Deformable.forward, place.names),
+            repository=repository,
+        ),
+    )
 
 
 class Layer(nn.Module):
@@ -324,18 +221,18 @@ class Layer(nn.Module):
 
     def forward(self, query: Tensor, points: Tensor, memory: Tensor, shapes: Tensor, padding: Tensor) -> Tensor:
         """Attend from ``(B, Q, C)`` to ``(B, S, C)``; ``padding (B, S)`` is True where it is."""
-        starts = shapes.prod(-1).cumsum(0) - shapes.prod(-1)
-        sizes = shapes.tolist()
-        if self.name == 'dino':
-            return self.attn(query, points, memory, shapes, starts, padding)
-        if self.name in ('grounding_dino', 'detrex'):
-            levels = dict(reference_points=points, spatial_shapes=shapes, level_start_index=starts)
-            query, memory = query.transpose(0, 1), memory.transpose(0, 1)
-            given = dict(value=memory, query_pos=query / 2, key_padding_mask=padding, key=None)
-            return self.attn(query=query, **given, **levels, further=None).transpose(0, 1)
+        names, starts = PLACES[self.name].names, shapes.prod(-1).cumsum(0) - shapes.prod(-1)
+        given: dict[str, Any] = dict(query=query, points=points, value=memory, shapes=shapes.tolist(), padding=padding)
+        given.update(starts=starts, key=None, query_pos=query.transpose(0, 1) / 2)
+        if self.name in ('dino', 'grounding_dino', 'detrex'):
+            given['shapes'] = shapes
+        if 'query_pos' in names:
+            given.update(query=query.transpose(0, 1), value=memory.transpose(0, 1))
+            given = {name: given[what] for name, what in names.items() if what in given}
+            return self.attn(**given, further=None).transpose(0, 1)
         if self.name == 'd_fine':
             memory = memory.masked_fill(padding[..., None], 0.0).unflatten(-1, (4, -1)).permute(0, 2, 3, 1)
-            return self.attn(query, points, memory.split(shapes.prod(-1).tolist(), -1), sizes)
-        if self.name == 'ultralytics':
-            return self.attn(query, points, memory, sizes, padding)
-        return self.attn(query, points, memory, sizes, ~padding)
+            given['value'] = memory.split(shapes.prod(-1).tolist(), -1)
+        elif self.name.startswith('rt_detr'):
+            given['padding'] = ~padding
+        return self.attn(*(given[what] for what in names.values()))

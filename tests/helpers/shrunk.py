@@ -16,6 +16,7 @@ from conftest import ROOT
 from mmengine.config import Config
 from mmengine.registry import MODELS
 
+import helpers.zoo  # noqa: F401  (it registers a language model)
 from mmgate.mm.config_file import innermost
 
 SIZES = ('scale', 'scales', 'crop_size', 'size', 'img_scale', 'stride')  # in pixels
@@ -24,7 +25,7 @@ RATIO, MULTIPLE, SMALLEST = 8, 32, 64
 # Two stages take as many queries from the tokens of an image, and no more boxes than queries x classes are kept.
 AT_MOST = dict(nms_pre=100, max_per_img=50, num_queries=50)
 NEVER = 10**9
-DEMO_CLASSIFIER = 'configs/saga/classification/saga-pvt-demo_1xb32-12e_shapes.py'  # of tools/dev/demo_pretrain.py
+DEMO_CLASSIFIER = 'configs/saga/classification/saga-pvt-demo_1xb32-12e_shapes.py'  # of make demo-pretrain
 # Parts of the names of weights that a user fetches.
 FETCHED = ('://', 'tf_efficientnet_lite0.pth')
 FILES = ('checkpoint', 'load_from', 'work_dir', 'ann_file', 'data_root', 'img_path', 'seg_map_path', 'img', 'seg')
@@ -77,7 +78,8 @@ def shrunk(cfg: Config, data: Path, images: int = 2) -> Config:
 
     What chooses what runs stays, but for what is not at hand: CompileHook takes Dynamo without inductor's compiler,
     float16 becomes the bfloat16 of CPUs, Grounding DINO has a stand-in for BERT and keeps its activations, for which it
-    would need fairscale. Weights that a user fetches are not loaded.
+    would need fairscale, and panoptic quality, which panopticapi computes, is left out. Weights that a user
+    fetches are not loaded.
     """
     cfg = Config(_at(cfg.to_dict(), f'{data}/data'), filename=cfg.filename)
     for split in ('train', 'val', 'test'):
@@ -87,6 +89,8 @@ def shrunk(cfg: Config, data: Path, images: int = 2) -> Config:
         loader.persistent_workers = False
         loader.pop('prefetch_factor', None)
         innermost(loader.dataset).indices = images
+        if isinstance(cfg.get(f'{split}_evaluator'), list):
+            cfg[f'{split}_evaluator'] = [one for one in cfg[f'{split}_evaluator'] if one.type != 'CocoPanopticMetric']
     pixels(cfg, classifies=cfg.get('default_scope') == 'mmpretrain')
     for node in dicts(cfg.model):
         if 'score_thr' in node:  # a model without training is sure of nothing
@@ -107,8 +111,6 @@ def shrunk(cfg: Config, data: Path, images: int = 2) -> Config:
     if cfg.optim_wrapper.get('type') == 'AmpOptimWrapper':
         cfg.optim_wrapper.dtype = 'bfloat16'
     if 'language_model' in cfg.model:
-        import helpers.zoo_language  # noqa: F401
-
         cfg.model.language_model = dict(type='mmgate.TinyLanguageModel')
         cfg.model.encoder.num_cp = 0
     return cfg
@@ -193,7 +195,9 @@ def make_weights(cfg: Config, data: Path) -> None:
                     model = MODELS.build(maker.model)
                 model.init_weights()
                 (data / weights).parent.mkdir(parents=True)
-                torch.save(dict(state_dict=model.state_dict(), meta={}), data / weights)
+                # Half the size: a gigabyte for all of them, which a machine may not have.
+                state = {key: one.half() if one.is_floating_point() else one for key, one in model.state_dict().items()}
+                torch.save(dict(state_dict=state, meta={}), data / weights)
 
 
 def with_options(config: str, study: str = '') -> Config:
@@ -203,48 +207,10 @@ def with_options(config: str, study: str = '') -> Config:
     return cfg
 
 
-class PQStat(dict):
-    """Counts of panoptic quality by category, as mmdet asks for them of panopticapi, which no package index has."""
-
-    class _Counts:
-        def __init__(self) -> None:
-            self.iou, self.tp, self.fp, self.fn = 0.0, 0, 0, 0
-
-    def __missing__(self, category: int) -> Any:
-        self[category] = self._Counts()
-        return self[category]
-
-    def __iadd__(self, other: PQStat) -> PQStat:
-        for category, theirs in other.items():
-            for name, value in vars(theirs).items():
-                setattr(self[category], name, getattr(self[category], name) + value)
-        return self
-
-    def pq_average(self, categories: Mapping[int, Any], isthing: bool | None) -> tuple[dict[str, float], dict]:
-        """Return the means over the categories that occur, and the figures of each."""
-        by_class = {}
-        for category, about in categories.items():
-            counts = self[category]
-            found = counts.tp + counts.fp / 2 + counts.fn / 2
-            if isthing in (None, about['isthing'] == 1) and found:
-                rq, sq = counts.tp / found, counts.iou / max(counts.tp, 1)
-                by_class[category] = dict(pq=rq * sq, sq=sq, rq=rq)
-        means = {key: float(np.mean([one[key] for one in by_class.values()])) for key in ('pq', 'sq', 'rq')}
-        return {**means, 'n': len(by_class)}, by_class
-
-
 def add_panopticapi(patch: pytest.MonkeyPatch) -> None:
-    """Let mmdet find a stand-in for panopticapi."""
+    """Let mmdet load panoptic segments, for which it asks panopticapi, which no package index has."""
     package, utils = ModuleType('panopticapi'), ModuleType('panopticapi.utils')
     utils.rgb2id = lambda colours: colours.astype(np.int64) @ (1, 256, 65536)
-    utils.id2rgb = lambda ids: np.stack([ids >> shift & 255 for shift in (0, 8, 16)], -1).astype(np.uint8)
     package.utils = utils
     patch.setitem(sys.modules, 'panopticapi', package)
     patch.setitem(sys.modules, 'panopticapi.utils', utils)
-    from mmdet.evaluation.functional import panoptic_utils
-    from mmdet.evaluation.metrics import coco_panoptic_metric
-
-    facts = dict(PQStat=PQStat, OFFSET=256**3, VOID=0, rgb2id=utils.rgb2id, id2rgb=utils.id2rgb, panopticapi=package)
-    for module in (panoptic_utils, coco_panoptic_metric):
-        for name, value in facts.items():
-            patch.setattr(module, name, value, raising=False)

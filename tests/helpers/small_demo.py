@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from conftest import ROOT
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
 
+from conftest import ROOT
+from shapes import write_shapes
+
+RUNS = count()
+VANILLA = ROOT / 'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py'
 DEMO = ROOT / 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
 CONFIG = f"""
 _base_ = {str(DEMO)!r}
@@ -46,3 +53,31 @@ val_cfg = dict(type='ValLoop')
 test_cfg = dict(type='TestLoop')
 default_hooks = dict(checkpoint=dict(type='CheckpointHook', by_epoch=False, interval=2))
 """
+
+
+def write_demo(folder: Path, *, images: int = 4, epochs: int = 1) -> Path:
+    """Write data and configs of the detector, ``gated.py`` and ``vanilla.py``, into a folder, and return it."""
+    write_shapes(folder / 'data/shapes', num_train=images, num_val=2, size=64)
+    for name, base in (('gated', DEMO), ('vanilla', VANILLA)):
+        (folder / f'{name}.py').write_text(CONFIG.replace(str(DEMO), str(base)).replace('EPOCHS', str(epochs)))
+    return folder
+
+
+def run(command: Callable[[list[str]], None], *arguments: str, status: int = 0) -> None:
+    """Train or test in this process, in which mmengine keeps loggers and visualizers by their names.
+
+    Args:
+        command: ``cli.train`` or ``cli.test``.
+        *arguments: Its arguments, ``--cfg-options`` last.
+        status: The exit status that it has to have.
+    """
+    from mmgate.mm import cli
+
+    options = () if '--cfg-options' in arguments else ('--cfg-options',)
+    name = f'run{next(RUNS)}'
+    assert cli.main(command, [*arguments, *options, f'experiment_name={name}', f'visualizer.name={name}']) == status
+
+
+def logged(work_dir: str | Path) -> str:
+    """Return the logs of all runs in a work dir."""
+    return ''.join(log.read_text() for log in Path(work_dir).glob('*/*.log'))

@@ -39,7 +39,6 @@ def and_deformable(model: nn.Module) -> None:
 
 
 HOSTS = {
-    'detr': of_two_dimensions(nn.init.xavier_uniform_),
     'deformable_detr': and_deformable,
     'mask2former': of_two_dimensions(nn.init.xavier_normal_),
     'pvt': by_module,

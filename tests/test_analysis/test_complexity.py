@@ -16,7 +16,6 @@ from mmengine.hub import get_config
 from torch import nn
 
 from mmgate.analysis.complexity import count_config, count_model
-from mmgate.gates import AgentAttention, SAGAAttention
 from mmgate.ops import gated_linear_attention, ms_deform_attn
 from mmgate.ops.backend import CAN_REGISTER
 
@@ -24,11 +23,9 @@ Q, K = torch.zeros(2, 4, 10, 8), torch.zeros(2, 4, 6, 8)  # (B, H, N, d)
 SHAPES, START = torch.tensor([[4, 5], [2, 3]]), torch.tensor([0, 20])
 DEFORMABLE = (torch.zeros(2, 26, 4, 8), SHAPES, START, torch.rand(2, 7, 4, 2, 3, 2), torch.zeros(2, 7, 4, 2, 3))
 RULES = {  # function, inputs, multiply-accumulates
-    'linear': (lambda x: F.linear(x, torch.zeros(5, 8)), [Q], 80 * 5 * 8),
     'einsum': (lambda q, k: torch.einsum('bhnd,bhmd->bhnm', q, k), [Q, K], 8 * 10 * 6 * 8),
-    'attention': (F.scaled_dot_product_attention, [Q, K, K], 8 * 10 * 6 * (8 + 8)),
+    'attention': (F.scaled_dot_product_attention, [Q, K, K, torch.zeros(2, 4, 10, 6)], 8 * 10 * 6 * (8 + 8)),
     'torch_attention': (nn.MultiheadAttention(8, 2, batch_first=True), [K[0]] * 3, 4 * 6 * 8 * (4 * 8 + 2 * 6)),
-    'attention_masked': (F.scaled_dot_product_attention, [Q, K, K, torch.zeros(2, 4, 10, 6)], 8 * 10 * 6 * (8 + 8)),
     'linear_attention': (gated_linear_attention, [Q, Q, Q], 8 * 2 * 10 * 8 * 8),
     'convolution': (nn.Conv2d(4, 6, 3, groups=2), [torch.zeros(1, 4, 9, 9)], 49 * 6 * 2 * 9),
     'grid_sample': (F.grid_sample, [torch.zeros(2, 3, 5, 5), torch.zeros(2, 4, 6, 2)], 2 * 3 * 24 * 4),
@@ -58,55 +55,21 @@ def test_an_operation_is_counted_by_its_rule(name: str) -> None:
     assert count_model(model, *inputs).macs == expected
 
 
-def test_layers_are_counted_as_by_hand() -> None:
-    n, c, d, heads, agents = 48, 12, 4, 3, 9
-    x = torch.zeros(1, n, c)
-    agent = AgentAttention(c, heads, map_size=(6, 8), agent_num=agents)
-    projections = n * c * 4 * c
-    assert count_model(agent, x, (6, 8)).macs == projections + 2 * (2 * n * agents * c) + 9 * n * c
-    saga = SAGAAttention(c, heads, map_size=(6, 8))
-    counted = count_model(saga, x, (6, 8))
-    assert counted.macs == n * c * 7 * c + 2 * n * d * c + 25 * n * c
-    assert counted.parameters == sum(p.numel() for p in saga.parameters())
-
-
 def test_what_is_frozen_computes_and_is_no_parameter() -> None:
     model = nn.Sequential(nn.Linear(8, 6).requires_grad_(False), nn.Linear(6, 4))
     counted = count_model(model, torch.zeros(2, 8))
     assert counted.macs == 2 * 6 * (8 + 4) and counted.parameters == 6 * 4 + 4
 
 
-@pytest.mark.skipif(TORCH < (2, 4), reason='torch 2.3 counts by module only what is called through it')
-def test_heads_of_two_stage_detectors_see_fixed_proposals() -> None:
-    cfg = get_config('mmgate::agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py')
-    counted = count_config(cfg, 128, 128)
-    box = 1000 * (64 * 49 * 256 + 256 * 256 + 256 * (7 + 24))
-    mask = 100 * (2 * 14 * 14 * 64 * 64 * 9 + 14 * 14 * 64 * 64 * 4 + 28 * 28 * 64 * 6)
-    assert counted.by_module['roi_head'] == box + mask
-    assert sum(counted.by_module.values()) == counted.macs
-
-
-# Agent attention's Tables 4 and 14, SAGA's Table 1, PLuG's Table 1: side of the image, multiply-accumulates in billions
+# Agent attention's Tables 4 and 14 and SAGA's Table 1, beside docs/papers.yml: side, billions of multiply-accumulates
 VANILLA = {
-    'deit-t_8xb128-300e_in1k': (224, 1.3),
-    'deit-b_8xb128-300e_in1k': (224, 17.6),
     'deit-s_8xb64-300e_in1k-416px': (416, 18.8),
     'pvt-l_8xb128-300e_in1k': (224, 9.8),
-    'pvt-m_8xb64-300e_in1k-256px': (256, 8.8),
     'pvtv2-b0_8xb128-300e_in1k': (224, 0.6),
-    'pvtv2-b1_8xb128-300e_in1k': (224, 2.1),
     'swin-t_8xb128-300e_in1k': (224, 4.5),
-    'swin-b_8xb128-300e_in1k': (224, 15.4),
-    'swin-s_8xb64-300e_in1k-288px': (288, 14.7),
     'swin-b_8xb32-30e_in1k-384px': (384, 47.0),
     'cswin-t_8xb128-300e_in1k': (224, 4.3),
-    'cswin-s_8xb128-300e_in1k': (224, 6.9),
-    'cswin-b_8xb128-300e_in1k': (224, 15.0),
     'cswin-b_8xb32-30e_in1k-384px': (384, 47.0),
-    'tinyvit-5m_8xb128-300e_in1k': (224, 1.3),
-    'visformer-t_8xb128-300e_in1k': (224, 1.3),
-    'xcit-t12_8xb128-300e_in1k': (224, 1.2),
-    'gcvit-xxt_8xb128-300e_in1k': (224, 2.1),
 }
 
 
@@ -133,6 +96,8 @@ def test_figures_of_a_table_are_counted_and_are_the_papers_or_say_why_not(row: t
         skip_unless_readable((page.parent / config).resolve())
         cfg = Config.fromfile(page.parent / config)
     counted = count_config(cfg, int(height), int(width))
+    # torch below 2.4 counts calls of modules alone; layers of the head that a deformable decoder calls count twice
+    assert TORCH < (2, 4) or 'deformable' in config or sum(counted.by_module.values()) == counted.macs
     cells = [cell.strip() for cell in cells]
     figures = [(counted.parameters / 1e6, *cells[:2]), (counted.macs / 1e9, *cells[2:])]
     if not CAN_REGISTER and 'deformable' in config:  # whose sampling is not counted, as a warning says

@@ -1,4 +1,4 @@
-"""PVT and Swin with agent and SAGA attention beside their vanilla partners and their hosts."""
+"""PVT, Swin and CSwin with agent and SAGA attention beside their vanilla partners."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import pytest
 import torch
 from helpers.published_cswin import SMALL
 from helpers.starts import assert_uniform
-from mmengine.registry import init_default_scope
-from torch import nn
 
 import mmgate
+from mmgate.adapter import unused_names
 from mmgate.registry import MODELS
 
 TINY = dict(num_layers=(1, 1, 1, 1), drop_path_rate=0.0)
@@ -49,40 +48,6 @@ def test_a_backbone_without_its_gates_is_its_vanilla_partner(
     assert all(torch.equal(actual, expected) for actual, expected in zip(gated(x), vanilla(x), strict=True))
 
 
-SMALL_PVT = dict(
-    embed_dims=32, num_layers=[1, 1, 2, 1], num_heads=[1, 2, 4, 8], mlp_ratios=[4, 4, 4, 4], pretrain_img_size=128
-)
-SMALL_SWIN = dict(embed_dims=32, depths=(2, 2, 2, 1), num_heads=(1, 2, 4, 8), pretrain_img_size=128)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize('kind', ['AgentPVT', 'SAGAPVT', 'AgentSwin', 'SAGASwin'])
-def test_backbones_see_padding_about_as_the_hosts_do(kind: str) -> None:
-    """No backbone is told where the padding is; its features change at most twice as the host's do."""
-    if 'PVT' in kind:
-        vanilla, ours = dict(type='PyramidVisionTransformer', **SMALL_PVT), dict(type=f'mmgate.{kind}', **SMALL_PVT)
-    else:
-        vanilla = dict(type='SwinTransformer', **SMALL_SWIN)
-        ours = dict(SMALL_SWIN, type=f'mmgate.{kind}', blocks=(2, 2, 2, 0))
-    init_default_scope('mmdet')
-    image = torch.randn(1, 3, 96, 96)
-    padded = nn.functional.pad(image, (0, 32, 0, 32))
-    changes = []
-    for cfg in (vanilla, ours):
-        torch.manual_seed(0)
-        model: Any = MODELS.build(dict(cfg))
-        model.init_weights()
-        model.eval()
-        alone, together = model(image), model(padded)
-        changes.append(
-            max(
-                float((y[..., : x.shape[2], : x.shape[3]] - x).norm() / (x - x.mean((2, 3), keepdim=True)).norm())
-                for x, y in zip(alone, together, strict=True)
-            )
-        )
-    assert changes[1] <= 2 * changes[0], f'{changes[1]:.3f}, the host {changes[0]:.3f}'
-
-
 @pytest.mark.parametrize('kind', ['AgentPVT', 'SAGAPVT', 'SAGAPVTv2', 'AgentSwin', 'SAGASwin'])
 def test_backbones_keep_their_starts(kind: str) -> None:
     """mmdet's PVT would make 0.279 of the 5 x 5 convolution's deviation of 0.116."""
@@ -97,3 +62,39 @@ def test_backbones_keep_their_starts(kind: str) -> None:
         for gate in (module.gate_k, module.gate_v, module.gate_out) if hasattr(module, 'gate_k') else ():
             assert 0.015 < gate.weight.std() < 0.025 and torch.count_nonzero(gate.bias) == 0
         assert not torch.count_nonzero(getattr(module, 'position_encoding', torch.zeros(1)))
+
+
+@pytest.mark.parametrize('kind', ['mmgate.PVT', 'mmgate.AgentPVT', 'mmgate.SAGAPVT'])
+def test_the_paper_start_of_pvt_is_one_of_narrow_linear_layers(kind: str) -> None:
+    """The vanilla partner's as well: under one seed what they share is equal in both starts."""
+    starts = []
+    for name in (kind, 'mmgate.PVT'):
+        torch.manual_seed(0)
+        model = MODELS.build(dict(type=name, init='paper', **TINY))
+        model.init_weights()
+        starts.append([parameter for key, parameter in model.named_parameters() if '.ffn.layers.0.weight' in key])
+        joint = [p for n, p in model.named_parameters() if n.endswith(('in_proj_weight', '.qkv.weight'))]
+        for weight in (*starts[-1], *joint):
+            torch.testing.assert_close(weight.std().item(), 0.02, rtol=0.05, atol=0)
+    assert all(torch.equal(one, other) for one, other in zip(*starts, strict=True))
+
+
+@pytest.mark.parametrize('size', [(64, 64), (33, 90)], ids=str)
+def test_cswin_takes_any_size_and_more_agents(size: tuple[int, int]) -> None:
+    model = MODELS.build(dict(type='mmgate.AgentCSwin', agent_nums=(25, 36, 16, None), drop_path_rate=0.2, **SMALL))
+    assert [stage[0].attn.gate.pretrain_grid ** 2 for stage in model.stages[:3]] == [9, 16, 16]  # of the third in use
+    model.init_weights()
+    maps = model(torch.randn(2, 3, *size))
+    assert [m.shape[1] for m in maps] == [16, 32, 64, 128]
+    sum(m.sum() for m in maps).backward()
+    assert {n for n, p in model.named_parameters() if p.grad is None} == {*unused_names(model)}
+
+
+def test_drop_path_of_cswin_rises_over_the_blocks_and_is_off_by_default() -> None:
+    def rates(**options: float) -> list[float]:
+        model = MODELS.build(dict(type='mmgate.AgentCSwin', **SMALL, **options))
+        return [getattr(block.drop_path, 'drop_prob', 0.0) for stage in model.stages for block in stage]
+
+    found = rates(drop_path_rate=0.3)
+    assert found == [pytest.approx(0.3 * number / (len(found) - 1)) for number in range(len(found))]
+    assert not any(rates())

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import needs_mmpretrain
 
+from mmgate.analysis.probes.recording import record
 from mmgate.backbones.swin import UnshiftedWhole
 from mmgate.registry import MODELS
 
@@ -23,6 +24,10 @@ def test_windows_of_small_maps_shift_as_mmpretrains(size: tuple[int, int]) -> No
     host.load_state_dict(ours.state_dict())
     x = torch.randn(2, size[0] * size[1], 8)
     torch.testing.assert_close(ours(x, size), host(x, size))
+    for one in (ours, host):  # as figures are told
+        with record(one, ['geometry']) as recording:
+            one(x, size)
+        assert recording['']['geometry'].last.tolist() == [*size, 7, 0 if min(size) == 7 else 3]
 
 
 def test_calls_for_maps_of_other_sizes_do_not_meet() -> None:
@@ -31,16 +36,16 @@ def test_calls_for_maps_of_other_sizes_do_not_meet() -> None:
     maps = {size: torch.randn(1, size * size, 8) for size in (7, 14)}
     expected = {size: attention(x, (size, size)) for size, x in maps.items()}
     for outer, inner in ((7, 14), (14, 7)):
-        between: list[torch.Tensor] = []
+        between: list[torch.Tensor | None] = []
 
-        def call(module: Any, args: Any, inner: int = inner, between: list[torch.Tensor] = between) -> None:
+        def call(module: Any, args: Any, inner: int = inner, between: list[Any] = between) -> None:
             if not between:
-                between.append(torch.empty(0))
-                between.append(attention(maps[inner], (inner, inner)))
+                between.append(None)
+                between[0] = attention(maps[inner], (inner, inner))
 
         handle = attention.w_msa.register_forward_pre_hook(call)
         torch.testing.assert_close(attention(maps[outer], (outer, outer)), expected[outer])
-        torch.testing.assert_close(between[1], expected[inner])
+        torch.testing.assert_close(between[0], expected[inner])
         handle.remove()
     with pytest.raises(RuntimeError):
         attention(maps[7][..., :4], (7, 7))

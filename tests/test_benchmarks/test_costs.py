@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, over_shapes
-from helpers.small_demo import CONFIG, DEMO
+from conftest import over_shapes
+from helpers.small_demo import write_demo
 from mmengine.config import Config
-from shapes import write_shapes
 
 from mmgate.benchmarks.costs import costs_table, first_batch, measure_costs, run_seconds
 from mmgate.errors import ConfigError
-from mmgate.mm.gate_options import put_gates
+from mmgate.mm.gate_options import put_rules
 
-VANILLA = ROOT / 'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py'
 GATES = {
     'plug': 'encoder.layers.*.self_attn=PLuGMultiScaleDeformableAttention',
     'sdpa': 'decoder.layers.*.self_attn=SDPAGatedMultiheadAttention',
@@ -27,12 +24,8 @@ GATES = {
 @pytest.fixture(scope='module')
 def vanilla(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """A vanilla config with five images to train on and two to test on, in batches of two."""
-    folder = tmp_path_factory.mktemp('costs')
-    write_shapes(folder / 'shapes', num_train=5, num_val=2, size=64)
-    (folder / 'base.py').write_text(over_shapes(VANILLA, folder / 'shapes'))
-    text = CONFIG.replace(str(DEMO), str(folder / 'base.py')).replace('EPOCHS', '1')
-    (folder / 'small.py').write_text(text)
-    return Config.fromfile(str(folder / 'small.py'))
+    folder = write_demo(tmp_path_factory.mktemp('costs'), images=5)
+    return Config.fromstring(over_shapes(folder / 'vanilla.py', folder / 'data/shapes'), '.py')
 
 
 def test_gates_beside_the_vanilla_model(vanilla: Config) -> None:
@@ -43,7 +36,7 @@ def test_gates_beside_the_vanilla_model(vanilla: Config) -> None:
     configs = {'vanilla': vanilla}
     for name, gate in GATES.items():
         configs[name] = deepcopy(vanilla)
-        put_gates(configs[name], [gate], train='gates' if name == 'plug' else None)
+        put_rules(configs[name], [gate], train='gates' if name == 'plug' else None)
     before = vanilla.pretty_text
     first, plug, sdpa = measure_costs(configs, batch, tested, repetitions=1)
     assert vanilla.pretty_text == before
@@ -66,26 +59,21 @@ def test_data_that_is_not_there_is_said(vanilla: Config) -> None:
         first_batch(Config(dict(default_scope='mmdet')), 'val')
 
 
-def row(**changed: Any) -> dict[str, Any]:
-    known = dict(name='x', parameters=10, trained=10, macs=1e9, step_ms=100, memory_mib=5, image_ms=10, output=0.0)
-    return {**known, 'time': 1.0, 'memory': 1.0, **changed}
-
-
-def test_a_run_takes_its_steps_its_validations_and_a_start() -> None:
-    fast, slow = (run_seconds([row(step_ms=ms)], iters=1000, images=50, validations=2) for ms in (100, 200))
+def test_a_run_takes_its_steps_its_validations_and_a_start_and_what_is_unknown_is_a_dash() -> None:
+    known: dict[str, Any] = dict(name='x', parameters=10, trained=10, macs=1e9, memory_mib=5, image_ms=10, output=0.0)
+    known.update(time=1.0, memory=1.0)
+    fast, slow = (run_seconds([dict(known, step_ms=ms)], iters=1000, images=50, validations=2) for ms in (100, 200))
     assert 100 + 1.5 < fast < slow and slow - fast == pytest.approx(110)
-
-
-def test_what_is_not_known_is_a_dash() -> None:
-    table = costs_table([row(macs=math.nan), row(macs=math.nan, output=math.nan)])
+    unknown = dict(known, step_ms=100, macs=math.nan)
+    table = costs_table([unknown, dict(unknown, output=math.nan)])
     assert '| - |' in table and table.endswith('| unknown |') and 'nan' not in table
 
 
-def test_a_model_that_makes_no_step_is_said(vanilla: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_makes_no_step_is_said(vanilla: Config) -> None:
     batch, *_ = first_batch(vanilla, 'train')
     tested, *_ = first_batch(vanilla, 'test')
     gated = deepcopy(vanilla)
-    put_gates(gated, [GATES['plug']])
+    put_rules(gated, [GATES['plug']])
     gated.model.bbox_head.loss_cls.loss_weight = 'much'
     with (
         pytest.warns(UserWarning, match='plug is left out'),

@@ -43,7 +43,7 @@ def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv('no_proxy', '*')
     monkeypatch.setattr(torch.hub, 'get_dir', lambda: str(tmp_path / 'hub'))
     server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), _Drive)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f'http://127.0.0.1:{server.server_port}'
     server.shutdown()
     server.server_close()

@@ -27,15 +27,6 @@ def test_the_tensors_of_the_model_that_is_meant_are_read(checkpoint: dict[str, A
     assert list(found) == ['w'] and found['w'] is ONE
 
 
-def test_of_several_places_the_one_that_is_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr('mmgate.checkpoints.tensors.print_log', lambda text, logger: said.append(text))
-    tensors(PLACES['top'])
-    assert not said
-    tensors(PLACES['mmengine_before_model'])
-    assert said == ['The checkpoint holds state_dict, model: reading state_dict']
-
-
 @pytest.mark.parametrize('prefix', ['ema.backbone.', 'ema.backbone', 'module.ema.backbone.'])
 def test_a_prefix_names_what_is_read(prefix: str) -> None:
     checkpoint = dict(state_dict={'module.backbone.w': OTHER, 'module.ema.backbone.w': ONE})

@@ -1,18 +1,18 @@
-"""Exports: attempts, and files that find what PyTorch finds, on a data set, too."""
+"""Exports: files that find what PyTorch finds, on a data set, too, in either runtime; attempts, and refusals."""
 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
+from conftest import ROOT, TORCH, tool
 from helpers.exported import FAMILIES, batches, build, exports
 from shapes import write_shapes
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ from mmgate.deploy.build import build_network
 from mmgate.deploy.compare import compare
 from mmgate.deploy.export import check_environment, export, write
 from mmgate.deploy.network import Network
-from mmgate.deploy.runtime import Exported
+from mmgate.deploy.operators import nms_keep, roi_align
+from mmgate.deploy.runtime import RUNTIMES, Exported
 from mmgate.errors import ConfigError
 from mmgate.gates import PLuGMultiScaleDeformableAttention
 
@@ -108,80 +109,144 @@ class Levels(Network):
         return (self.attention(tokens, value=tokens, **options),)
 
 
+class Operators(Network):
+    """Suppression and RoIAlign, of images whose number and size are open."""
+
+    inputs = ('images', 'boxes', 'scores', 'rois')
+    outputs = ('kept', 'old', 'aligned')
+
+    def forward(self, images: Tensor, boxes: Tensor, scores: Tensor, rois: Tensor) -> tuple[Tensor, ...]:
+        rois = rois.flatten(0, 1)
+        aligned = roi_align(images, rois, 7, 5, 0.25, 0, True)
+        return nms_keep(boxes, scores, 0.5).long(), roi_align(images, rois, 7, 5, 0.5, 2, False), aligned
+
+
+def images_of(*shape: int) -> tuple[Tensor, ...]:
+    return (torch.randn(shape),)
+
+
+def boxes_of(images: int, height: int, width: int) -> tuple[Tensor, ...]:
+    corner = torch.rand(images, 20, 2) * 110 - 10  # some reach beyond the map
+    boxes = torch.cat([corner, corner + torch.rand(images, 20, 2) * 70], -1)
+    scores = torch.rand(images, 20)
+    regions = torch.cat([torch.randint(0, images, (images, 20, 1)), boxes], -1)
+    regions[0, 0, 1:] = 0  # an empty place
+    return torch.randn(images, 3, height, width), boxes, torch.where(scores > 0.2, scores, -1.0), regions
+
+
 @exports
-def test_deformable_attention_of_any_size(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ('kind', 'first', 'others'),
+    [
+        pytest.param(
+            *(Levels, images_of(2, 16, 16, 24), [images_of(1, 16, 36, 16), images_of(3, 16, 17, 21)]),
+            marks=pytest.mark.skipif(TORCH < (2, 13), reason='older torch.export allows multiples of 4 alone'),
+        ),
+        (lambda: Operators(nn.Identity()), boxes_of(2, 24, 32), [boxes_of(1, 30, 25)]),
+    ],
+    ids=['deformable attention', 'suppression and alignment'],
+)
+def test_a_file_takes_images_of_any_size(kind: Any, first: Any, others: list, tmp_path: Path) -> None:
     onnx = pytest.importorskip('onnx', reason='needs the extra "deploy"')
     pytest.importorskip('onnxruntime', reason='needs the extra "deploy"')
-    net, path = Levels().eval(), tmp_path / 'sampled.onnx'
-    assert write(net, (torch.randn(2, 16, 16, 24),), path, 1) == 'images of any sides from 16 pixels on'
-    for shape in ((2, 16, 16, 24), (1, 16, 36, 16), (3, 16, 17, 21)):
-        images = torch.randn(shape)
+    net, path = kind().eval(), tmp_path / 'small.onnx'
+    least = min(first[0].shape[2:])
+    assert write(net, first, path, 1) == f'images of any sides from {least} pixels on'
+    run = Exported(path)
+    for inputs in (first, *others):
         with torch.no_grad():
-            torch.testing.assert_close(Exported(path)(images)[0], net(images)[0], rtol=1e-4, atol=1e-5)
+            for found, expected in zip(run(*inputs), net(*inputs), strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert 'GridSample' not in {node.op_type for node in onnx.load(path).graph.node}
+    with pytest.raises(ConfigError, match=f'takes images of any sides from {least} .* this batch has 8 x 40'):
+        run(first[0].new_zeros(1, 3, 8, 40), *first[1:])
 
 
-class Fake(nn.Module):
-    def preprocess(self, batch: dict[str, list[Tensor]]) -> tuple[Tensor, ...]:
-        return (batch['inputs'][0][None],)
+@pytest.mark.parametrize(
+    ('notes', 'taken', 'refused'),
+    [
+        (dict(divisor=2, least=8), [(8, 10)], [(6, 10), (10, 6), (9, 10), (10, 9)]),
+        (dict(divisor=0, size=[8, 10]), [(8, 10)], [(8, 12), (10, 8)]),
+    ],
+)
+def test_sizes_that_a_file_takes(notes: dict[str, Any], taken: list, refused: list) -> None:
+    run = object.__new__(Exported)
+    run.notes = notes
+    assert all(run.takes(*size) for size in taken) and not any(run.takes(*size) for size in refused)
+
+
+@pytest.mark.parametrize(
+    ('name', 'runtime', 'message'),
+    [
+        *(('model.pth', runtime, f'{runtime} cannot open .*model.pth: .') for runtime in RUNTIMES),
+        ('model.pth', 'tensorrt', "runtime='tensorrt' is unknown; choose one of onnxruntime, openvino"),
+    ],
+)
+def test_what_is_no_exported_file(name: str, runtime: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / 'model.pth').write_bytes(b'')
+    with pytest.raises(ConfigError, match=message):
+        Exported(tmp_path / name, runtime)
+
+
+@exports
+@pytest.mark.parametrize(
+    ('name', 'arguments', 'reason'),
+    [
+        ('export', ['no.pth', '--out', 'file/a.onnx'], 'nothing can be written to .*file'),
+        ('export', ['no.pth', '--out', 'a.pt2'], r'a\.pt2: an ONNX file ends with \.onnx'),
+        ('test', ['missing.onnx', '--runtime', 'openvino'], r'exported file missing\.onnx does not exist'),
+    ],
+)
+def test_tools_refuse_before_they_read_a_config(
+    name: str, arguments: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip('onnxruntime', reason='needs the extra "deploy"')
+    monkeypatch.chdir(tmp_path)
+    Path('file').write_text('')
+    with pytest.raises(ConfigError, match=reason):
+        tool(name, 'deploy').main(['no-config.py', *arguments])
 
 
 @exports
 def test_attempts_leave_the_file_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has a line; the last file that agrees is kept, and nothing of one that is refused or ended by hand."""
-    good: list[str] = []
+    """Any size is tried, then multiples of 32, then one size; nothing is left of one that is refused or interrupted."""
+    pytest.importorskip('onnxruntime', reason='needs the extra "deploy"')
+    errors: list[BaseException] = [*(ConfigError('it differs') for _ in range(3)), KeyboardInterrupt('stop')]
+    tried: list[int] = []
 
     def write_file(net: object, inputs: object, path: Path, divisor: int) -> str:
+        tried.append(divisor)
         path.write_bytes(b'new')
-        if divisor == 32:
-            raise RuntimeError('its sizes are fixed')
-        return str(divisor)
+        return 'some images'
 
-    def compared(model: object, images: object, path: Path, threshold: float) -> str:
-        if good == ['stop']:
-            raise KeyboardInterrupt
-        if not good:
-            raise ConfigError('it differs')
+    def compared(*_: object) -> str:
+        if errors:
+            raise errors.pop(0)
         return 'compared'
 
-    lines: list[str] = []
-    fakes = dict(check_environment=print, check_finds_something=lambda *_: None, build_network=lambda model: Fake())
-    fakes |= dict(write=write_file, _compared=compared, print_log=lambda line, logger: lines.append(line))
-    for name, function in fakes.items():
-        monkeypatch.setattr(exporting, name, function)
-    path = tmp_path / 'm.onnx'
+    net: Any = SimpleNamespace(preprocess=lambda batch: (batch['inputs'][0][None],))
+    fakes = dict(build_network=lambda model: net, write=write_file, _compared=compared)
+    for name, fake in dict(fakes, check_finds_something=lambda *_: None).items():
+        monkeypatch.setattr(exporting, name, fake)
+    call, path = (nn.Identity(), [dict(inputs=[torch.zeros(3, 64, 96)])]), tmp_path / 'm.onnx'
     path.write_bytes(b'earlier')
-    images = [dict(inputs=[torch.zeros(3, 64, 96)])]
-    with pytest.raises(ConfigError, match='Identity cannot be exported: ConfigError: it differs'):
-        export(nn.Identity(), images, path)
-    expected = (
-        r'attempt 1 of 3: images of any size$',
-        r'not to be written for images of any size: .*it differs',
-        r'attempt 2 of 3: images of sides that 32 divides',
-        r'not to be written for images of sides that 32 divides: .*its sizes are fixed',
-        r'attempt 3 of 3: images of one size$',
-        r'not to be written for images of one size: .*it differs',
-    )
-    for line, pattern in zip(lines, expected, strict=True):
-        assert re.search(pattern, line), line
-    good[:] = ['stop']
-    with pytest.raises(KeyboardInterrupt):
-        export(nn.Identity(), images, path)
-    assert path.read_bytes() == b'earlier' and list(tmp_path.iterdir()) == [path]
-    good[:] = ['yes']
-    assert export(nn.Identity(), images, path, fixed_size=True) == 'compared' and path.read_bytes() == b'new'
-    assert lines[-1] == 'm.onnx takes 0, up to 64 at a time'
+    for error, said in ((ConfigError, 'Identity cannot be exported: ConfigError: it differs'), (KeyboardInterrupt, '')):
+        with pytest.raises(error, match=said):
+            export(*call, path)
+        assert path.read_bytes() == b'earlier' and list(tmp_path.iterdir()) == [path]
+    assert export(*call, path, fixed_size=True) == 'compared' and path.read_bytes() == b'new'
+    assert tried == [1, 32, 0, 1, 0]
 
 
-@pytest.mark.parametrize('version', ['2.1.2', '2.8.0+cpu'])
-def test_an_older_torch_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ('version', 'message'),
+    [
+        ('2.8.0+cpu', r'needs torch 2\.9 or newer, this is 2.*: .* maintained forks'),
+        ('2.9.0', r'needs onnxscript, onnxruntime: pip install "mmgate\[deploy\]"'),
+    ],
+)
+def test_what_an_export_needs(version: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, '__version__', version)
-    with pytest.raises(ConfigError, match=r'needs torch 2\.9 or newer, this is 2.*: .* maintained forks'):
-        check_environment()
-
-
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, '__version__', '2.9.0')
     monkeypatch.setattr(exporting, 'why_not', lambda package: None if package == 'onnx' else 'missing')
-    with pytest.raises(ConfigError, match=r'needs onnxscript, onnxruntime: pip install "mmgate\[deploy\]"'):
+    with pytest.raises(ConfigError, match=message):
         check_environment()

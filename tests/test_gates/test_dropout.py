@@ -7,61 +7,67 @@ ones shows how often it was dropped.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from conftest import filled
 from torch import Tensor, nn
 
-from mmgate.gates import (
-    AgentAttention,
-    DifferentialGatedMultiheadAttention,
-    DifferentialMultiheadAttention,
-    DifferentialV2MultiheadAttention,
-    MultiScaleDeformableAttention,
-    PLuGMultiheadAttention,
-    PLuGMultiScaleDeformableAttention,
-    SAGAAttention,
-    SDPAGatedMultiheadAttention,
-)
+from mmgate import gates
 from mmgate.ops.agent import agent_attention
 from mmgate.ops.dense import plug_attention
 from mmgate.ops.differential import differential_attention, shared_key_attention
 
-C, H, B, N = 16, 4, 2, 6
-DENSE = {
-    PLuGMultiheadAttention: {},
-    SDPAGatedMultiheadAttention: {},
-    DifferentialGatedMultiheadAttention: dict(residual='none'),
-    DifferentialMultiheadAttention: {},
-    DifferentialV2MultiheadAttention: {},
+C, H, B, N = 16, 4, 64, 6
+IN_MAP = dict(hw_shape=(2, 3))
+LEVEL = dict(
+    spatial_shapes=torch.tensor([[2, 3]]),
+    level_start_index=torch.tensor([0]),
+    reference_points=torch.full((B, N, 1, 2), 0.4),
+)
+OF_LEVEL = dict(num_levels=1, num_points=2, batch_first=True)
+# by attention, its options and the rest of a call
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    'PLuGMultiheadAttention': (dict(batch_first=True), {}),
+    'SDPAGatedMultiheadAttention': (dict(batch_first=True), {}),
+    'DifferentialGatedMultiheadAttention': (dict(batch_first=True, residual='none'), {}),
+    'DifferentialMultiheadAttention': (dict(batch_first=True), {}),
+    'DifferentialV2MultiheadAttention': (dict(batch_first=True), {}),
+    'AgentAttention': (dict(map_size=(2, 3), agent_num=4, dwc=False), IN_MAP),
+    'SoftmaxAttention': ({}, IN_MAP),
+    'SAGAAttention': (dict(map_size=(2, 3)), IN_MAP),
+    'PLuGMultiScaleDeformableAttention': (OF_LEVEL, LEVEL),
+    'MultiScaleDeformableAttention': (OF_LEVEL, LEVEL),
 }
-every_dense = pytest.mark.parametrize('kind', DENSE, ids=lambda kind: kind.__name__)
+WEIGHTS, OUTPUTS = [*KINDS][:7], [*KINDS][:8]
+CASES = [
+    *product(WEIGHTS, ['attn_drop']),
+    *product(OUTPUTS, ['proj_drop', 'path']),
+    *product([*KINDS][8:], ['dropout']),
+]
 
 
-@pytest.mark.parametrize('kind', [PLuGMultiScaleDeformableAttention, MultiScaleDeformableAttention])
-def test_deformable_attention_drops_its_output(kind: type) -> None:
-    """Not the identity, which is added after it."""
-    layer = filled(kind(C, H, 1, 2, dropout=1.0, batch_first=True), 0.5)
-    query = torch.randn(B, N, C)
-    call = dict(reference_points=torch.rand(B, N, 1, 2), level_start_index=torch.tensor([0]))
-    call['spatial_shapes'] = torch.tensor([[2, 3]])
-    assert torch.equal(layer.train()(query, **call), query)
-    assert not torch.allclose(layer.eval()(query, **call), query)
-
-
-@every_dense
-@pytest.mark.parametrize('rate', ['attn_drop', 'proj_drop', 'dropout_layer'])
-def test_the_three_dropouts_of_mmcvs_attention(kind: type, rate: str) -> None:
-    """Of the weights, which leaves the projection's bias; of the output; and of what is added to the identity."""
-    rates = {rate: dict(type='Dropout', drop_prob=1.0) if rate == 'dropout_layer' else 1.0}
-    layer = filled(kind(C, H, batch_first=True, **rates, **DENSE[kind]), 0.5)
-    if rate == 'attn_drop':
-        nn.init.zeros_(getattr(layer.attn.gate, 'gate_bias', torch.zeros(1)))
+@torch.no_grad()
+@pytest.mark.parametrize('kind, rate', CASES)
+def test_what_is_dropped_adds_nothing(kind: str, rate: str) -> None:
+    """To the identity; without weights, the output projection's bias is left, and paths of images go one by one."""
+    options, call = KINDS[kind]
+    rates = {rate: 1.0} if rate != 'path' else dict(dropout_layer=dict(type='DropPath', drop_prob=0.5))
+    layer = filled(getattr(gates, kind)(C, H, **options, **rates), 0.5)
     x = torch.randn(B, N, C)
-    expected = x + (layer.attn.out_proj.bias if rate == 'attn_drop' else 0)
-    torch.testing.assert_close(layer.train()(x), expected.expand_as(x))
-    assert not torch.allclose(layer.eval()(x), expected.expand_as(x), atol=1e-3)
+    call = call | ({} if 'query' in call else dict(identity=x))
+    added, usual = layer.train()(x, **call) - x, layer.eval()(x, **call) - x
+    assert not torch.allclose(added, usual, atol=1e-3)
+    kept: Any = 0
+    if rate == 'path':
+        kept = (added.flatten(1).abs().amax(1) > 1e-5)[:, None, None]
+        assert 0.25 < kept.float().mean() < 0.75
+    left = torch.zeros(C)
+    if rate == 'attn_drop':
+        left = (layer.attn.out_proj if hasattr(layer, 'attn') else layer.proj).bias
+    torch.testing.assert_close(added, left + 2 * usual * kept, rtol=1e-4, atol=1e-4)
 
 
 Q, KEY = torch.ones(1, 64, 500, 2), torch.ones(1, 64, 1, 2)  # many rows of one key, so that all weights are 1
@@ -88,27 +94,3 @@ def test_every_map_of_an_operator_drops_its_weights_once(name: str) -> None:
         out = out[aggregated]
     kept = len({value for value in values if value}) / len(values)
     assert abs((out != 0).float().mean() - kept) < 0.05
-
-
-def test_attention_over_a_map_drops_its_weights() -> None:
-    """In training, which leaves what the convolution adds."""
-    layer = filled(AgentAttention(C, H, attn_drop=1.0, map_size=(2, 3), agent_num=4), 0.5)
-    x = torch.randn(B, N, C)
-    v = layer.qkv(x)[..., 2 * C :].transpose(1, 2).unflatten(-1, (2, 3))
-    local = layer.gate.dwc(v).flatten(2).transpose(1, 2)
-    torch.testing.assert_close(layer.train()(x, (2, 3)), layer.proj(local))
-    assert not torch.allclose(layer.eval()(x, (2, 3)), layer.proj(local))
-
-
-@pytest.mark.parametrize('kind', [AgentAttention, SAGAAttention])
-def test_attention_over_a_map_drops_its_output_and_paths(kind: type) -> None:
-    x, identity = torch.randn(64, N, C), torch.randn(64, N, C)
-    layer = filled(kind(C, H, map_size=(2, 3), proj_drop=1.0), 0.5)
-    assert torch.equal(layer.train()(x, (2, 3), identity=identity), identity)
-    assert not torch.allclose(layer.eval()(x, (2, 3), identity=identity), identity)
-    layer = filled(kind(C, H, map_size=(2, 3), dropout_layer=dict(type='DropPath', drop_prob=0.5)), 0.5)
-    out = layer.eval()(x, (2, 3))
-    added = layer.train()(x, (2, 3), identity=identity) - identity
-    kept = added.flatten(1).abs().amax(1) > 1e-6  # an image's path is dropped as a whole, or doubled
-    assert 0.25 < kept.float().mean() < 0.75
-    torch.testing.assert_close(added, 2 * out * kept[:, None, None], rtol=1e-4, atol=1e-5)

@@ -1,57 +1,33 @@
-"""PLuG in deformable attention, with its gate closed and open, even and uneven; and the starts of all its gates."""
+"""PLuG in deformable attention, closed and open, and the starts of all its gates."""
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
-from conftest import filled, one_graph
-from helpers.deformable import SIZES, make_call, pair
-from helpers.starts import C, H, assert_uniform, deformable, dense, initialised
-from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
+from conftest import assert_same, filled, values_and_gradients
+from helpers.equations import SIZES, make_call
+from helpers.gated import gated_attention
+from helpers.repositories import summed
 from torch import Tensor
 
-from mmgate.gates import MultiScaleDeformableAttention, PLuGMultiheadAttention, PLuGMultiScaleDeformableAttention
+from mmgate.gates import PLuGGate, PLuGMultiScaleDeformableAttention
 from mmgate.gates.plug import GRANULARITIES, VARIANTS, GatingModulation
 
-GATED = {
+GATED: dict[str, dict[str, Any]] = {
     **{f'granularity_{name}': dict(granularity=name) for name in GRANULARITIES},
     **{f'gml_{name}': dict(gml=name) for name in VARIANTS},
     'tanh': dict(activation='tanh'),
     'softsign': dict(activation='softsign'),
     'post_softmax': dict(position='post_softmax'),
     'post_softmax_no_residual': dict(position='post_softmax', residual=False),
-    'no_residual': dict(residual=False),
     **{f'no_residual_{name}': dict(residual=False, gml=name) for name in VARIANTS},
 }
-every_option = pytest.mark.parametrize('options', GATED.values(), ids=GATED)
-every_count = pytest.mark.parametrize('counts', [(3, 3), (1, 3)], ids=['even', 'uneven'])
-
-
-def layer_of(kind: Any, counts: tuple[int, ...], **options: Any) -> Any:
-    return kind(**SIZES | dict(num_points=list(counts)), batch_first=True, dropout=0.0, **options)
-
-
-@every_count
-@every_option
-def test_identity_start_is_exact_and_trains(options: dict[str, Any], counts: tuple[int, ...]) -> None:
-    vanilla = filled(layer_of(MultiScaleDeformableAttention, counts), 0.3)
-    gated = layer_of(PLuGMultiScaleDeformableAttention, counts, **options)
-    gated.load_state_dict(vanilla.state_dict(), strict=False)
-    call = make_call()
-    expected = vanilla(**call)
-    rounding = 1e-6 * expected.abs().max().item()
-    torch.testing.assert_close(gated(**call), expected, rtol=0, atol=rounding)
-    before = {name: p.detach().clone() for name, p in gated.named_parameters() if name.startswith('gate.')}
-    optimizer = torch.optim.SGD(gated.parameters(), lr=0.1)
-    for _ in range(2):  # one step moves one factor of a product, from then on the other moves too
-        optimizer.zero_grad()
-        gated(**call).square().sum().backward()
-        optimizer.step()
-        first = [name for name in before if not torch.equal(gated.get_parameter(name), before[name])]
-        assert first, 'no gate parameter moved'
-    assert set(first) == set(before)
+# points of two levels, as many and not, and columns of what they lie around, points and boxes
+PLACES = cycle([(3, 3, 2), (1, 3, 4), (3, 3, 4), (1, 3, 2), (1, 3, 4)])
+CASES = [(name, *next(PLACES)) for name in GATED for _ in range(2)]
 
 
 def modulated(gml: Any, r: Tensor) -> Tensor:
@@ -66,129 +42,85 @@ def modulated(gml: Any, r: Tensor) -> Tensor:
     return activation({'single': first, 'sum': first + second}.get(gml.variant, first * second))
 
 
-@torch.no_grad()
-@pytest.mark.parametrize('columns', [2, 4], ids=['points', 'boxes'])
-@every_count
-@every_option
-def test_an_open_gate_is_the_equation(options: dict[str, Any], counts: tuple[int, ...], columns: int) -> None:
-    """Eq. 8 to 12, Eq. 17 behind the softmax, level by level, with the samples that mmcv takes."""
-    layer = filled(layer_of(PLuGMultiScaleDeformableAttention, counts, **options), 0.4).double()
-    call = {name: x.double() if x.is_floating_point() else x for name, x in make_call(columns).items()}
-    z, value = call['query'] + call['query_pos'], layer.value_proj(call['value'])
-    value = value.masked_fill(call['key_padding_mask'][..., None], 0).view(2, 30, 4, 4)
-    offsets = layer.sampling_offsets(z).view(2, 5, 4, -1, 2).split(counts, 3)
-    logits = layer.attention_weights(z).view(2, 5, 4, -1).split(counts, 3)
-    of_heads, of_levels, of_points = GRANULARITIES[options.get('granularity', 'head_level')]
-    raw = layer.gate.gate_proj(z).view(2, 5, 4 if of_heads else 1, -1)
-    assert raw.shape[3] == (sum(counts) if of_points else 2 if of_levels else 1)
-    factor = modulated(layer.gate.gml, raw) + options.get('residual', True)
-    factors = factor.split(counts if of_points else 1, 3) if of_levels else [factor] * 2
-    before = 'position' not in options
-    gated = [a * f if before else a for a, f in zip(logits, factors, strict=True)]
-    weights = torch.cat(gated, 3).softmax(-1).split(counts, 3)
-    heads: Any = 0
-    for level, shape in enumerate(call['spatial_shapes']):
-        of_level = weights[level] if before else weights[level] * factors[level]
-        at = call['reference_points'][:, :, None, level, None]  # (B, Q, 1, 1, 2|4)
-        # offsets are in pixels of the level, or in halves of the box's sides, shared out among the points
-        unit = 1 / shape.flip(0).double() if columns == 2 else at[..., 2:] / 2 / counts[level]
-        places = (at[..., :2] + offsets[level] * unit)[:, :, :, None]
-        tokens = value[:, call['level_start_index'][level] :][:, : shape.prod()]
-        heads = heads + multi_scale_deformable_attn_pytorch(tokens, shape[None], places, of_level[:, :, :, None])
-    expected = layer.output_proj(heads) + call['identity']
-    torch.testing.assert_close(layer(**call), expected, rtol=1e-9, atol=1e-9)
+@pytest.mark.parametrize('name, first, second, columns', CASES)
+def test_an_open_gate_is_the_equation(name: str, first: int, second: int, columns: int) -> None:
+    """Eq. 8 to 12, Eq. 17 behind the softmax, level by level, with grid_sample's samples; its gradients, too.
+
+    It starts as the identity, but what makes it has a gradient.
+    """
+    options, counts = GATED[name], (first, second)
+    layer: Any = PLuGMultiScaleDeformableAttention(
+        **SIZES | dict(num_points=list(counts)), batch_first=True, dropout=0.0, **options
+    ).double()
+    by_heads, by_levels, by_points = GRANULARITIES[options.get('granularity', 'head_level')]
+    call = {key: x.double() if x.is_floating_point() else x for key, x in make_call(columns).items()}
+    query, before = call.pop('query'), 'position' not in options
+
+    def equation(query: Tensor, closed: bool = False) -> Tensor:
+        z, value = query + call['query_pos'], layer.value_proj(call['value'])
+        value = value.masked_fill(call['key_padding_mask'][..., None], 0).view(2, 30, 4, 4)
+        offsets = layer.sampling_offsets(z).view(2, 5, 4, -1, 2).split(counts, 3)
+        logits = layer.attention_weights(z).view(2, 5, 4, -1).split(counts, 3)
+        raw = layer.gate.gate_proj(z).view(2, 5, 4 if by_heads else 1, -1)
+        assert raw.shape[3] == (sum(counts) if by_points else 2 if by_levels else 1)
+        factor = modulated(layer.gate.gml, raw) + options.get('residual', True)
+        factor = torch.ones_like(factor) if closed else factor
+        factors = factor.split(counts if by_points else 1, 3) if by_levels else [factor] * 2
+        gated = [a * f if before else a for a, f in zip(logits, factors, strict=True)]
+        weights = torch.cat(gated, 3).softmax(-1).split(counts, 3)
+        places, of_levels = [], []
+        for level, shape in enumerate(call['spatial_shapes']):
+            of_levels.append(weights[level] if before else weights[level] * factors[level])
+            at = call['reference_points'][:, :, None, level, None]  # (B, Q, 1, 1, 2|4)
+            # offsets are in pixels of the level, or in halves of the box's sides, shared out among the points
+            unit = 1 / shape.flip(0).double() if columns == 2 else at[..., 2:] / 2 / counts[level]
+            places.append(at[..., :2] + offsets[level] * unit)
+        return layer.output_proj(summed(value, call['spatial_shapes'], places, of_levels)) + call['identity']
+
+    def learnt(function: Any) -> dict[str, Tensor]:
+        layer.zero_grad()
+        found = values_and_gradients(function, [query], [0])
+        return found | {key: p.grad for key, p in layer.named_parameters() if p.grad is not None}
+
+    for key, parameter in layer.named_parameters():
+        if not key.startswith('gate.'):
+            torch.nn.init.normal_(parameter, std=0.3)
+    found = learnt(lambda query: layer(query=query, **call))
+    torch.testing.assert_close(found['output'], equation(query, closed=True), rtol=1e-9, atol=1e-9)
+    assert any(gradient.any() for key, gradient in found.items() if key.startswith('gate.'))
+    filled(layer, 0.4)
+    found, expected = learnt(lambda query: layer(query=query, **call)), learnt(equation)
+    assert found.keys() == expected.keys() and {f'gate.{key}' for key, _ in layer.gate.named_parameters()} <= {*found}
+    assert_same(found, expected, rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    'granularity, gml',
-    [*((name, 'product') for name in GRANULARITIES), *(('head_level_point', name) for name in VARIANTS[1:])],
-)
-def test_gates_on_levels_with_different_numbers_of_points_pass_gradcheck(granularity: str, gml: str) -> None:
-    """By the reference; that every backend has its gradients is a test of the operator."""
-    options = dict(granularity=granularity, gml=gml, backend='torch')
-    layer = filled(layer_of(PLuGMultiScaleDeformableAttention, (1, 3), **options), 0.4).double()
-    call = {name: x.double() if x.is_floating_point() else x for name, x in make_call(4).items()}
-    tensors = [call.pop('query')[:, :2].clone(), *layer.gate.parameters()]
-    for name in ('query_pos', 'identity', 'reference_points'):
-        call[name] = call[name][:, :2]
-
-    def attend(query: Tensor, *parameters: Tensor) -> Tensor:
-        return layer(query, **call)
-
-    assert torch.autograd.gradcheck(attend, [x.requires_grad_() for x in tensors], fast_mode=True)
-
-
-@one_graph
-def test_layer_compiles_without_graph_break() -> None:
-    _, gated = pair()
-    call = make_call()
-    compiled = torch.compile(gated, fullgraph=True, backend='aot_eager')
-    torch.testing.assert_close(compiled(**call), gated(**call))
-
-
-@pytest.mark.parametrize(
-    'options, error, message',
-    [
-        (dict(granularity='points'), ValueError, 'choose one of head_level, head_level_point'),
-        (dict(gml='prod'), ValueError, 'choose one of product'),
-        (dict(activation='relu'), ValueError, 'choose one of none, tanh'),
-        (dict(position='after'), ValueError, 'pre_softmax, post_softmax'),
-        (dict(init='zero'), ValueError, 'identity, paper'),
-        (dict(backend='cuda'), ValueError, 'choose one of auto'),
-        (dict(residual=False, activation='tanh'), ValueError, "use init='paper'"),
-        (dict(granularty='head'), TypeError, 'granularty'),
-    ],
-)
-def test_plug_refuses_options_that_do_not_fit(options: dict, error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        PLuGMultiScaleDeformableAttention(**SIZES, **options)
-
-
-def test_a_layer_keeps_a_gate_that_was_loaded() -> None:
-    layer: Any = PLuGMultiScaleDeformableAttention(88, 8, 2, 3)
-    layer.load_state_dict(dict(layer.state_dict(), **{'gate.gml.bias': torch.tensor([5.0, 6.0])}))
-    layer.init_weights()
-    assert layer.gate.gml.bias.tolist() == [5.0, 6.0]
-
-
-@pytest.mark.parametrize(
-    'variant, bounds',
-    {
-        'product': {'weight': 2**0.5, 'bias': 1},
-        'sum': {'weight': 2**0.5, 'bias': 1},
-        'single': {'weight': 3**0.5, 'bias': 1},
-        'mlp': {'hidden_weight': 1.2**0.5, 'hidden_bias': 1, 'weight': 1, 'bias': 0.5},
-        'none': {},
-    }.items(),
-    ids=VARIANTS[:2] + ('single', 'mlp', 'none'),
-)
-def test_paper_start_of_the_gml(variant: str, bounds: dict[str, float]) -> None:
-    starts = [GatingModulation(variant, init='paper').state_dict() for _ in range(200)]
-    assert all(set(start) == set(bounds) for start in starts)
-    for name, bound in bounds.items():
-        assert_uniform(torch.stack([start[name] for start in starts]), bound)
+# of uniform numbers up to these, in the paper's start
+BOUNDS: dict[str, dict[str, float]] = {
+    'product': {'weight': 2**0.5, 'bias': 1},
+    'sum': {'weight': 2**0.5, 'bias': 1},
+    'single': {'weight': 3**0.5, 'bias': 1},
+    'mlp': {'hidden_weight': 1.2**0.5, 'hidden_bias': 1, 'weight': 1, 'bias': 0.5},
+    'none': {},
+}
 
 
 @pytest.mark.parametrize('variant', VARIANTS)
-def test_start_of_vision_transformers(variant: str) -> None:
-    """Every weight normal of deviation 0.02, every bias 0; whatever the host draws afterwards, and without a swap."""
-    rules = [
-        dict(type='PLuGMultiheadAttention', gml=variant, init='vit'),
-        dict(type='PLuGMultiScaleDeformableAttention', gml=variant, init='vit', granularity='head_level_point'),
-    ]
-    layers = initialised('mask2former', (dense, rules[0]), (deformable, rules[1])).layers
-    for layer in (*layers, PLuGMultiheadAttention(C, H, gml=variant, init='vit').attn):
-        for name, parameter in layer.named_parameters():
-            if name.startswith('g') and name.endswith('bias'):
+def test_starts_are_the_papers(variant: str) -> None:
+    """In vision transformers every weight is normal of deviation 0.02, every bias 0."""
+    # a name that was read from a file is another object than the one in the code
+    starts = [GatingModulation(variant, init=str(b'paper', 'ascii')).state_dict() for _ in range(200)]
+    assert all(set(start) == set(BOUNDS[variant]) for start in starts)
+    for name, bound in BOUNDS[variant].items():
+        drawn = torch.stack([start[name] for start in starts])
+        assert drawn.abs().max() <= bound
+        torch.testing.assert_close(drawn.std().item(), bound / 3**0.5, rtol=0.1, atol=0)
+    options: Any = dict(gml=variant, init=str(b'vit', 'ascii'))
+    deformable: Any = PLuGMultiScaleDeformableAttention(64, 4, granularity='head_level_point', **options)
+    deformable.init_weights()
+    for gate in (gated_attention(PLuGGate, 64, 4, **options).gate, deformable.gate):
+        for name, parameter in gate.named_parameters():
+            if name.endswith('bias'):
                 assert not parameter.any(), name
-            elif name.startswith('g'):
+            else:
                 assert 0 < parameter.abs().max() < 0.1, name
                 assert parameter.numel() < 200 or 0.018 < parameter.std() < 0.022, name
-
-
-@pytest.mark.parametrize('init, narrow', [(b'vit', True), (b'paper', False)])
-def test_a_start_is_known_by_its_letters(init: bytes, narrow: bool) -> None:
-    """A name that was read from a file is another object than the one in the code."""
-    gml = GatingModulation(init=str(init, 'ascii'))
-    gml.reset_parameters()
-    assert gml.bias.eq(0).all() == narrow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch import nn
 from mmgate.adapter import gated_modules
 from mmgate.errors import ConfigError
 from mmgate.mm.config_file import config_parser, read_config
-from mmgate.mm.gate_options import add_gate_options, configured, put_gates
+from mmgate.mm.gate_options import add_gate_options, configured, put_rules
 from mmgate.mm.speedups import speed_up
 
 DETR = 'mmdet::detr/detr_r50_8xb2-150e_coco.py'
@@ -32,11 +31,6 @@ from mmdet.models import DETR
 
 model.update(dict(type=DETR))
 """
-COMPOSED = """
-_base_ = ['./model.py', './rest.py']
-custom_imports = dict(imports=['mmdet.models'], allow_failed_imports=False)
-model = dict(num_queries=7)
-"""
 SEMI = """
 _base_ = './detector.py'
 model = dict(_delete_=True, type='SemiBaseDetector', detector={{_base_.model}}, semi_train_cfg=dict())
@@ -50,7 +44,6 @@ def write(folder: Path, style: str) -> str:
     model = f'model = {cfg.model.to_dict()!r}\n'
     files = {
         'new style': {'base.py': f'default_scope = "mmdet"\n{model}', 'config.py': NEW_STYLE},
-        'composed': {'model.py': model, 'rest.py': "default_scope = 'mmdet'\n", 'config.py': COMPOSED},
         'inside': {'detector.py': f"default_scope = 'mmdet'\n{model}", 'config.py': SEMI},
     }[style]
     for name, text in files.items():
@@ -66,6 +59,12 @@ def gated_in(cfg: Config) -> dict[str, str]:
     return {name: type(module.gate).__name__ for name, module in gated_modules(model)}
 
 
+def args(*argv: str, config: str = DETR) -> argparse.Namespace:
+    parser = config_parser('')
+    add_gate_options(parser)
+    return parser.parse_args([config, *argv])
+
+
 ATTENTION = 'layers.*.self_attn=SDPAGatedMultiheadAttention'
 CONFIGS = {
     'mmdet': (DETR, f'encoder.{ATTENTION}', 6),
@@ -77,7 +76,6 @@ CONFIGS = {
         6,
     ),
     'new style': ('', f'encoder.{ATTENTION}', 6),
-    'composed': ('', f'encoder.{ATTENTION}', 6),
     'inside': ('', '*.backbone.**=PLuGMultiheadAttention', 16),
 }
 
@@ -89,9 +87,7 @@ def test_any_config_is_gated_and_its_dump_builds_the_same(style: str, tmp_path: 
     config, gate, count = CONFIGS[style]
     config = config or write(tmp_path, style)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    parser = config_parser('')
-    add_gate_options(parser)
-    cfg = configured(parser.parse_args([config, '--gate', gate, '--train', 'gates']))
+    cfg = configured(args('--gate', gate, '--train', 'gates', config=config))
     for part in (cfg.model.get('backbone'), cfg.model.get('decode_head')):
         if part:
             part.init_cfg = None
@@ -103,76 +99,62 @@ def test_any_config_is_gated_and_its_dump_builds_the_same(style: str, tmp_path: 
     assert gated_in(again) == gated and 'mmgate' in again.custom_imports['imports']
 
 
-def args(*argv: str) -> argparse.Namespace:
-    parser = config_parser('')
-    add_gate_options(parser)
-    return parser.parse_args([DETR, *argv])
-
-
-def test_rules_join_those_of_the_config() -> None:
-    cfg = configured(args())
-    put_gates(cfg, ['a=PLuGMultiheadAttention'])
-    put_gates(cfg, ['b=PLuGMultiheadAttention; c=SDPAGatedMultiheadAttention', 'd=PLuGMultiheadAttention'])
-    assert [rule.path for rule in cfg.model.attention] == ['a', 'b', 'c', 'd']
-    assert (cfg.model.type, cfg.model.host) == ('mmgate.Gated', 'DETR')
-    assert cfg.custom_imports == dict(imports=['mmgate'], allow_failed_imports=False)
-
-
 @pytest.mark.parametrize(
     ('imports', 'now'),
-    [('mmpretrain.models', ['mmgate', 'mmpretrain.models']), (['a', 'mmgate.gates'], ['a', 'mmgate.gates'])],
-)
-def test_imports_of_the_config_stay(imports: str | list[str], now: list[str]) -> None:
-    cfg = Config(dict(model=dict(type='M'), custom_imports=dict(imports=imports, allow_failed_imports=True)))
-    put_gates(cfg, ['a=PLuGMultiheadAttention'])
-    found = cfg.custom_imports['imports']
-    assert ([found] if isinstance(found, str) else found) == now and cfg.custom_imports['allow_failed_imports']
-
-
-GATES_CONSTRUCTOR, MERGED = 'mmgate.GateOptimWrapperConstructor', 'mmgate.GroupedOptimWrapperConstructor'
-
-
-@pytest.mark.parametrize(
-    ('wrapper', 'paramwise'),
     [
-        (dict(optimizer=dict(type='SGD')), None),
-        (dict(optimizer=dict(type='SGD'), paramwise_cfg=dict(norm_decay_mult=0.0)), dict(norm_decay_mult=0.0)),
-        (
-            dict(optimizer=dict(type='SGD'), constructor='LayerDecay', paramwise_cfg=dict(num_layers=12)),
-            dict(num_layers=12, constructor='LayerDecay'),
-        ),
-        (dict(optimizer=dict(type='SGD'), constructor=MERGED), None),
-        (
-            dict(optimizer=dict(type='SGD'), constructor=MERGED, paramwise_cfg=dict(grouped='LayerDecay')),
-            dict(constructor='LayerDecay'),
-        ),
-        (dict(optimizer=dict(type='SGD'), constructor=GATES_CONSTRUCTOR), None),
-        (dict(first=dict(optimizer=dict(type='SGD')), constructor='Several'), dict(constructor='Several')),
+        (None, dict(imports=['mmgate'], allow_failed_imports=False)),
+        ('mmpretrain.models', dict(imports=['mmgate', 'mmpretrain.models'], allow_failed_imports=True)),
+        (['a', 'mmgate.gates'], dict(imports=['a', 'mmgate.gates'], allow_failed_imports=True)),
     ],
-    ids=['none', 'settings', 'own', 'merged', 'own, merged', 'gates', 'several optimizers'],
 )
-@pytest.mark.parametrize('speedups', [False, True])
-def test_gates_get_their_parameter_groups_after_any_constructor(
-    wrapper: dict[str, Any], paramwise: dict[str, Any] | None, speedups: bool
+def test_rules_join_those_of_a_config_and_its_imports_stay(imports: Any, now: dict[str, Any]) -> None:
+    cfg = Config(dict(model=dict(type=nn.Identity)))
+    if imports:
+        cfg.custom_imports = dict(imports=imports, allow_failed_imports=True)
+    put_rules(cfg, ['a=PLuGMultiheadAttention'])
+    put_rules(cfg, ['b=PLuGMultiheadAttention; c=SDPAGatedMultiheadAttention', 'd=PLuGMultiheadAttention'])
+    assert [rule.path for rule in cfg.model.attention] == ['a', 'b', 'c', 'd']
+    assert (cfg.model.type, cfg.model.host) == ('mmgate.Gated', 'torch.nn.modules.linear.Identity')
+    assert cfg.custom_imports == now and 'optim_wrapper' not in cfg
+
+
+SGD, LAYERWISE = dict(optimizer=dict(type='SGD')), dict(constructor='LayerDecay', paramwise_cfg=dict(num_layers=12))
+GATES, MERGED = 'mmgate.GateOptimWrapperConstructor', 'mmgate.GroupedOptimWrapperConstructor'
+
+
+@pytest.mark.parametrize('first', ['--gate', '--speedups'])
+@pytest.mark.parametrize(
+    ('wrapper', 'settings', 'constructor'),
+    [
+        (SGD, {}, None),
+        (dict(SGD, paramwise_cfg=dict(norm_decay_mult=0.0)), dict(norm_decay_mult=0.0), None),
+        (dict(SGD, **LAYERWISE), dict(num_layers=12), 'LayerDecay'),
+        (dict(SGD, constructor=GATES), {}, None),
+        (dict(first=SGD, constructor='Several'), {}, 'Several'),
+    ],
+    ids=['none', 'settings', 'own', 'gates', 'several optimizers'],
+)
+def test_groups_of_parameters_follow_any_constructor(
+    wrapper: dict, settings: dict, constructor: str | None, first: str
 ) -> None:
-    """As in a config that names the constructor, with ``--speedups`` and without."""
+    """As in a config that names the constructor of gates, whether ``--speedups`` merged groups before or not."""
+
+    def grouped_by(name: str, key: str) -> bool:
+        expected = settings | ({key: constructor} if constructor else {})
+        return cfg.optim_wrapper.constructor == name and (cfg.optim_wrapper.get('paramwise_cfg') or {}) == expected
+
     cfg = Config(dict(model=dict(type='M'), optim_wrapper=deepcopy(wrapper)))
-    put_gates(cfg, ['a=PLuGMultiheadAttention'])
-    if speedups:
+    if first == '--speedups':
         speed_up(cfg)
-    assert cfg.optim_wrapper.constructor == GATES_CONSTRUCTOR
-    assert cfg.optim_wrapper.get('paramwise_cfg') == paramwise
-
-
-def test_a_config_that_trains_nothing_gets_no_optimizer() -> None:
-    cfg = Config(dict(model=dict(type='M')))
-    put_gates(cfg, ['a=PLuGMultiheadAttention'])
-    assert 'optim_wrapper' not in cfg
+        assert grouped_by(*((GATES, 'constructor') if wrapper.get('constructor') == GATES else (MERGED, 'grouped')))
+    put_rules(cfg, ['a=PLuGMultiheadAttention'])
+    for _ in range(2):
+        assert grouped_by(GATES, 'constructor')
+        speed_up(cfg)
 
 
 def test_without_the_options_nothing_changes() -> None:
-    before = configured(args()).to_dict()
-    assert configured(args('--train', 'all')).to_dict() == before and 'custom_imports' not in before
+    assert configured(args('--train', 'all')).to_dict() == read_config(DETR).to_dict()
 
 
 @pytest.mark.parametrize(
@@ -182,24 +164,9 @@ def test_without_the_options_nothing_changes() -> None:
         (['--gate', 'a=PLuGMultiheadAttention', '--gates', 'x'], '--gates x places its gates; leave --gate away'),
         (['--gate', 'a=Nothing'], '--gate a=Nothing: .* is not registered'),
         (['--gates', 'absent.safetensors'], 'absent.safetensors'),
+        (['--gate', 'a=PLuGMultiheadAttention', '--cfg-options', 'model='], 'has no model to gate'),
     ],
 )
 def test_refuses(argv: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         configured(args(*argv))
-    with pytest.raises(ConfigError, match='has no model to gate'):
-        put_gates(Config(dict(a=1)), ['a=PLuGMultiheadAttention'])
-
-
-@pytest.mark.parametrize('rules', [dict, lambda **rule: [rule]], ids=['rule', 'rules'])
-def test_rules_of_a_model_that_takes_none(rules: Callable[..., Any]) -> None:
-    """mmdet has an unexpected keyword argument. ``--gate`` makes the model gated, and its rules count."""
-    cfg = read_config(DETR)
-    cfg.model.attention = rules(path='encoder.layers.*.self_attn', type='PLuGMultiheadAttention')
-    for train in (None, 'gates'):
-        with pytest.raises(ConfigError, match=r"'DETR' takes none: write type='mmgate\.Gated', host='DETR'"):
-            put_gates(cfg, [], train=train)
-    put_gates(cfg, ['decoder.layers.*.cross_attn=PLuGMultiheadAttention'])
-    assert len(cfg.model.attention) == 2 and cfg.model.type == 'mmgate.Gated'
-    cfg = Config(dict(model=dict(type='Mine', attention=dict(type='Softmax'))))
-    assert put_gates(cfg, []) == ''

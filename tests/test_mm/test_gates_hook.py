@@ -8,10 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, tool
-from helpers.small_demo import CONFIG, DEMO
+from conftest import tool
+from helpers.small_demo import logged, run, write_demo
 from mmengine.fileio import load
-from shapes import write_shapes
 from torch import nn
 
 import mmgate
@@ -21,7 +20,6 @@ from mmgate.mm import cli
 from mmgate.mm.gates_hook import GatesCheckpointHook
 
 CONVERTER = tool('gates', 'model_converters')
-VANILLA = ROOT / 'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py'
 GATES = """
 _base_ = './gated.py'
 load_from = 'vanilla/epoch_1.pth'
@@ -33,23 +31,26 @@ train_dataloader = dict(dataset=dict(indices=2))
 
 
 @pytest.fixture(scope='module')
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with data, a vanilla checkpoint and gates that were trained alone, resumed once."""
-    folder = tmp_path_factory.mktemp('gates')
-    write_shapes(folder / 'data/shapes', num_train=4, num_val=2, size=64)
-    for name, base, epochs in (('vanilla', VANILLA, 1), ('gated', DEMO, 2)):
-        (folder / f'{name}.py').write_text(CONFIG.replace(str(DEMO), str(base)).replace('EPOCHS', str(epochs)))
+    folder = write_demo(tmp_path_factory.mktemp('gates'))
     (folder / 'gates.py').write_text(GATES)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         run(cli.train, 'vanilla.py', '--work-dir', 'vanilla')
-        run(cli.train, 'gates.py', '--work-dir', 'gates')
+        run(cli.train, 'gates.py', '--work-dir', 'gates', '--cfg-options', 'train_cfg.max_epochs=2')
         run(cli.train, 'gates.py', '--work-dir', 'gates', '--resume', '--cfg-options', 'train_cfg.max_epochs=3')
     return folder
 
 
-def run(command: object, *arguments: str) -> None:
-    assert cli.main(command, list(arguments)) == 0
+@pytest.fixture
+def project(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def state(path: str, key: str = 'state_dict') -> dict[str, torch.Tensor]:
+    return torch.load(path, weights_only=False)[key]
 
 
 def boxes(file: str) -> list[torch.Tensor]:
@@ -57,71 +58,54 @@ def boxes(file: str) -> list[torch.Tensor]:
 
 
 def test_files_stand_beside_the_checkpoints(project: Path) -> None:
-    names = sorted(path.name for path in (project / 'gates').glob('*.safetensors'))
+    names = sorted(path.name for path in Path('gates').glob('*.safetensors'))
     assert names == ['epoch_3.gates.safetensors']  # the file from before the run was resumed counts
-    checkpoint = torch.load(project / 'gates/epoch_3.pth', weights_only=False)
-    vanilla = torch.load(project / 'vanilla/epoch_1.pth', weights_only=False)
-    content = read_gates(project / 'gates/epoch_3.gates.safetensors')
-    for name, tensor in vanilla['state_dict'].items():  # what is frozen is equal bit for bit
-        assert torch.equal(checkpoint['state_dict'][name], tensor), name
-    gates = set(checkpoint['state_dict']) - set(vanilla['state_dict'])
-    assert gates == set(content.tensors)
-    assert len(checkpoint['optimizer']['state']) == len(gates)
+    whole, vanilla = state('gates/epoch_3.pth'), state('vanilla/epoch_1.pth')
+    for name, tensor in vanilla.items():  # what is frozen is equal bit for bit
+        assert torch.equal(whole[name], tensor), name
+    gates = set(whole) - set(vanilla)
+    assert gates == set(read_gates('gates/epoch_3.gates.safetensors').tensors)
+    assert len(state('gates/epoch_3.pth', 'optimizer')['state']) == len(gates)
 
 
-def test_a_vanilla_config_and_checkpoint_with_a_file(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(project)
+def test_a_vanilla_config_and_checkpoint_with_a_file(project: Path) -> None:
     run(cli.test, 'gates.py', 'gates/epoch_3.pth', '--work-dir', 'whole', '--out', 'whole.pkl')
     file = ['--gates', 'gates/epoch_3.gates.safetensors']
     for config in ('vanilla', 'gated'):
-        run(cli.test, f'{config}.py', 'vanilla/epoch_1.pth', '--work-dir', 'with', '--out', f'{config}.pkl', *file)
+        given = [f'{config}.py', 'vanilla/epoch_1.pth', '--out', f'{config}.pkl']
+        run(cli.test, *given, '--work-dir', f'with_{config}', *file)
         torch.testing.assert_close(boxes(f'{config}.pkl'), boxes('whole.pkl'))
-        said = max((project / 'with').glob('2*/*.log'), key=lambda path: path.stat().st_mtime).read_text()
-        assert 'of gates are from gates/epoch_3.gates.safetensors' in said and 'not loaded' not in said
-        assert 'other values' not in said
-        assert ("replaces the config's own gates" in said) == (config == 'gated')
+        said = logged(f'with_{config}')
+        assert 'of gates are from gates/epoch_3.gates.safetensors' in said
+        assert 'not loaded' not in said and 'other values' not in said
     run(cli.test, 'vanilla.py', 'vanilla/epoch_1.pth', '--work-dir', 'without', '--out', 'without.pkl')
     assert any(not torch.equal(one, other) for one, other in zip(boxes('without.pkl'), boxes('whole.pkl'), strict=True))
 
 
-def test_averaged_weights_are_what_is_written(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(project)
-    hooks = "dict(type='mmgate.GatesCheckpointHook'), dict(type='EMAHook', momentum=0.5)"
-    (project / 'ema.py').write_text(f"_base_ = './gates.py'\ncustom_hooks = [{hooks}]\n")
-    run(cli.train, 'ema.py', '--work-dir', 'ema')
-    averaged = torch.load('ema/epoch_2.pth', weights_only=False)['state_dict']
-    own = torch.load('ema/epoch_2.pth', weights_only=False)['ema_state_dict']
-    for name, tensor in read_gates('ema/epoch_2.gates.safetensors').tensors.items():
-        assert torch.equal(tensor, averaged[name]), name
-        assert f'module.{name}' in own
-
-
-def test_in_place_of_whole_checkpoints(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_place_of_whole_checkpoints(project: Path) -> None:
     """With the max_keep_ckpts=2 that the config has for whole ones, and in iterations, which the loop counts."""
-    monkeypatch.chdir(project)
     loop = "dict(_delete_=True, type='IterBasedTrainLoop', max_iters=3, val_interval=100)"
     hooks = "checkpoint=dict(type='mmgate.GatesCheckpointHook')"
-    (project / 'alone.py').write_text(
-        f"_base_ = './gates.py'\ncustom_hooks = []\ntrain_cfg = {loop}\ndefault_hooks = dict({hooks})\n"
-    )
+    text = f"_base_ = './gates.py'\ncustom_hooks = []\ntrain_cfg = {loop}\ndefault_hooks = dict({hooks})\n"
+    Path('alone.py').write_text(text)
     run(cli.train, 'alone.py', '--work-dir', 'alone')
-    names = sorted(path.name for path in (project / 'alone').iterdir() if path.suffix in ('.pth', '.safetensors'))
+    names = sorted(path.name for path in Path('alone').iterdir() if path.suffix in ('.pth', '.safetensors'))
     assert names == ['iter_2.gates.safetensors', 'iter_3.gates.safetensors']
     with pytest.raises(ConfigError, match=r'has no save_best, rule. .*_delete_=True'):
         GatesCheckpointHook(save_best='auto', rule='greater')
 
 
-def test_the_converter_takes_out_and_puts_in(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(project)
-    run(CONVERTER.main, 'extract', 'gates.py', 'gates/epoch_3.pth', 'out.safetensors')
-    expected = read_gates(project / 'gates/epoch_3.gates.safetensors')
-    found = read_gates(project / 'out.safetensors')
+def test_the_converter_takes_out_and_puts_in(project: Path) -> None:
+    def convert(*arguments: str) -> None:
+        assert cli.main(CONVERTER.main, list(arguments)) == 0
+
+    convert('extract', 'gates.py', 'gates/epoch_3.pth', 'out.safetensors')
+    expected, found = read_gates('gates/epoch_3.gates.safetensors'), read_gates('out.safetensors')
     assert found.places == expected.places and found.values == expected.values
-    run(CONVERTER.main, 'merge', 'vanilla/epoch_1.pth', 'out.safetensors', 'merged.pth')
-    merged = torch.load(project / 'merged.pth', weights_only=False)['state_dict']
-    whole = torch.load(project / 'gates/epoch_3.pth', weights_only=False)['state_dict']
+    convert('merge', 'vanilla/epoch_1.pth', 'out.safetensors', 'merged.pth')
+    merged, whole = state('merged.pth'), state('gates/epoch_3.pth')
     assert set(merged) == set(whole) and all(torch.equal(tensor, merged[name]) for name, tensor in whole.items())
-    run(CONVERTER.main, 'extract', 'gates.py', 'gates/epoch_3.pth', 'also', '--cfg-options', 'model.train=attention')
+    convert('extract', 'gates.py', 'gates/epoch_3.pth', 'also', '--cfg-options', 'model.train=attention')
     assert found.trained == 'gates' and set(read_gates('also').host_tensors) and not found.host_tensors
 
 
@@ -137,14 +121,8 @@ def test_the_converter_takes_out_and_puts_in(project: Path, monkeypatch: pytest.
     ],
 )
 def test_errors_come_before_any_work(
-    command: str,
-    arguments: str,
-    message: str,
-    project: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
+    command: str, arguments: str, message: str, project: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.chdir(project)
     before = set(project.iterdir())
     if command == 'test':
         status = cli.main(cli.test, [*arguments.split(), '--work-dir', 'refused'])

@@ -42,19 +42,13 @@ class Points(torch.utils.data.Dataset):
 
 @MODELS.register_module()
 class TwoLayers(BaseModel):
-    def __init__(self):
+    def __init__(self, idle=False):
         super().__init__()
         self.first, self.norm, self.second = torch.nn.Linear(6, 9), torch.nn.LayerNorm(9), torch.nn.Linear(9, 2)
+        self.unused = torch.nn.Linear(1, 1) if idle else None
 
     def forward(self, inputs, target, mode):
         return dict(loss=mse_loss(self.second(self.norm(self.first(inputs)).tanh()), target))
-
-
-@MODELS.register_module()
-class Idle(TwoLayers):
-    def __init__(self):
-        super().__init__()
-        self.unused = torch.nn.Linear(1, 1)
 
 
 @MODELS.register_module()
@@ -138,7 +132,7 @@ def weights(folder: str) -> dict[str, Tensor]:
 
 def test_two_processes_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a parameter that takes no part, clipping and accumulation."""
-    idle, unused, flexible = 'model.type=Idle', 'find_unused_parameters=True', 'runner_type=FlexibleRunner'
+    idle, unused, flexible = 'model.idle=True', 'find_unused_parameters=True', 'runner_type=FlexibleRunner'
     strategy = ['type=DDPStrategy', 'model_wrapper.type=MMDistributedDataParallel', f'model_wrapper.{unused}']
     in_two_processes(
         tmp_path,

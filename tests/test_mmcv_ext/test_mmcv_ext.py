@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -68,15 +67,6 @@ except NotImplementedError as error:
     print(error)
 """
 
-# Unpickles a function of mmcv's operators in another process.
-SPAWNED = """
-import multiprocessing, torch, mmgate
-if __name__ == '__main__':
-    from mmcv.ops import nms
-    with multiprocessing.get_context('spawn').Pool(1) as pool:
-        print(pool.apply(nms, (torch.tensor([[0.0, 0, 9, 9], [0, 0, 9, 8]]), torch.tensor([0.9, 0.8]), 0.5))[1])
-"""
-
 
 @pytest.fixture(scope='module')
 def hidden() -> subprocess.CompletedProcess[str]:
@@ -112,14 +102,6 @@ def test_a_host_that_was_imported_first_is_named() -> None:
     done = run_python('-c', f'{HIDDEN}try:\n    import mmdet.models\nexcept ImportError: pass\nimport mmgate.gates')
     said = done.stdout + done.stderr
     assert said.count('mmcv has no compiled operators') == 1 and 'was imported before mmgate' in said
-
-
-@pytest.mark.slow
-def test_a_spawned_process_finds_ours_by_the_main_script(tmp_path: Path) -> None:
-    """As docs/install.md says: with the import at its top, where it runs in the new process, too."""
-    (tmp_path / 'main.py').write_text(HIDDEN + SPAWNED)
-    done = run_python(tmp_path / 'main.py', PYTHONPATH=str(ROOT))
-    assert (done.stdout + done.stderr).count('mmcv has no compiled operators') == 2 and 'tensor([0])' in done.stdout
 
 
 def test_losses_gradients_and_detections_of_the_demos_are_the_same(

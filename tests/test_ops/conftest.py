@@ -1,13 +1,14 @@
-"""The CPU kernels' library for older processors, of which this one has all instructions."""
+"""The CPU kernels' library for older processors, of which this one has all instructions, and numbers of threads."""
 
 from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from mmgate.ops import native
 from mmgate.ops.native import build
@@ -30,3 +31,30 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     yield request.param
     monkeypatch.undo()
     native.load.cache_clear()
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """A function that sets the number of threads for the rest of a test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=[1, 7], ids=['one_thread', 'more_than_heads'])
+def threads(request: pytest.FixtureRequest, set_threads: Callable[[int], None]) -> None:
+    set_threads(request.param)
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> str:
+    """A backend's name; Triton's kernels are skipped where they do not run on the test's device."""
+    if request.param == 'triton':
+        pytest.importorskip('triton', minversion='3.2')
+        request.getfixturevalue('on_device')
+    return request.param
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> str:
+    return 'cpu' if request.node.get_closest_marker('gpu') is None else 'cuda'

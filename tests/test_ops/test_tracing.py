@@ -1,4 +1,4 @@
-"""Questions about tracers: compilers, exports and dispatch modes."""
+"""What compilers, exports and dispatch modes see of an operator: which backend, and whether it has numbers."""
 
 from __future__ import annotations
 
@@ -8,64 +8,66 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import one_graph
-from helpers import plug_inputs
-from helpers.samplings import make, run
+from conftest import TORCH, one_graph
+from helpers import pairs, samplings
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmgate.gates.plug import GatingModulation
-from mmgate.ops import plug_attention
+from mmgate.ops import ms_deform_attn
 from mmgate.ops.backend import OPERATORS, candidates
 from mmgate.ops.dense import chunked
 from mmgate.ops.tracing import hides_numbers, is_compiling, is_exporting, is_traced
 
 
-def operators(call: Callable[..., Tensor], *inputs: Tensor | None) -> list[str]:
-    """Return the names of the operators in the graph that torch.compile makes of a call."""
-    found: list[str] = []
-
-    def note(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        found.extend(str(node.target) for node in graph.graph.nodes if node.op == 'call_function')
-        return graph.forward
-
-    torch._dynamo.reset()
-    torch.compile(call, fullgraph=True, backend=note)(*inputs)
-    return found
-
-
-def calls(op: str, device: str) -> tuple[Callable[[str], Callable[..., Tensor]], list[Tensor | None]]:
-    """Return a function from a backend to a call of an operator by it, and the call's tensors."""
-    if op == 'ms_deform_attn':
-        return run, make(device)
-    gate = GatingModulation('product', activation='tanh').to(device)
-    tensors = [x.to(device) for x in plug_inputs.make().values()]
-    return lambda backend: lambda *x: plug_attention(*x, gate, backend=backend), tensors
-
-
 @one_graph
-@pytest.mark.parametrize(
-    'device',
-    [
-        'cpu',
-        pytest.param(
-            'cuda',
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')],
-        ),
-    ],
-)
+@pytest.mark.parametrize('where', ['cpu', pytest.param('cuda', marks=pytest.mark.gpu)])
 @pytest.mark.parametrize('op', OPERATORS)
-def test_compiled_models_hold_the_backend_of_eager_mode(op: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_models_hold_the_backend_of_eager_mode(op: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever it is on this machine; where torch says that it exports while it compiles, it was the reference."""
+    if where == 'cuda' and not torch.cuda.is_available():
+        pytest.skip('needs a CUDA device')
     monkeypatch.delenv(f'MMGATE_{op.upper()}', raising=False)
     monkeypatch.setattr(chunked, 'CHUNK', 1)  # below which chunks are the reference's operators
     monkeypatch.setattr(chunked, 'CHUNK_ON_GPU', 1)
-    by, inputs = calls(op, device)
-    first = next(x.name for x in candidates(op, inputs[0])[0] if x.traceable)
-    automatic = operators(by('auto'), *inputs)
-    assert automatic == operators(by(first), *inputs)
-    assert automatic != operators(by('torch'), *inputs)
+    problem: Any = samplings if op == 'ms_deform_attn' else pairs
+    given = problem.make(where)
+
+    def operators(backend: str) -> list[str]:
+        """Return the names of the operators in the graph that torch.compile makes of a call by a backend."""
+        found: list[str] = []
+
+        def note(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+            found.extend(str(node.target) for node in graph.graph.nodes if node.op == 'call_function')
+            return graph.forward
+
+        torch._dynamo.reset()
+        torch.compile(lambda: problem.attend(given, backend), fullgraph=True, backend=note)()
+        return found
+
+    first = next(x.name for x in candidates(op, given[0])[0] if x.traceable)
+    assert operators('auto') == operators(first) != operators('torch')
+
+
+class Sampler(torch.nn.Module):
+    def forward(self, *x: Any) -> Tensor:
+        return ms_deform_attn(*x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('way', ['trace', 'strict', 'not strict'])
+def test_exports_hold_plain_operators_only(way: str) -> None:
+    inputs = tuple(samplings.make()[:6])
+    if way == 'trace':
+        program: Any = torch.jit.trace(Sampler(), inputs, check_trace=False)
+        names = [node.kind() for node in program.inlined_graph.nodes()]
+    elif TORCH < (2, 7):
+        pytest.skip('older ones do not say that they export')
+    else:
+        exported = torch.export.export(Sampler(), inputs, strict=way == 'strict')
+        program, names = exported.module(), [str(node.target) for node in exported.graph.nodes]
+    assert names and not any('mmgate' in name for name in names)
+    torch.testing.assert_close(program(*inputs), ms_deform_attn(*inputs, backend='torch'))
 
 
 @pytest.mark.parametrize(

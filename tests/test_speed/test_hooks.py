@@ -1,9 +1,9 @@
-"""Parts of a model compiled or kept in float32 during training."""
+"""Parts of a model compiled or kept in float32 during training, and copies of modules whose class changed."""
 
 from __future__ import annotations
 
 import pickle
-from copy import deepcopy
+from copy import copy, deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +21,12 @@ from mmengine.runner import Runner
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-import mmgate.gates.base.deformable as layer_file
+import mmgate
+from mmgate import gates_disabled, restore_attention, swap_attention
 from mmgate.errors import ConfigError
 from mmgate.rules import path_regex
-from mmgate.speed.hooks import CompileHook, Float32Hook, keep_float32
+from mmgate.speed.derived import derived_class
+from mmgate.speed.hooks import CompileHook, keep_float32
 
 
 class Net(BaseModel):
@@ -110,34 +112,32 @@ def run(hook: CompileHook, model: nn.Module) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize(
-    ('paths', 'named'),
-    [
-        (None, 'backbone, encoder.layers.0, encoder.layers.1'),
-        ('encoder.layers.*', 'encoder.layers.0, encoder.layers.1'),
-        (['backbone', 'backbone.*'], 'backbone'),
-        (['**.1'], 'backbone.1, encoder.layers.1'),
-        ('again', 'again'),
-    ],
-    ids=['default', 'one', 'nested', 'anywhere', 'by a second name'],
-)
-def test_paths_name_the_parts(paths: Any, named: str) -> None:
-    assert run(CompileHook(paths), Net()) == [f'CompileHook: {named} are compiled as they are first called.']
+# Mask2Former's head goes through the layers of its decoder: a decoder that is compiled would never be called.
+MASKS = nn.ModuleDict(dict(transformer_decoder=nn.ModuleDict(dict(layers=nn.ModuleList([nn.Linear(2, 2)])))))
+OF_NET = 'backbone, encoder.layers.0, encoder.layers.1 are compiled as they are first called'
 
 
 @pytest.mark.parametrize(
-    ('paths', 'message'),
+    ('model', 'paths', 'said'),
     [
-        (['backbone', 'encodr.*'], r"no module of Net matches 'encodr\.\*'; its parts are .*encoder, head"),
-        (['neck', 'x.*'], r"matches 'neck', 'x\.\*';"),
-        ([('path', 'x')], 'paths must be a pattern or a list'),
-        ([], 'paths must be a pattern or a list'),
+        (Net(), None, OF_NET),
+        (nn.ModuleDict(dict(decode_head=MASKS)), None, 'decode_head.transformer_decoder.layers.0 are'),
+        (nn.Linear(2, 2), None, 'no module of Linear matches'),
+        (Net(), ['backbone', 'backbone.*'], 'backbone are compiled'),
+        (Net(), ['**.1'], 'backbone.1, encoder.layers.1 are compiled'),
+        (Net(), 'again', 'again are compiled'),
+        (Net(), ['backbone', 'encodr.*'], "no module of Net matches 'encodr.*'; its parts are data_preprocessor, back"),
+        (Net(), [('path', 'x')], 'paths must be a pattern or a list'),
+        (Net(), [], 'paths must be a pattern or a list'),
     ],
-    ids=['one_of_two', 'both', 'no_list', 'empty'],
+    ids=['default', 'masks', 'none', 'nested', 'anywhere', 'a second name', 'one without a match', 'no list', 'empty'],
 )
-def test_a_pattern_without_a_match_is_refused(paths: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        run(CompileHook(paths), Net())
+def test_paths_name_the_parts_or_are_refused(model: nn.Module, paths: Any, said: str) -> None:
+    try:
+        (line,) = run(CompileHook(paths), model)
+    except ConfigError as error:
+        line = str(error)
+    assert line.startswith(f'CompileHook: {said}')
 
 
 @pytest.mark.skipif(TORCH < (2, 2), reason='refused')
@@ -152,26 +152,12 @@ def test_graphs_do_not_add_up_gradients(several: bool) -> None:
         CompileHook(mode='reduce-overhead').before_train(run)
 
 
-@pytest.mark.skipif(TORCH >= (2, 2), reason='torch has what the graphs need')
-def test_graphs_are_refused_by_an_older_torch() -> None:
-    with pytest.raises(ConfigError, match=r'new in torch 2.2, this is torch 2.1.*leave out the mode'):
-        CompileHook(mode='reduce-overhead')
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(TORCH < (2, 2), reason='refused')
 def test_a_run_of_graphs_is_the_same_run(tmp_path: Path) -> None:
     expected = train(tmp_path / 'plain', [], 4).model.state_dict()
     hook = dict(type='mmgate.CompileHook', mode='reduce-overhead')
     torch.testing.assert_close(train(tmp_path / 'graphs', [hook], 4).model.state_dict(), expected)
-
-
-def test_one_of_the_defaults_has_to_match() -> None:
-    net = Net()
-    del net.encoder
-    assert 'CompileHook: backbone are' in run(CompileHook(), net)[0]
-    with pytest.raises(ConfigError, match='no module of Linear matches'):
-        run(CompileHook(), nn.Linear(2, 2))
 
 
 def detector(**head: Any) -> nn.Module:
@@ -193,35 +179,23 @@ def losses(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
     return {name: loss.detach().float().reshape(()) for name, loss in found.items()}
 
 
-def test_coordinates_stay_float32_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coordinates_stay_float32_in_bfloat16() -> None:
+    """Of the whole model's losses :func:`test_all_parts_work_together` has the values."""
     model = detector()
-    keys = list(model.state_dict())
-    expected = losses(model, None)
-    seen: list[tuple[torch.dtype, ...]] = []
-    operator = layer_file.ms_deform_attn
-
-    def recorded(value: Tensor, shapes: Tensor, start: Tensor, points: Tensor, *rest: Any, **options: Any) -> Tensor:
-        seen.append((value.dtype, points.dtype, options['reference_points'].dtype))
-        return operator(value, shapes, start, points, *rest, **options)
-
-    predicted: list[torch.dtype] = []
-    by_feat = model.bbox_head.loss_by_feat
-    monkeypatch.setattr(layer_file, 'ms_deform_attn', recorded)
-    monkeypatch.setattr(
-        model.bbox_head, 'loss_by_feat', lambda *args: predicted.extend(x.dtype for x in args[:2]) or by_feat(*args)
-    )
+    found: list[Tensor] = []
+    for name, module in model.named_modules():
+        if name == 'bbox_head' or name.endswith('sampling_offsets'):
+            module.register_forward_hook(lambda module, args, output: found.extend(output) or None)
     losses(model, torch.bfloat16)
-    assert (torch.bfloat16, torch.bfloat16, torch.bfloat16) in seen, 'without the hook there is nothing to mend'
-    seen.clear(), predicted.clear(), model.zero_grad()
+    assert torch.bfloat16 in {x.dtype for x in found}, 'without the hook there is nothing to mend'
+    found.clear(), model.zero_grad()
     HOOKS.build(dict(type='mmgate.Float32Hook')).before_run(SimpleNamespace(model=model))
-    actual = losses(model, torch.bfloat16)
-    assert set(seen) == {(torch.bfloat16, torch.float32, torch.float32)} and len(seen) == 4
-    assert predicted == [torch.float32, torch.float32]
-    for name, loss in actual.items():
-        torch.testing.assert_close(loss, expected[name], rtol=0.05, atol=0.02, msg=lambda m, n=name: f'{n}: {m}')
+    with mmgate.record(model, ['locations']) as recording:
+        losses(model, torch.bfloat16)
+    found += [notes['locations'].last for notes in recording.values()]
+    assert {x.dtype for x in found} == {torch.float32} and len(recording) == 4
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     assert grads and all(g.isfinite().all() and g.dtype == torch.float32 for g in grads)
-    assert list(model.state_dict()) == keys
 
 
 def test_mmcvs_roi_align_runs_in_bfloat16_if_it_is_kept_in_float32() -> None:
@@ -237,19 +211,12 @@ def test_mmcvs_roi_align_runs_in_bfloat16_if_it_is_kept_in_float32() -> None:
     assert path_regex('**.roi_layers.*').fullmatch('roi_head.bbox_roi_extractor.roi_layers.0')
 
 
-def test_float32_changes_nothing_without_autocast() -> None:
-    model = detector()
-    expected = losses(model, None)
-    for _ in range(2):  # a second run of the same model
-        Float32Hook().before_run(SimpleNamespace(model=model))
-    torch.testing.assert_close(losses(deepcopy(model), None), expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16])
-def test_float32_leaves_a_model_of_another_dtype_as_it_is(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
+def test_float32_changes_nothing_without_autocast(dtype: torch.dtype) -> None:
     layer, x = nn.Linear(3, 2).to(dtype), torch.randn(1, 3, dtype=dtype)
     expected = layer(x)
-    keep_float32(layer)
+    for _ in range(2):  # a second run of the same model
+        keep_float32(layer)
     assert torch.equal(layer(x), expected)
 
 
@@ -261,18 +228,6 @@ def test_a_module_without_parameters_is_where_its_inputs_are(monkeypatch: pytest
         keep_float32(layer)
         layer(torch.empty(2, device='meta'))
     assert asked == ['meta', 'meta']
-
-
-def test_float32_survives_a_pickle() -> None:
-    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
-    keep_float32(model[0])
-    loaded = pickle.loads(pickle.dumps(model))
-    keep_float32(loaded[0])
-    assert type(loaded[0]) is type(model[0]) and list(loaded.state_dict()) == ['0.weight', '0.bias']
-    with torch.autocast('cpu', torch.bfloat16):
-        given = torch.randn(1, 3)
-        assert loaded(given).dtype == torch.float32
-    assert torch.equal(loaded(given), model(given))
 
 
 def test_float32_hands_on_what_is_no_tensor() -> None:
@@ -307,15 +262,7 @@ def test_all_parts_work_together() -> None:
         'CompileHook: backbone, encoder.layers.0, encoder.layers.1, decoder are compiled as they are first called.'
     ]
     # The decoder is one graph, with the refinement of its reference points, and so is each other part.
-    assert TORCH < (2, 5) or not counters['graph_break']
-
-
-def test_each_decoder_layer_of_a_masked_transformer_is_compiled() -> None:
-    """Its head goes through the layers, so that a compiled decoder would never be called."""
-    layers = nn.ModuleDict(dict(layers=nn.ModuleList([nn.Linear(2, 2)])))
-    head = nn.ModuleDict(dict(pixel_decoder=nn.Linear(2, 2), transformer_decoder=layers))
-    (line,) = run(CompileHook(), nn.ModuleDict(dict(decode_head=head)))
-    assert line.startswith('CompileHook: decode_head.transformer_decoder.layers.0 are')
+    assert TORCH < (2, 7) or not counters['graph_break']
 
 
 def test_tf32_is_allowed_during_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,29 +276,58 @@ def test_tf32_is_allowed_during_the_run(monkeypatch: pytest.MonkeyPatch) -> None
         assert torch.get_float32_matmul_precision() == before
 
 
-def test_channels_last_changes_no_result() -> None:
-    model = detector()
-    expected = losses(deepcopy(model), None)
-    seen: list[bool] = []
-    for _ in range(2):
-        HOOKS.build(dict(type='mmgate.ChannelsLastHook')).before_run(SimpleNamespace(model=model))
-    assert len(model.backbone._forward_pre_hooks) == 1
-    model.backbone.layer4.register_forward_hook(
-        lambda module, args, y: seen.append(y.is_contiguous(memory_format=torch.channels_last))
-    )
-    torch.testing.assert_close(losses(deepcopy(model), None), expected, rtol=1e-3, atol=1e-4)
-    assert seen == [True]
-
-
-def test_channels_last_leaves_other_inputs() -> None:
+def test_channels_last_is_for_maps_and_ends_after_the_part() -> None:
     part = nn.Flatten(0)
     seen: list[Any] = []
     part.forward = lambda *args: seen.extend(args) or args  # type: ignore[method-assign]
-    HOOKS.build(dict(type='mmgate.ChannelsLastHook', paths=['part'])).before_run(
-        SimpleNamespace(model=nn.ModuleDict(dict(part=part)))
-    )
+    model = nn.ModuleDict(dict(part=part))
+    for _ in range(2):  # a second run of the same model
+        HOOKS.build(dict(type='mmgate.ChannelsLastHook', paths=['part'])).before_run(SimpleNamespace(model=model))
+    assert len(part._forward_pre_hooks) == 1
     given = torch.zeros(1, 2, 3), 'tokens', (torch.zeros(1, 2, 3, 3),)  # maps as a neck gets them
     output = part(*given)
     (tokens, text, (maps,)), (out_tokens, out_text, (out_maps,)) = seen, output
     assert tokens is out_tokens is given[0] and text is out_text is given[1]
     assert maps.is_contiguous(memory_format=torch.channels_last) and out_maps.is_contiguous()
+
+
+class _Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class _Shifted(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 1 + super().forward(x)
+
+
+def pickled(module: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(module))
+
+
+@pytest.mark.parametrize('copied', [copy, deepcopy, pickled])
+def test_a_copy_has_the_mixins_in_their_order_and_is_not_compiled(copied: Any) -> None:
+    layer = nn.Linear(3, 2)
+    layer.__class__ = derived_class(_Shifted, derived_class(_Doubled, nn.Linear, ''), 'Shifted')
+    layer.compile(backend='eager')
+    found = copied(layer)
+    assert type(found) is type(layer) and type(found).__name__ == 'ShiftedLinear'
+    assert layer._compiled_call_impl is not None and found._compiled_call_impl is None
+    x = torch.randn(4, 3)
+    assert torch.equal(found(x), 1 + 2 * nn.functional.linear(x, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize('copied', [deepcopy, pickled])
+def test_a_gate_goes_on_and_off_in_a_module_that_keeps_float32(copied: Any) -> None:
+    model: Any = nn.ModuleDict(dict(attn=nn.MultiheadAttention(16, 2)))
+    swap_attention(model, dict(path='attn', type='PLuGMultiheadAttention', init='paper'))
+    keep_float32(model['attn'])
+    x = torch.randn(3, 1, 16)
+    gated, found = model['attn'](x, x, x)[0], copied(model)
+    assert torch.equal(found['attn'](x, x, x)[0], gated)
+    with gates_disabled(model):
+        off = model['attn'](x, x, x)[0]
+        with torch.autocast('cpu', torch.bfloat16):
+            assert torch.equal(model['attn'](x, x, x)[0], off) and not torch.equal(off, gated)
+    with pytest.raises(ConfigError, match='was derived from the gated one after gating'):
+        restore_attention(model)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, needs_mmpretrain, over_shapes, run_python, tool
-from helpers.image_sets import write_images
 from mmdet.structures.bbox import get_box_tensor
 from mmengine.config import Config
 from mmengine.structures import BaseDataElement
@@ -20,26 +21,21 @@ from shapes import write_shapes
 from torch import nn
 
 import mmgate
-from mmgate.analysis import loading
 from mmgate.analysis.arguments import drawing_parser
 from mmgate.analysis.figures.maps import seen_part
-from mmgate.analysis.loading import UNTRAINED, load_models
+from mmgate.analysis.loading import UNTRAINED, load_model, load_models
 from mmgate.benchmarks import backbones
 from mmgate.benchmarks.measure import MODES
-from mmgate.gates import SDPAGate
 from mmgate.mm import cli
-from mmgate.mm.config_file import read_config
 
 CONFIGS = dict(
+    vanilla='_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py',
     detr='plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py',
     mask2former='plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py',
     pvt='vanilla/mask_rcnn/mask-rcnn_pvt-demo_1xb8-8e_shapes.py',
     agent='agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py',
     saga='saga/mask_rcnn/saga-mask-rcnn_swin-demo_1xb8-8e_shapes.py',
 )
-VANILLA_DETR = 'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py'
-
-CLASSIFIERS = ('configs/sdpa_gate/classification/sdpa-gate-vit', 'projects/dgsa/configs/dgvit')
 
 
 @pytest.fixture(scope='module')
@@ -52,93 +48,90 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(root / f'{name}.py') for name in CONFIGS}
 
 
-def look(name: str, config: str, out: Path, *options: str) -> int:
+def look(name: str, config: str, out: Path, *options: str, checkpoint: str = UNTRAINED) -> int:
     """Run a tool on one image and return its exit status."""
-    return cli.main(tool(name).main, [config, UNTRAINED, '--max-images', '1', '--out', str(out), *options])
+    return cli.main(tool(name).main, [config, checkpoint, '--max-images', '1', '--out', str(out), *options])
 
 
-def draw(name: str, config: str, out: Path, *options: str) -> list[dict[str, str]]:
+def draw(name: str, config: str, out: Path, *options: str, checkpoint: str = UNTRAINED) -> list[dict[str, str]]:
     """Run a tool and return the rows of its CSV."""
-    assert look(name, config, out, *options) == 0
+    assert look(name, config, out, *options, checkpoint=checkpoint) == 0
     (picture,) = out.glob('*.png')
     assert picture.stat().st_size > 5_000
     return list(csv.DictReader(picture.with_suffix('.csv').open()))
 
 
-@pytest.mark.parametrize('model', ['detr', 'mask2former'])
-def test_an_identity_gate_is_zero(model: str, configs: dict[str, str], tmp_path: Path) -> None:
-    rows = draw('plot_gates', configs[model], tmp_path)
-    assert rows and {float(row[key]) for row in rows for key in ('mean', 'std', 'minimum', 'maximum')} == {0}
+def numbers(rows: list[dict[str, str]], *keys: str) -> np.ndarray:
+    """Return columns of rows, ``(rows, columns)``."""
+    return np.array([[float(row[key]) for key in keys] for row in rows])
 
 
-@needs_mmpretrain
-def test_a_map_of_gates_has_every_pair(tmp_path: Path) -> None:
-    """Of 16 patches and the class token, in the figure's CSV, without a pool."""
-    rule = dict(type='PLuGMultiheadAttention', path='backbone.layers.*.attn', init='paper')
-    base = ROOT / 'configs/vanilla/classification/vit_1xb64-40e_digits.py'
-    gated = f"model = dict(type='mmgate.Gated', host='mmpretrain.ImageClassifier', attention={rule!r})"
-    (tmp_path / 'gated.py').write_text(f'_base_ = {str(base)!r}\n{gated}')
-    cv2.imwrite(str(tmp_path / 'image.png'), np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8))
-    draw('plot_gates', str(tmp_path / 'gated.py'), tmp_path / 'out', '--images', str(tmp_path / 'image.png'))
-    rows = list(csv.DictReader((tmp_path / 'out/gates_map.csv').open()))
-    names = ['class', *map(str, range(16))]
-    assert [(row['row'], row['column']) for row in rows] == list(product(names, names))
-    assert {row['axes'] for row in rows} == {'pairs'} and len({row['gate'] for row in rows}) > 200
+def write_noise(folder: Path, *widths: int, height: int) -> list[str]:
+    """Write an image of random pixels for each width, and return the options by which a tool takes them."""
+    for number, width in enumerate(widths):
+        image = np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
+        cv2.imwrite(str(folder / f'{number}.png'), image)
+    return ['--images', *(str(folder / f'{number}.png') for number in range(len(widths)))]
 
 
-def test_gates_and_ranks_of_saga(configs: dict[str, str], tmp_path: Path) -> None:
-    """Gates start around a half, ranks stay below the channels."""
+def checkpoint(config: str, path: Path, change: Callable[[nn.Module], None]) -> str:
+    """Write a checkpoint of a config's model after a change of its parameters, and return its path."""
+    model = load_model(Config.fromfile(config), UNTRAINED).model
+    with torch.no_grad():
+        change(model)
+    torch.save(dict(state_dict=model.state_dict()), path)
+    return str(path)
+
+
+def test_gates_and_ranks(configs: dict[str, str], tmp_path: Path) -> None:
+    """Identity gates are zero; SAGA's start around a half, and its ranks stay below the channels."""
+    rows = draw('plot_gates', configs['detr'], tmp_path / 'identity')
+    assert rows and not numbers(rows, 'mean', 'std', 'minimum', 'maximum').any()
     means = {row['gate']: float(row['mean']) for row in draw('plot_gates', configs['saga'], tmp_path / 'gates')}
     assert means['gate_k'] == pytest.approx(0.5, abs=0.05) and means['gate_out'] == pytest.approx(0, abs=0.1)
-    others = ['--against', configs['saga'], UNTRAINED, '--against', configs['saga'], UNTRAINED]
-    rows = draw('plot_kv_rank', configs['saga'], tmp_path / 'rank', *others)
+    others = ['--against', configs['saga'], UNTRAINED]
+    rows = draw('plot_kv_rank', configs['saga'], tmp_path / 'rank', *others, *others)
     assert {row['model'] for row in rows} == {'saga (1)', 'saga (2)', 'saga (3)'}
-    for row in rows:
-        assert 1 <= float(row['effective_rank']) <= float(row['matrix_rank']) <= float(row['channels'])
+    ranks = numbers(rows, 'effective_rank', 'matrix_rank', 'channels')
+    assert (ranks >= 1).all() and (np.diff(ranks) >= 0).all()
 
 
 def test_sinks_lie_above_uniform(configs: dict[str, str], tmp_path: Path) -> None:
     rows = draw('plot_attention_sink', configs['mask2former'], tmp_path, '--against', configs['pvt'], UNTRAINED)
     assert {row['model'] for row in rows} == {'mask2former', 'pvt'}
-    assert all(float(row['largest_head_share']) >= float(row['sink_share']) >= float(row['uniform']) for row in rows)
+    assert (np.diff(numbers(rows, 'uniform', 'sink_share', 'largest_head_share')) >= 0).all()
     assert 'layers.0.cross_attn' in rows[0]['layer'] and 'layers.0.self_attn' in rows[1]['layer']  # as they run
-    assert all(float(row['maximum_activation']) > 0 for row in rows)
+    assert (numbers(rows, 'maximum_activation') > 0).all()
+
+
+@pytest.mark.parametrize('model', ['pvt', 'agent', 'saga'])
+def test_relevance_of_a_rollout_sums_to_one(model: str, configs: dict[str, str], tmp_path: Path) -> None:
+    """Through PVT's reductions, agents, and the windows of the last stage of a SAGA-Swin."""
+    assert numbers(draw('plot_rollout', configs[model], tmp_path), 'relevance').sum() == pytest.approx(1, abs=1e-3)
+
+
+def test_agents_have_their_maps(configs: dict[str, str], tmp_path: Path) -> None:
+    rows = draw('plot_agents', configs['agent'], tmp_path)
+    assert [row['agent'] for row in rows] == [*'012345678']
+    assert (numbers(rows, 'largest') > 0).all() and (numbers(rows, 'largest') <= 1).all()
 
 
 @needs_mmpretrain
 def test_classifiers_have_a_first_token_and_heads(tmp_path: Path) -> None:
-    """Gated attention's ViT beside M-DGSA's, whose heads inhibit, on four images."""
-    for number in range(4):
-        image = np.random.default_rng(number).integers(0, 256, (32, 32, 3), np.uint8)
-        cv2.imwrite(str(tmp_path / f'{number}.png'), image)
-    given = ['--images', *(str(tmp_path / f'{number}.png') for number in range(4))]
-    gated, signed = (str(ROOT / f'{name}_1xb64-40e_digits.py') for name in CLASSIFIERS)
+    """Gated attention's ViT beside M-DGSA's, whose heads inhibit."""
+    given = write_noise(tmp_path, 32, height=32)
+    gated = str(ROOT / 'configs/sdpa_gate/classification/sdpa-gate-vit_1xb64-40e_digits.py')
+    signed = str(ROOT / 'projects/dgsa/configs/dgvit_1xb64-40e_digits.py')
     for row in draw('plot_attention_sink', gated, tmp_path / 'sink', *given):
         assert float(row['sink_share']) >= float(row['first_token_share']) > 0
         assert float(row['maximum_activation']) >= float(row['first_token_activation']) > 0
-    rows = draw('plot_cka', gated, tmp_path / 'cka', *given)
-    assert {round(float(row['cka']), 4) for row in rows if row['layer'] == row['other']} == {1.0}
-    heads = ['--part', 'heads', '--layer', '1', '--against', gated, UNTRAINED, *given[:2]]
-    values = [float(row['attention']) for row in draw('plot_rollout', signed, tmp_path / 'heads', *heads)]
-    assert len(values) == 2 * 4 * 16 and min(values[:64]) < 0 < min(values[64:])
+    heads = ['--part', 'heads', '--layer', '1', '--against', gated, UNTRAINED, *given]
+    values = numbers(draw('plot_rollout', signed, tmp_path / 'heads', *heads), 'attention')
+    assert len(values) == 2 * 4 * 16 and values[:64].min() < 0 < values[64:].min()
     for options in ([], ['--absolute']):
-        rows = draw('plot_rollout', signed, tmp_path / f'rollout{len(options)}', *given[:2], *options)
-        values = [float(row['relevance']) for row in rows]
-        assert sum(map(abs, values)) == pytest.approx(1, abs=1e-3) and (min(values) < 0) == (not options)
-
-
-@needs_mmpretrain
-@pytest.mark.parametrize('name', ['cifar100', 'svhn'])
-def test_a_rollout_of_images_in_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """M-DGSA's Figure 2, through smaller models: DGViT beside ViT, on the data set's first image."""
-    write_images(name, tmp_path, monkeypatch)
-    ours, vanilla = (
-        str(ROOT / f'projects/dgsa/configs/{config}_1xb128-100e_{name}.py') for config in ('dgvit', 'vanilla/vit')
-    )
-    data = f'val_dataloader.dataset.data_root={tmp_path}'
-    rows = draw('plot_rollout', ours, tmp_path / 'out', '--against', vanilla, UNTRAINED, '--cfg-options', data)
-    assert len(rows) == 2 * 8 * 8 and len({row['model'] for row in rows}) == 2
-    assert (tmp_path / 'out/rollout_val_0.png').exists()
+        rows = draw('plot_rollout', signed, tmp_path / f'rollout{len(options)}', *given, *options)
+        values = numbers(rows, 'relevance')
+        assert np.abs(values).sum() == pytest.approx(1, abs=1e-3) and (values.min() < 0) == (not options)
 
 
 def test_a_picture_shows_what_the_model_sees() -> None:
@@ -150,23 +143,9 @@ def test_a_picture_shows_what_the_model_sees() -> None:
     assert seen_part(picture, sample).shape == (8, 12)
 
 
-@pytest.mark.parametrize('model', ['pvt', 'agent', 'saga'])
-def test_relevance_of_a_rollout_sums_to_one(model: str, configs: dict[str, str], tmp_path: Path) -> None:
-    """Through PVT's reductions, agents, and the windows of the last stage of a SAGA-Swin."""
-    rows = draw('plot_rollout', configs[model], tmp_path)
-    assert sum(float(row['relevance']) for row in rows) == pytest.approx(1, abs=1e-3)
-
-
-def test_agents_have_their_maps(configs: dict[str, str], tmp_path: Path) -> None:
-    rows = draw('plot_agents', configs['agent'], tmp_path)
-    assert [int(row['agent']) for row in rows] == list(range(9)) and all(0 < float(row['largest']) <= 1 for row in rows)
-
-
 def test_cka_needs_images_of_one_size_and_says_how(configs: dict[str, str], tmp_path: Path, capsys: Any) -> None:
     """What the message says to set makes a square of each of four images."""
-    for number, width in enumerate((64, 64, 64, 96)):
-        image = np.random.default_rng(number).integers(0, 256, (64, width, 3), np.uint8)
-        cv2.imwrite(str(tmp_path / f'{number}.png'), image)
+    write_noise(tmp_path, 64, 64, 64, 96, height=64)
     given = ['--images', str(tmp_path)]
     assert look('plot_cka', configs['pvt'], tmp_path / 'cka', *given) == 2
     setting = 'val_dataloader.dataset.pipeline.1.keep_ratio=False'
@@ -175,67 +154,51 @@ def test_cka_needs_images_of_one_size_and_says_how(configs: dict[str, str], tmp_
     assert {round(float(row['cka']), 4) for row in rows if row['layer'] == row['other']} == {1.0}
 
 
-def test_efficiency_of_two_backbones(configs: dict[str, str], tmp_path: Path) -> None:
-    given = [configs['pvt'], configs['agent'], '--repetitions', '1', '--sizes', '32', '64', '--out', str(tmp_path)]
-    for options, modes in ([], MODES[:1]), (['--modes', *reversed(MODES)], MODES):
-        assert cli.main(tool('plot_efficiency').main, [*given, *options]) == 0
-        rows = list(csv.DictReader((tmp_path / 'efficiency.csv').open()))
-        found = [tuple(row[key] for key in ('mode', 'x', 'metric', 'provider')) for row in rows]
-        assert found == list(product(modes, ('32_b1', '64_b1'), ('throughput', 'peak memory'), ('pvt', 'agent')))
-        assert all(float(row['y_20']) <= float(row['y_50']) <= float(row['y_80']) for row in rows)
-    assert (tmp_path / 'efficiency.png').stat().st_size > 5_000
-
-
-def test_efficiency_beside_accuracies(configs: dict[str, str], tmp_path: Path, capsys: Any) -> None:
-    """The panels that the papers have, what is measured in the figure, and what a file lacks in one message."""
+def test_efficiency_of_gated_backbones_beside_accuracies(
+    configs: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """And what a file of accuracies lacks in one message."""
     table = tmp_path / 'accuracies.csv'
-    given = [configs['pvt'], configs['agent'], '--repetitions', '1', '--sizes', '32', '--out', str(tmp_path / 'out')]
-    given += ['--accuracies', str(table)]
-    table.write_text('config,accuracy\npvt,75.1\n')
-    assert cli.main(tool('plot_efficiency').main, given) == 2
-    assert 'has no accuracy of agent; add a row for each' in capsys.readouterr().err
-    table.write_text('config,top1\npvt,75.1\n')
-    assert cli.main(tool('plot_efficiency').main, given) == 2
-    assert 'is no CSV file with columns config and accuracy' in capsys.readouterr().err
+    gate = ['--gate', 'backbone.layers.*.*.*.attn=SDPAGatedMultiheadAttention']
+    given = [configs['pvt'], *gate, '--repetitions', '1', '--sizes', '32', '64', '--accuracies', str(table)]
+    given += ['--modes', *reversed(MODES), '--out', str(tmp_path)]
+    for text, message in (
+        ('config,accuracy\npvt,75.1\n', 'has no accuracy of pvt, gated; add a row for each'),
+        ('config,top1\npvt,75.1\n', 'is no CSV file with columns config and accuracy'),
+    ):
+        table.write_text(text)
+        assert cli.main(tool('plot_efficiency').main, given) == 2 and message in capsys.readouterr().err
+    gated: list[bool] = []
+    build = backbones.backbone
 
-    saved = []
-    table.write_text(f'config,accuracy,family\n{configs["pvt"]},75.1,tiny\nagent,78.4,tiny\n')
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backbones, 'save', lambda figure, path: saved.append(figure) or path)
-        assert cli.main(tool('plot_efficiency').main, given) == 0
-    (figure,) = saved
-    titles = [axis.get_title() for axis in figure.axes]
-    assert titles == ['forward: peak memory', 'forward: throughput', 'forward: accuracy, 32 pixels']
-    assert [line.get_ydata()[0] for line in figure.axes[2].lines[:2]] == [75.1, 78.4]
-    assert sorted(figure.axes[2].lines[2].get_ydata()) == [75.1, 78.4]  # the family's
+    def built(cfg: Config) -> nn.Module:
+        model = build(cfg)
+        gated.append(bool(mmgate.gate_parameters(model)))
+        return model
 
-
-def test_efficiency_of_what_rules_gate(configs: dict[str, str], tmp_path: Path) -> None:
-    rule = dict(type='SDPAGatedMultiheadAttention', path='backbone.layers.*.*.*.attn')
-    (tmp_path / 'gated.py').write_text(
-        f"_base_ = {configs['pvt']!r}\nmodel = dict(type='mmgate.Gated', host='mmdet.MaskRCNN', attention={rule!r})"
-    )
-    built = backbones.backbone(read_config(str(tmp_path / 'gated.py')))
-    assert any(isinstance(module, SDPAGate) for module in built.modules())
+    monkeypatch.setattr(backbones, 'backbone', built)
+    table.write_text(f'config,accuracy,family\n{configs["pvt"]},75.1,tiny\n"pvt, gated",78.4,tiny\n')
+    assert cli.main(tool('plot_efficiency').main, given) == 0 and set(gated) == {False, True}
+    rows = list(csv.DictReader((tmp_path / 'efficiency.csv').open()))
+    found = [tuple(row[key] for key in ('mode', 'x', 'metric', 'provider')) for row in rows]
+    assert found == list(product(MODES, ('32_b1', '64_b1'), ('throughput', 'peak memory'), ('pvt', 'pvt, gated')))
+    assert (np.diff(numbers(rows, 'y_20', 'y_50', 'y_80')) >= 0).all()
+    assert (tmp_path / 'efficiency.png').stat().st_size > 10_000
 
 
-def test_points_on_a_photograph(configs: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_on_a_photograph(configs: dict[str, str], tmp_path: Path) -> None:
     """Every offset is (2, -1) pixels of its level, so the points of the image's middle are known."""
-    module, image, (height, width) = tool('plot_sampling_points'), tmp_path / 'photo.jpg', (427, 640)  # as COCO's are
-    cv2.imwrite(str(image), np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8))
-    built = loading.load_models
+    height, width = (427, 640)  # as COCO's are
 
-    def known(*args: Any, **options: Any) -> Any:
-        found = built(*args, **options)
-        for attention in (layer.self_attn for layer in found[0].model.encoder.layers):
-            nn.init.zeros_(attention.sampling_offsets.weight)
-            attention.sampling_offsets.bias.data.view(-1, 2).copy_(torch.tensor([2.0, -1.0]))
-        return found
+    def move(model: nn.Module) -> None:
+        for layer in model.encoder.layers:
+            nn.init.zeros_(layer.self_attn.sampling_offsets.weight)
+            layer.self_attn.sampling_offsets.bias.view(-1, 2).copy_(torch.tensor([2.0, -1.0]))
 
-    monkeypatch.setattr(loading, 'load_models', known)
-    module.main([configs['detr'], UNTRAINED, '--images', str(image), '--part', 'encoder', '--out', str(tmp_path)])
-    rows = list(csv.DictReader((tmp_path / f'sampling_points_{image.stem}.csv').open()))
-    assert len(rows) == 8 * 4 * 4 and (tmp_path / f'sampling_points_{image.stem}.png').stat().st_size > 10_000
+    weights = checkpoint(configs['detr'], tmp_path / 'moved.pth', move)
+    options = [*write_noise(tmp_path, width, height=height), '--part', 'encoder']
+    rows = draw('plot_sampling_points', configs['detr'], tmp_path / 'out', *options, checkpoint=weights)
+    assert len(rows) == 8 * 4 * 4
     scale = 128 / max(height, width)
     small = (int(width * scale + 0.5), int(height * scale + 0.5))  # what the model sees
     for row in rows:
@@ -246,73 +209,43 @@ def test_points_on_a_photograph(configs: dict[str, str], tmp_path: Path, monkeyp
                 cells = -(-cells // 2)
             middle = (int(0.5 * finest) + 0.5) / finest
             assert float(row[axis]) == pytest.approx((middle + offset / cells) * side, abs=0.01)
-    weights = np.array([float(row['weight']) for row in rows]).reshape(8, -1)
-    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
+    np.testing.assert_allclose(numbers(rows, 'weight').reshape(8, -1).sum(-1), 1, atol=1e-5)
 
 
-def test_one_level_of_a_decoder(configs: dict[str, str], tmp_path: Path, capsys: Any) -> None:
+def test_one_level_of_a_decoder(configs: dict[str, str], tmp_path: Path) -> None:
     arguments = ('plot_sampling_points', configs['detr'])
     rows = draw(*arguments, tmp_path / 'level', '--level', '1', '--queries', '5', '2')
     assert {row['level'] for row in rows} == {'1'} and len(rows) == 2 * 8 * 4
     assert {row['query'] for row in rows} == {'5', '2'}
-    assert look(*arguments, tmp_path, '--level', '9') == look(*arguments, tmp_path, '--layer', '5') == 2
-    said = capsys.readouterr().err
-    assert '--layer 5: the decoder has 2 layers' in said and 'the model has levels 0 to 3' in said
 
 
-def test_the_difference_that_gates_make(
-    configs: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_the_difference_that_gates_make(configs: dict[str, str], tmp_path: Path, capsys: Any) -> None:
     """Gates at their identity change nothing; drawn ones move weight between the points of a head, and no more."""
     arguments = ('plot_sampling_points', configs['detr'])
     rows = draw(*arguments, tmp_path / 'identity', '--difference', '--top-k', '2')
-    assert len(rows) == 2 * 8 * 4 * 4 and {float(row['change']) for row in rows} == {0}
+    assert len(rows) == 2 * 8 * 4 * 4 and not numbers(rows, 'change').any()
     assert '0.00% of the attention moved' in capsys.readouterr().out
 
-    module = tool('plot_sampling_points')
-    built = loading.load_models
+    def set_logits(model: nn.Module, gates: float = 0.0) -> None:
+        """They start at 0, where a factor changes nothing."""
+        torch.manual_seed(0)
+        for layer in model.decoder.layers:
+            nn.init.normal_(layer.cross_attn.attention_weights.weight, std=0.5)
+        for parameter in mmgate.gate_parameters(model).values() if gates else ():
+            nn.init.normal_(parameter, std=gates)
 
-    def drawn(*args: Any, **options: Any) -> Any:
-        found = built(*args, **options)
-        for loaded in found:
-            # Logits start at 0, where a factor changes nothing.
-            torch.manual_seed(0)
-            for name, parameter in loaded.model.named_parameters():
-                if 'attention_weights' in name:
-                    nn.init.normal_(parameter, std=0.5)
-        for parameter in mmgate.gate_parameters(found[0].model).values():
-            nn.init.normal_(parameter, std=0.5)
-        return found
-
-    monkeypatch.setattr(loading, 'load_models', drawn)
-    options = ['--max-images', '1', '--difference', '--queries', '3']
+    identity = checkpoint(configs['detr'], tmp_path / 'identity.pth', set_logits)
+    drawn = checkpoint(configs['detr'], tmp_path / 'drawn.pth', partial(set_logits, gates=0.5))
     tables = []
-    for name, against in (('alone', []), ('pair', ['--against', configs['detr'], UNTRAINED])):
-        module.main([configs['detr'], UNTRAINED, *options, *against, '--out', str(tmp_path / name)])
-        (table,) = (tmp_path / name).glob('*.csv')
-        rows = list(csv.DictReader(table.open()))
-        changes = np.array([float(row['change']) for row in rows]).reshape(8, 16)
+    for name, against in (('alone', []), ('pair', ['--against', configs['detr'], identity])):
+        options = ['--difference', '--queries', '3', *against]
+        rows = draw(*arguments, tmp_path / name, *options, checkpoint=drawn)
+        changes = numbers(rows, 'change').reshape(8, 16)
         assert np.abs(changes).max() > 0.01 and {row['query'] for row in rows} == {'3'}
         np.testing.assert_allclose(changes.sum(-1), 0, atol=1e-4)
-        tables.append([[float(row[key]) for key in ('weight', 'weight_before', 'x_before')] for row in rows])
+        tables.append(numbers(rows, 'weight', 'weight_before', 'x_before'))
     # Gates that are switched off leave the model that has them at their identity.
     np.testing.assert_allclose(*tables, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ('options', 'message'),
-    [
-        (['--difference'], 'has no gates to switch off; give --against CONFIG CHECKPOINT'),
-        (['--difference', *['--against', 'detr', UNTRAINED] * 2], '--difference is of two models'),
-    ],
-)
-def test_a_difference_is_of_gates_or_of_two_models(
-    options: list[str], message: str, configs: dict[str, str], tmp_path: Path, capsys: Any
-) -> None:
-    (tmp_path / 'vanilla.py').write_text(over_shapes(VANILLA_DETR, Path(configs['detr']).parent / 'shapes'))
-    given = [configs.get(option, option) for option in options]
-    assert look('plot_sampling_points', str(tmp_path / 'vanilla.py'), tmp_path / 'out', *given) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_a_window_that_slides_is_not_taken_for_the_image(configs: dict[str, str], tmp_path: Path) -> None:
@@ -347,8 +280,14 @@ def test_images_are_not_flipped_and_true_boxes_lie_on_them(configs: dict[str, st
         ('plot_gates', ['--out', 'file'], 'nothing can be written to file'),
         ('plot_gates', ['--max-images', '0'], '0: give 1 or more'),
         ('plot_gates', ['--images', 'nowhere'], 'nowhere is no image, no folder with images'),
+        ('plot_gates', ['vanilla'], 'needs a model with gates (plot_gates.py); DeformableDETR has '),
+        ('plot_agents', [], 'needs a model with agent tokens (plot_agents.py); DeformableDETR has '),
         ('plot_rollout', [], 'no self-attention over the image'),
         ('plot_sampling_points', ['--against', 'pvt', UNTRAINED], 'pvt: A picture of sampling points needs'),
+        ('plot_sampling_points', ['--level', '9'], 'the model has levels 0 to 3'),
+        ('plot_sampling_points', ['--layer', '5'], '--layer 5: the decoder has 2 layers'),
+        ('plot_sampling_points', ['--difference', *['--against', 'detr', UNTRAINED] * 2], 'is of two models'),
+        ('plot_sampling_points', ['vanilla', '--difference'], 'has no gates to switch off'),
         ('plot_sampling_points', ['--difference', '--level', '1'], '--difference is of a decoder on all levels'),
         ('plot_sampling_points', ['--pixel', '3', '3', '--part', 'decoder'], 'chooses a query of the encoder'),
         ('plot_sampling_points', ['--pixel', '64', '3'], 'the pixel (64, 3) lies outside of the image of 64 x 64'),
@@ -360,27 +299,30 @@ def test_refused_in_one_message(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path('file').write_text('')
+    first = 'vanilla' if 'vanilla' in options else 'detr'
+    given = [configs.get(option, option) for option in options if option != 'vanilla']
     try:
-        code: Any = look(name, configs['detr'], tmp_path, *(configs.get(option, option) for option in options))
+        code: Any = look(name, configs[first], tmp_path, *given)
     except SystemExit as error:  # argparse's own
         code = error.code
     assert code == 2 and message in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ['file']
 
 
 def test_help_is_printed_before_torch_is_imported() -> None:
-    """Of each tool that draws or lists; parsing their arguments costs nothing either."""
-    names = sorted(path.stem for path in (ROOT / 'tools/analysis_tools').glob('plot_*.py'))
+    """It takes half a second instead of several."""
+    folders = ('analysis_tools', 'dataset_converters', 'deploy', 'model_converters')
+    tools = [str(path) for folder in folders for path in sorted((ROOT / 'tools' / folder).glob('*.py'))]
+    names = [name for name in tools if '__main__' in Path(name).read_text()]
     code = """
 import runpy, sys
-sys.path.insert(0, 'tools/analysis_tools')
+sys.path[:0] = ['tools/analysis_tools', 'tools/dataset_converters']
 for name in sys.argv[1:]:
     sys.argv = [name, '--help']
     try:
-        runpy.run_path(f'tools/analysis_tools/{name}.py', run_name='__main__')
+        runpy.run_path(name, run_name='__main__')
     except SystemExit as error:
         print(name, error.code, file=sys.stderr)
 print({'torch', 'mmdet', 'mmcv', 'matplotlib'} & {*sys.modules}, file=sys.stderr)
 """
-    names += ['get_flops', 'list_attention', 'benchmark_ops', 'benchmark_training']
     said = run_python('-c', code, *names, cwd=ROOT).stderr.splitlines()
     assert said == [*(f'{name} 0' for name in names), 'set()']

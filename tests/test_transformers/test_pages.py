@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT
 
 pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
 
-from helpers.hub_models import build, feed
+from helpers.hub_models import build, feed, largest_difference
+from torch import Tensor, nn
 
 import mmgate
 
@@ -65,7 +67,7 @@ def test_transformers() -> None:
 
 def test_the_table_of_hosts_is_what_the_adapters_say() -> None:
     pytest.importorskip('timm', reason='the table has its hosts')
-    assert host_table.written() == PAGE, 'run python -P tools/dev/host_table.py'
+    assert host_table.written() == PAGE, 'run python tools/dev/host_table.py'
 
 
 def test_timm() -> None:
@@ -74,3 +76,49 @@ def test_timm() -> None:
     (block,) = blocks('timm')
     exec(block, space)
     assert len([one for one in mmgate.list_attention(space['model']) if one.gate]) == 12
+
+
+OUTPUTS = ('logits', 'pred_boxes')
+UNEVEN = dict(decoder_n_points=[3, 6, 3])  # as D-FINE is published
+CASES: dict[str, dict[str, Any]] = dict(deformable_detr={}, d_fine=UNEVEN, rf_detr={})
+
+# Whose code allows any number of images.
+ANY_NUMBER = ('deformable_detr', 'rf_detr')
+
+
+def detected(model: nn.Module, images: Tensor) -> list[Tensor]:
+    with torch.no_grad():
+        found = model(pixel_values=images)
+    return [found[name] for name in OUTPUTS]
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_an_exported_file_computes_what_the_gated_model_does(name: str) -> None:
+    """Written as the page has it, and compared by ONNX Runtime."""
+    pytest.importorskip('onnxscript', reason='needs the extra "deploy"')
+    onnx = pytest.importorskip('onnx', reason='needs the extra "deploy"')
+    onnxruntime = pytest.importorskip('onnxruntime', reason='needs the extra "deploy"')
+    model, images = build(name, **CASES[name]), feed(name)['pixel_values']
+    mmgate.swap_attention(model, dict(path='**', type='PLuGMultiScaleDeformableAttention'))
+    names = [one.path for one in mmgate.list_attention(model) if 'PLuGMultiheadAttention' in one.gates]
+    mmgate.swap_attention(model, dict(path=names, type='PLuGMultiheadAttention'))
+    for parameter in mmgate.gate_parameters(model).values():
+        nn.init.normal_(parameter, std=0.5)
+    (code,) = blocks('Export')
+    any_number = 'dynamo=True, dynamic_shapes=dict(pixel_values={0: "batch"})' if name in ANY_NUMBER else 'dynamo=True'
+    exec(code.replace('dynamo=True', any_number), dict(model=model, pixel_values=images))
+
+    session = onnxruntime.InferenceSession('gated.onnx')
+    other = torch.rand(images.shape, generator=torch.Generator().manual_seed(5))
+    other = torch.cat([other, other.flip(-1)]) if name in ANY_NUMBER else other
+    by_file = [torch.from_numpy(one) for one in session.run(OUTPUTS, dict(pixel_values=other.numpy()))]
+    expected = detected(model, other)
+    assert largest_difference(by_file, expected) < 1e-4
+    # The image and the gates matter.
+    assert largest_difference(detected(model, other.flip(-1)), expected) > 1e-2
+    with mmgate.gates_disabled(model):
+        assert largest_difference(detected(model, other), expected) > 1e-2
+
+    file = onnx.load('gated.onnx')
+    assert {node.domain for node in file.graph.node} == {''} and not file.functions
+    assert 'GridSample' not in {node.op_type for node in file.graph.node}

@@ -28,7 +28,7 @@ def main(argv: list[str]) -> None:
     import torch
 
     from mmgate.benchmarks import ops
-    from mmgate.benchmarks.measure import times_table, told, write_csv
+    from mmgate.benchmarks.measure import told, write_csv
 
     benchmark = {
         ('ms_deform_attn', 'cpu'): partial(ops.benchmark_ms_deform_attn, device='cpu'),
@@ -48,9 +48,7 @@ def main(argv: list[str]) -> None:
             yield from benchmark(args.repetitions)
 
     out = args.out or Path(f'work_dirs/benchmark_{args.op}_{args.device}.csv')
-    rows = write_csv(told(measured()), out)
-    if (args.op, args.device) == ('ms_deform_attn', 'cpu'):
-        print(times_table(rows, 'native'))
+    write_csv(told(measured()), out)
     print(f'written to {out}')
 
 

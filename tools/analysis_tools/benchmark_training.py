@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     from mmgate.benchmarks.measure import told, write_csv
     from mmgate.benchmarks.training import benchmark_training
     from mmgate.mm.config_file import read_config
-    from mmgate.mm.gate_options import put_gates
+    from mmgate.mm.gate_options import put_rules
     from mmgate.mm.speedups import SPEEDUPS
 
     unknown = sorted(set(args.speedups) - {*SPEEDUPS, 'all'})
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
     MMLogger.get_current_instance().setLevel('ERROR')
     ours = read_config(args.ours or (args.peer if args.gate else str(OURS)))
     optimizer = deepcopy(ours.get('optim_wrapper'))
-    put_gates(ours, args.gate)
+    put_rules(ours, args.gate)
     if optimizer is not None:
         # The constructor of gates also merges parameter groups and fuses the optimizer, which --speedups measures.
         ours.optim_wrapper = optimizer

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
     from mmgate.benchmarks.measure import throughput, told, write_csv
     from mmgate.errors import ConfigError
     from mmgate.mm.config_file import read_config
-    from mmgate.mm.gate_options import put_gates
+    from mmgate.mm.gate_options import put_rules
 
     if min(args.batch, args.repetitions) < 1 or min(args.sizes) < 32:
         raise ConfigError('--batch and --repetitions take 1 or more, --sizes sides of 32 pixels or more.')
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError('two configs have one file name, by which they are told apart; copy one to another name.')
     for path in args.configs if args.gate else ():
         cfg = read_config(path)
-        put_gates(cfg, args.gate)
+        put_rules(cfg, args.gate)
         builds[f'{Path(path).stem}, gated'] = partial(backbones.backbone, cfg)
     accuracies = backbones.read_accuracies(args.accuracies, builds) if args.accuracies else None
     options = {name: getattr(args, name) for name in OPTIONS}

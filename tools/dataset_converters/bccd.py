@@ -8,8 +8,8 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
+from mmgate.analysis.arguments import run
 from mmgate.errors import ConfigError
-from mmgate.mm import cli
 
 CLASSES = ('Platelets', 'RBC', 'WBC')
 SPLITS = {'train': 'trainval', 'val': 'test'}  # ours, theirs
@@ -74,15 +74,20 @@ def read_split(source: Path, names: list[str]) -> dict[str, list[dict[str, Any]]
     return dict(images=images, annotations=boxes, categories=categories)
 
 
-def main(argv: list[str]) -> None:
-    """Parse arguments, convert, print the counts."""
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('source', type=Path, help='folder BCCD of the repository')
     parser.add_argument('out', type=Path, nargs='?', default=Path('data/bccd'), help='default: data/bccd')
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    """Parse arguments, convert, print the counts."""
+    args = parser().parse_args(argv)
     counts = convert(args.source, args.out)
     print(f'{args.out}: {", ".join(f"{count} boxes of {split}" for split, count in counts.items())}')
 
 
 if __name__ == '__main__':
-    sys.exit(cli.main(main))
+    sys.exit(run(parser, main))

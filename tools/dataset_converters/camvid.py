@@ -10,8 +10,8 @@ from pathlib import Path
 import cv2
 import numpy as np
 
+from mmgate.analysis.arguments import run
 from mmgate.errors import ConfigError
-from mmgate.mm import cli
 
 SPLITS = ('train', 'val', 'test')
 VOID = 11
@@ -54,15 +54,20 @@ def convert(source: Path, out: Path) -> dict[str, int]:
     return counts
 
 
-def main(argv: list[str]) -> None:
-    """Parse arguments, convert, print the counts."""
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('source', type=Path, help='folder CamVid of the repository')
     parser.add_argument('out', type=Path, nargs='?', default=Path('data/camvid'), help='default: data/camvid')
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    """Parse arguments, convert, print the counts."""
+    args = parser().parse_args(argv)
     counts = convert(args.source, args.out)
     print(f'{args.out}: {", ".join(f"{count} images of {split}" for split, count in counts.items())}')
 
 
 if __name__ == '__main__':
-    sys.exit(cli.main(main))
+    sys.exit(run(parser, main))

@@ -27,15 +27,7 @@ def render_object(index: int, label: int, *, size: int = 64, seed: int = 0, spli
         size: Side of the image in pixels, at least 64.
         seed: Seed of the data set.
         split: ``'train'`` or ``'val'``.
-
-    Raises:
-        ValueError: An argument out of range.
     """
-    if min(index, seed) < 0 or size < MIN_SIZE or split not in SPLITS or not 0 <= label < len(CLASSES):
-        raise ValueError(
-            f'index and seed must be 0 or more, size {MIN_SIZE} or more, label below {len(CLASSES)}, split one of '
-            f'{", ".join(SPLITS)}; got index={index}, seed={seed}, size={size}, label={label}, split={split!r}.'
-        )
     rng = np.random.default_rng((seed, list(SPLITS).index(split), index, size, label))
     image = background(rng, size)
     mask = np.zeros((size, size), bool)
@@ -91,7 +83,7 @@ def write_digits(root: str | os.PathLike[str], *, size: int = 32, seed: int = 0,
 
     Raises:
         ImportError: scikit-learn is not installed.
-        ValueError: ``size`` is below 8.
+        ValueError: ``size`` is below 8, or ``seed`` below 0.
         FileExistsError: ``root`` holds other images and ``force`` is not set, or something else.
     """
     if size < 8 or seed < 0:

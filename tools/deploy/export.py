@@ -1,24 +1,16 @@
 """Write a detector or a segmentor as an ONNX file, and compare the file with PyTorch on real images."""
 
+import argparse
 import sys
 from pathlib import Path
 
-from mmengine.logging import print_log
-
-import mmgate  # noqa: F401
-from mmgate.analysis.arguments import add_inputs
-from mmgate.analysis.loading import check_folder, load_model
-from mmgate.deploy.export import check_environment, export
+from mmgate.analysis.arguments import add_inputs, gated_parser, run
 from mmgate.errors import ConfigError
-from mmgate.mm import cli
-from mmgate.mm.config_file import config_parser
-from mmgate.mm.gate_options import add_gate_options, configured
 
 
-def main(argv: list[str]) -> None:
-    """Parse arguments, export and compare."""
-    parser = config_parser(__doc__)
-    add_gate_options(parser)
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = gated_parser(__doc__)
     add_inputs(parser, split='test', count=4)
     parser.add_argument('--score-thr', type=float, default=0.05, help='detections are compared above it (default 0.05)')
     parser.add_argument('--out', help='file to write (default: work_dirs/deploy/NAME.onnx)')
@@ -28,7 +20,18 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         '--allow-mismatch', action='store_true', help='export although the checkpoint lacks some of the parameters'
     )
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    """Parse arguments, export and compare."""
+    args = parser().parse_args(argv)
+    from mmengine.logging import print_log
+
+    from mmgate.analysis.loading import check_folder, load_model
+    from mmgate.deploy.export import check_environment, export
+    from mmgate.mm.gate_options import configured
+
     check_environment()
     path = Path(args.out or f'work_dirs/deploy/{Path(args.config).stem}.onnx')
     if path.suffix != '.onnx':
@@ -43,4 +46,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == '__main__':
-    sys.exit(cli.main(main))
+    sys.exit(run(parser, main))

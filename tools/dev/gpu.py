@@ -16,8 +16,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,8 +25,11 @@ from mmgate.benchmarks.measure import describe_machine
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNEL_TESTS = {
-    'ms_deform_attn': 'tests/test_ops/test_deformable/test_triton_deformable.py',
-    'plug_attention': 'tests/test_ops/test_dense/test_triton_dense.py',
+    'ms_deform_attn': (
+        'tests/test_ops/test_deformable/test_triton_deformable.py',
+        'tests/test_ops/test_deformable/test_deformable.py',
+    ),
+    'plug_attention': ('tests/test_ops/test_dense/test_triton_dense.py',),
 }
 CONFIGS = (  # a vanilla config, ours beside it, and the images' size
     (
@@ -48,77 +49,67 @@ CONFIGS = (  # a vanilla config, ours beside it, and the images' size
     ),
 )
 SANITIZERS = ('memcheck', 'racecheck', 'initcheck')
+SANITIZER = shutil.which('compute-sanitizer') or shutil.which('/usr/local/cuda/bin/compute-sanitizer')
 # compute-sanitizer watches our kernels alone, as torch's many would take most of the time. initcheck has to watch all:
 # it takes for uninitialized what a kernel has written that it does not watch.
 KERNELS = ('order_kernel', 'forward_kernel', 'backward_kernel')
-Command = list[str] | str  # a string is the reason why a step cannot run
+WATCHED = [part for name in KERNELS for part in ('--kernel-name', f'kernel_substring={name}')]
+PYTEST = ['-m', 'pytest', '-q', '-p', 'no:cacheprovider', '-m', 'gpu']
+# Most of the time of tests is spent on compiling kernels, which processes do beside each other.
+BESIDE = ['--maxfail=20', *(['-n', '8'] if importlib.util.find_spec('xdist') else [])]
 
 
-def tests(op: str, out: Path) -> Command:
-    """Return the command of an operator's tests on a GPU."""
-    # Most of the time is spent on compiling kernels, which processes do beside each other.
-    beside = ['-n', '8'] if importlib.util.find_spec('xdist') is not None else []
-    return ['-m', 'pytest', '-q', '--maxfail=20', '-p', 'no:cacheprovider', *beside, '-m', 'gpu', KERNEL_TESTS[op]]
+def sanitized(tool: str) -> list[str]:
+    """Return the arguments of compute-sanitizer for a small test of each operator."""
+    files = [path for paths in KERNEL_TESTS.values() for path in paths]
+    test = [sys.executable, *PYTEST, '-x', '-k', 'equals_the_reference and (default or shared)', *files]
+    return ['--tool', tool, '--error-exitcode', '9', *(WATCHED if tool != 'initcheck' else []), *test]
 
 
-def sanitizer(tool: str, out: Path) -> Command:
-    """Return the command of a small test of each operator under compute-sanitizer."""
-    program = shutil.which('compute-sanitizer') or shutil.which('/usr/local/cuda/bin/compute-sanitizer')
-    if program is None:
-        return 'compute-sanitizer was not found'
-    watched = [part for name in KERNELS for part in ('--kernel-name', f'kernel_substring={name}')]
-    watched = [] if tool == 'initcheck' else watched
-    small = ['-m', 'gpu', '-k', 'equals_the_reference and (default or shared)']
-    command = [sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', *small, *KERNEL_TESTS.values()]
-    return [program, '--tool', tool, '--error-exitcode', '9', *watched, *command]
-
-
-def operator(op: str, repetitions: str, out: Path) -> Command:
-    """Return the command that measures an operator beside its peers."""
+def operator(op: str, repetitions: str) -> list[str]:
+    """Return the arguments of Python that measure an operator beside its peers."""
     options = ['--op', op, '--device', 'cuda', '--repetitions', repetitions]
-    return ['tools/analysis_tools/benchmark_ops.py', *options, '--out', str(out / f'{op}.csv')]
+    return ['tools/analysis_tools/benchmark_ops.py', *options, '--out', f'OUT/{op}.csv']
 
 
-def doctor(out: Path) -> Command:
-    """Return the command that checks and times every backend."""
-    return ['-m', 'mmgate.doctor', '--device', 'cuda', '--time', '--dtype', 'float32', 'bfloat16']
-
-
-def training(peer: str, ours: str, size: tuple[str, str], out: Path) -> Command:
-    """Return the command that measures training steps of a vanilla config and of ours."""
+def training(peer: str, ours: str, size: tuple[str, str]) -> list[str]:
+    """Return the arguments of Python that measure training steps of a vanilla config and of ours."""
     options = ['--peer', peer, '--ours', ours, '--size', *size, '--repetitions', '10']
-    command = ['tools/analysis_tools/benchmark_training.py', *options, '--out', str(out / f'{Path(ours).stem}.csv')]
-    return why_not('mmengine') or why_not('mmdet') or command
+    return ['tools/analysis_tools/benchmark_training.py', *options, '--out', f'OUT/{Path(ours).stem}.csv']
 
 
-# By part: the seconds of each step, and the function that returns its command.
-PARTS: dict[str, dict[str, tuple[int, Callable[[Path], Command]]]] = {
+# By part: the seconds of each step, and its arguments, in which OUT is the folder of results.
+PARTS: dict[str, dict[str, tuple[int, list[str]]]] = {
     'correctness': {
-        'sampler-tests': (150, partial(tests, 'ms_deform_attn')),
-        'plug-tests': (150, partial(tests, 'plug_attention')),
-        **{tool: (55, partial(sanitizer, tool)) for tool in SANITIZERS},
+        'sampler-tests': (150, [*PYTEST, *BESIDE, *KERNEL_TESTS['ms_deform_attn']]),
+        'plug-tests': (150, [*PYTEST, *BESIDE, *KERNEL_TESTS['plug_attention']]),
+        **{tool: (55, sanitized(tool)) for tool in SANITIZERS},
     },
-    'sampler': {'sampler': (450, partial(operator, 'ms_deform_attn', '20'))},
+    'sampler': {'sampler': (450, operator('ms_deform_attn', '20'))},
     'plug': {
-        'plug': (120, partial(operator, 'plug_attention', '10')),
-        'doctor': (110, doctor),
-        **{f'training-{number}': (60, partial(training, *configs)) for number, configs in enumerate(CONFIGS, 1)},
+        'plug': (120, operator('plug_attention', '10')),
+        'doctor': (110, ['-m', 'mmgate.doctor', '--device', 'cuda', '--time', '--dtype', 'float32', 'bfloat16']),
+        **{f'training-{number}': (60, training(*configs)) for number, configs in enumerate(CONFIGS, 1)},
     },
 }
 
 
-def run(step: str, command: Command, limit: int, log: Path) -> str:
-    """Run a step's command with its output in ``log`` and return a description of its end."""
-    if isinstance(command, str):
-        return f'could not run: {command}'
-    environment = dict(os.environ)
-    environment['PYTHONPATH'] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get('PYTHONPATH'))))
+def run(step: str, arguments: list[str], limit: int, out: Path) -> str:
+    """Run a step with its output in a log and return a description of its end."""
+    log = out / f'{step}.log'
     # Training alone needs and imports the mm packages.
-    environment['MMGATE_TORCH_ALONE'] = '0' if 'training' in step else '1'
+    trains = step.startswith('training')
+    missing = (why_not('mmengine') or why_not('mmdet')) if trains else None
+    if step in SANITIZERS and SANITIZER is None:
+        missing = 'compute-sanitizer was not found'
+    if missing:
+        return f'could not run: {missing}'
+    environment = os.environ | {'MMGATE_TORCH_ALONE': str(int(not trains))}
+    environment['PYTHONPATH'] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get('PYTHONPATH'))))
     if step in SANITIZERS:  # which see single tensors only if torch does not cache memory
         environment['PYTORCH_NO_CUDA_MEMORY_CACHING'] = '1'
-    else:
-        command = [sys.executable, *command]
+    program = SANITIZER if step in SANITIZERS else sys.executable
+    command = [str(program), *(word.replace('OUT/', f'{out}/') for word in arguments)]
     with log.open('w') as file:
         try:
             done = subprocess.run(command, stdout=file, stderr=file, timeout=limit, env=environment, cwd=ROOT)
@@ -155,9 +146,9 @@ def main(argv: list[str]) -> int:
     out.mkdir(parents=True, exist_ok=True)
     told: list[tuple[str, str, float]] = []
     for part in [args.part] if args.part else PARTS:
-        for step, (limit, command) in PARTS[part].items():
+        for step, (limit, arguments) in PARTS[part].items():
             start = time.perf_counter()
-            words = run(step, command(out), limit, out / f'{step}.log')
+            words = run(step, arguments, limit, out)
             told.append((step, words, time.perf_counter() - start))
             print(f'{step}: {words} ({told[-1][2]:.0f} s)', flush=True)
     written = out / f'{args.part or "all"}.md'

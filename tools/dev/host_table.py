@@ -1,8 +1,6 @@
 """Write the table of hosts in docs/hosts.md from the adapters; needs transformers and timm.
 
-python -P tools/dev/host_table.py    writes the page; tests/test_transformers/test_pages.py holds it to the adapters
-
-`-P`, because transformers imports a package called kernels if it finds one, and a module of this folder is called so.
+python tools/dev/host_table.py    writes the page; tests/test_transformers/test_pages.py holds it to the adapters
 """
 
 from __future__ import annotations

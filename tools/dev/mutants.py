@@ -11,29 +11,28 @@ from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import hashlib
 import json
 import os
 import random
+import shlex
 import shutil
-import signal
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
-from importlib import import_module
+from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import NoReturn
 
-from cosmic_ray.ast import ast_nodes, get_ast
-from cosmic_ray.mutating import mutate_code
-from cosmic_ray.plugins import get_operator, operator_names
+from cosmic_ray.commands.init import init
+from cosmic_ray.mutating import mutate_and_test, mutate_code
+from cosmic_ray.plugins import get_operator
+from cosmic_ray.work_db import WorkDB, use_db
+from cosmic_ray.work_item import MutationSpec
 from trees import ROOT, copy_tree
 
 CORE = (
@@ -65,36 +64,9 @@ LEFT_OUT = (
 )  # kernels, their launches; what is tested beside transformers, in an environment without mm packages
 # Keyword arguments that change no result: whose line a warning names, and a check of lengths that are one by the code.
 MEANINGLESS = ('stacklevel', 'strict')
-PYTEST = ('-x', '-q', '-p', 'no:cacheprovider', '-m', 'not slow')
-# Packages that every test run needs are imported once; none of them imports mmgate.
-PRELOADED = (
-    'pytest',
-    'torch',
-    'mmcv.ops',
-    'mmdet.models',
-    'mmdet.datasets',
-    'mmseg.models',
-    'mmseg.datasets',
-    'mmpretrain.models',
-)
-SETTINGS = {'PYTHONDONTWRITEBYTECODE': '1', 'OMP_NUM_THREADS': '1', 'TRITON_INTERPRET': '1'}
-
-
-@dataclass(frozen=True)
-class Place:
-    """A place where a file may be changed: path below ``mmgate``, line and column."""
-
-    module: str
-    line: int
-    column: int
-
-
-@dataclass(frozen=True)
-class Change:
-    """One of cosmic-ray's operators at one of its occurrences in a file."""
-
-    operator: str
-    occurrence: int
+SETTINGS = {'OMP_NUM_THREADS': '1', 'TRITON_INTERPRET': '1'}
+PYTEST = f"{shlex.quote(sys.executable)} -m pytest -x -q -p no:cacheprovider -m 'not slow'"
+NO_TESTS = 5  # pytest's status if all tests are skipped or deselected here
 
 
 def main() -> None:
@@ -109,62 +81,60 @@ def main() -> None:
     parser.add_argument('--out', type=Path, default=ROOT / 'work_dirs/mutants', help='folder for what was tried')
     parser.add_argument('--list', action='store_true', help='print the sample and try nothing')
     args = parser.parse_args()
-    chosen = sample(ROOT / 'mmgate', args.sample, args.seed, args.groups)
-    if args.list:
-        for place, change in chosen:
-            print(f'{place.module}:{place.line}:{place.column} {change.operator} {" ".join(tests_of(place.module))}')
-        return
-    preload()
-    args.out.mkdir(parents=True, exist_ok=True)
-    log = args.out / 'tried.jsonl'
+    out = args.out.absolute()
+    log = out / 'tried.jsonl'
     known = {row['key']: row for row in map(json.loads, log.read_text().splitlines())} if log.exists() else {}
     rows: list[dict] = []
     with tempfile.TemporaryDirectory(prefix='mutants-') as folder, suppress(KeyboardInterrupt):
-        copy_checkout(Path(folder))
-        for number, (place, change) in enumerate(chosen, 1):
-            row = known.get(key_of(place, change)) or attempt(Path(folder), place, change, args.timeout)
-            if row['key'] not in known and row['outcome'] != 'timeout':
+        package = copy_checkout(Path(folder))
+        chosen = sample(package, args.sample, args.seed, args.groups)
+        for number, mutation in enumerate(chosen, 1):
+            module = mutation.module_path.relative_to(package).as_posix()
+            where = f'{module}:{mutation.start_pos[0]} {mutation.operator_name}'
+            if args.list:
+                print(where, *tests_of(module))
+                continue
+            key = key_of(module, mutation)
+            row = known.get(key) or dict(key=key, module=module, where=where, **attempt(module, mutation, args.timeout))
+            if key not in known and row['outcome'] != 'timeout':
+                out.mkdir(parents=True, exist_ok=True)
                 with log.open('a') as file:
                     file.write(json.dumps(row) + '\n')
             rows.append(row)
-            where = f'{place.module}:{place.line}'
-            print(f'{number:3} {row["outcome"]:8} {row["seconds"]:5.0f} s  {where} {change.operator}', flush=True)
-    report = summary(rows, len(chosen), args.seed)
-    (args.out / f'seed{args.seed}.md').write_text(report)
-    print(report)
+            print(f'{number:3} {row["outcome"]:8} {row["seconds"]:5.0f} s  {where}', flush=True)
+    if rows:
+        report = summary(rows, len(chosen), args.seed)
+        (out / f'seed{args.seed}.md').write_text(report)
+        print(report)
 
 
-def copy_checkout(target: Path) -> None:
-    """Copy the tree and the compiled library, which git ignores; without it the tests of the kernels are skipped."""
+def copy_checkout(target: Path) -> Path:
+    """Copy the tree and the compiled library, which git ignores, work there, and return the package's folder.
+
+    Without the library the tests of the kernels are skipped.
+    """
     copy_tree(target)
     for library in (ROOT / 'mmgate/ops/native/cpp').glob('*.so'):
         shutil.copy2(library, target / library.relative_to(ROOT))
+    os.environ.update(SETTINGS, PYTHONPATH=str(target))
+    os.chdir(target)
+    return target / 'mmgate'
 
 
-def preload() -> None:
-    """Import the packages that tests need once, in the process from which each run of tests is forked."""
-    os.environ.update(SETTINGS)
-    sys.dont_write_bytecode = True
-    for name in PRELOADED:
-        with suppress(ImportError):  # mmpretrain is not everywhere
-            import_module(name)
-    assert 'mmgate' not in sys.modules
-
-
-def sample(package: Path, number: int, seed: int, groups: Sequence[str] = GROUPS) -> list[tuple[Place, Change]]:
-    """Return ``number`` places, the same share from each group, with a change each, shuffled."""
-    modules = [path.relative_to(package).as_posix() for path in sorted(package.rglob('*.py'))]
+def sample(package: Path, number: int, seed: int, groups: Sequence[str] = GROUPS) -> list[MutationSpec]:
+    """Return ``number`` changes at different places, the same share from each group, shuffled."""
+    modules = sorted(package.rglob('*.py'))
     draw = random.Random(seed)
-    chosen = []
+    chosen: list[MutationSpec] = []
     for name in groups:
-        places: dict[Place, list[Change]] = {}
-        for module in modules:
-            if group_of(module) == name:
-                places.update(changes(module, (package / module).read_text()))
-        ordered = sorted(places, key=lambda place: (place.module, place.line, place.column))
+        places = defaultdict(list)
+        for mutation in mutations([path for path in modules if group_of(path.relative_to(package).as_posix()) == name]):
+            places[mutation.module_path, mutation.start_pos].append(mutation)
+        ordered = sorted(places)
         draw.shuffle(ordered)
-        drawn = (draw_change(draw, (package / place.module).read_text(), places[place], place) for place in ordered)
-        chosen += list(islice(filter(None, drawn), number // len(groups)))
+        shuffled = (draw.sample(places[place], len(places[place])) for place in ordered)
+        drawn = (next(filter(is_python, possible), None) for possible in shuffled)
+        chosen += islice(filter(None, drawn), number // len(groups))
     draw.shuffle(chosen)
     return chosen
 
@@ -183,54 +153,61 @@ def tests_of(module: str) -> list[str]:
     """Return the test files for a path below ``mmgate``, the nearest first.
 
     ``tests`` mirrors ``mmgate``: ``a/b/c.py`` has ``test_a/test_b/test_c.py``, and ``a/b/__init__.py`` has
-    ``test_a/test_b/test_b.py``. Its neighbours in ``test_a/test_b`` follow, then the files in ``test_a``. A module
-    beside the packages has the file of its name alone.
+    ``test_a/test_b/test_b.py``; modules without such a file are in ``TESTED_BY`` of test_architecture.py. Neighbours in
+    ``test_a/test_b`` follow, then the files in ``test_a``. A module beside the packages has none of these.
     """
     *folders, name = module.removesuffix('.py').split('/')
     folder = ROOT.joinpath('tests', *(f'test_{part}' for part in folders))
     if name == '__init__' and folders:
         name = folders[-1]
     named = folder / f'test_{name.lstrip("_")}.py'
-    found = [named] if named.is_file() else []
+    listed = [ROOT / 'tests' / name for name, modules in tested_by().items() if module in modules]
+    found = [path for path in (named, *listed) if path.is_file()]
     if module in CORE and not folders:
         core = {folder / f'test_{one}' for one in CORE if '/' not in one}
-        found += sorted(path for path in core - {named} if path.is_file())
+        found += sorted(path for path in core - {*found} if path.is_file())
     for _ in folders:
-        found += sorted(set(folder.glob('test_*.py')) - {named})
+        found += sorted(set(folder.glob('test_*.py')) - {*found})
         folder = folder.parent
     return [path.relative_to(ROOT).as_posix() for path in found]
 
 
-def draw_change(draw: random.Random, code: str, possible: list[Change], place: Place) -> tuple[Place, Change] | None:
-    """Return a random change of a place after which the code can still be parsed, or None."""
-    for change in draw.sample(possible, len(possible)):
-        try:
-            ast.parse(mutate_code(code, get_operator(change.operator)(), change.occurrence))
-        except (AttributeError, SyntaxError):  # the former where an exception's name has dots
-            continue
-        return place, change
-    return None
+@cache
+def tested_by() -> dict[str, tuple[str, ...]]:
+    """Return ``TESTED_BY`` of test_architecture.py: test files, with the modules that they test."""
+    statements = ast.parse((ROOT / 'tests/test_architecture.py').read_text()).body
+    assigned = [one for one in statements if isinstance(one, ast.Assign)]
+    listed = next(one.value for one in assigned if ast.unparse(one.targets[0]) == 'TESTED_BY')
+    return ast.literal_eval(listed)
 
 
-def changes(module: str, code: str) -> dict[Place, list[Change]]:
-    """Return cosmic-ray's changes of a file by place, without those that have no effect when the code runs."""
-    found: dict[Place, list[Change]] = {}
-    tree = get_ast(code)
-    unread, operands = spans(code)
-    nodes = list(ast_nodes(tree))
-    for name in operator_names():
-        kind = get_operator(name)
-        if kind.arguments():
-            continue
-        operator = kind()
-        positions = (position[0] for node in nodes for position in operator.mutation_positions(node))
-        for occurrence, position in enumerate(positions):
-            if any(start <= position < end for start, end in unread):
-                continue
-            if 'BinaryOperator' in name and not any(start <= position < end for start, end in operands):
-                continue  # the star of keyword-only arguments and of unpacking
-            found.setdefault(Place(module, *position), []).append(Change(name, occurrence))
-    return found
+def is_python(mutation: MutationSpec) -> bool:
+    """Return whether a file can still be parsed after a change."""
+    operator = get_operator(mutation.operator_name)()
+    try:
+        ast.parse(mutate_code(mutation.module_path.read_text(), operator, mutation.occurrence))
+    except (AttributeError, SyntaxError):  # the former where an exception's name has dots
+        return False
+    return True
+
+
+def mutations(modules: Sequence[Path]) -> Iterator[MutationSpec]:
+    """Yield cosmic-ray's changes of files, without those that have no effect when the code runs."""
+    read = {path: spans(path.read_text()) for path in modules}
+    with tempfile.TemporaryDirectory() as folder, use_db(f'{folder}/changes.sqlite', WorkDB.Mode.create) as changes:
+        init(modules, changes, {})
+        for item in changes.work_items:
+            (mutation,) = item.mutations
+            unread, operands = read[mutation.module_path]
+            # A star outside of the operands is that of keyword-only arguments or of unpacking.
+            within = operands if 'BinaryOperator' in mutation.operator_name else [((0, 0), (sys.maxsize, 0))]
+            if is_inside(mutation, within) and not is_inside(mutation, unread):
+                yield mutation
+
+
+def is_inside(mutation: MutationSpec, spans: Iterable[tuple]) -> bool:
+    """Return whether a change starts inside one of these spans."""
+    return any(start <= mutation.start_pos < end for start, end in spans)
 
 
 def spans(code: str) -> tuple[list[tuple], list[tuple]]:
@@ -249,85 +226,21 @@ def spans(code: str) -> tuple[list[tuple], list[tuple]]:
     return unread, between
 
 
-def key_of(place: Place, change: Change) -> str:
+def key_of(module: str, mutation: MutationSpec) -> str:
     """Return a key of an attempt, made of the change, the file's code and the tests' code."""
-    read = [f'mmgate/{place.module}', *tests_of(place.module)]
-    state = repr((place, change)).encode() + b''.join((ROOT / name).read_bytes() for name in read)
-    return hashlib.sha256(state).hexdigest()[:16]
+    read = [f'mmgate/{module}', *tests_of(module)]
+    state = f'{module} {mutation.operator_name} {mutation.occurrence}'.encode()
+    return hashlib.sha256(state + b''.join((ROOT / name).read_bytes() for name in read)).hexdigest()[:16]
 
 
-def attempt(tree: Path, place: Place, change: Change, timeout: float) -> dict:
+def attempt(module: str, mutation: MutationSpec, timeout: float) -> dict:
     """Change one place of the copy, run its tests until one fails, and change it back."""
-    path = tree / 'mmgate' / place.module
-    before = path.read_text()
-    after = mutate_code(before, get_operator(change.operator)(), change.occurrence)
-    assert after is not None
     started = time.monotonic()
-    outcome = 'survived'
-    failed = ''
-    try:
-        path.write_text(after)
-        status, output = run(tests_of(place.module), tree, timeout)
-        if status not in (0, 5):  # 5: all of its tests are skipped or deselected here
-            outcome = 'timeout' if status is None else 'killed'
-            failed = first_failure(output)
-    finally:
-        path.write_text(before)
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm='')
-    diff = [line for line in lines if line[:1] in '+-' and line[:3] not in ('+++', '---')]
-    return dict(
-        key=key_of(place, change),
-        **asdict(place),
-        **asdict(change),
-        outcome=outcome,
-        seconds=round(time.monotonic() - started, 1),
-        by=failed,
-        diff=diff,
-    )
-
-
-def run(arguments: list[str], tree: Path, timeout: float) -> tuple[int | None, str]:
-    """Return the status and output of pytest in a fork of this process, or None and '' if it took too long."""
-    with tempfile.TemporaryFile('w+') as output:
-        child = os.fork()
-        if not child:
-            _test(arguments, tree, output.fileno())
-        deadline = time.monotonic() + timeout
-        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
-            if time.monotonic() > deadline:
-                os.killpg(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-                return None, ''
-            time.sleep(0.1)
-        output.seek(0)
-        return os.waitstatus_to_exitcode(ended[1]), output.read()
-
-
-def _test(arguments: list[str], tree: Path, output: int) -> NoReturn:
-    """Run the tests of a tree in this process, as the leader of a process group."""
-    status = 1
-    try:
-        os.setsid()
-        for stream in (1, 2):
-            os.dup2(output, stream)
-        # Both write to the file of the output, whatever they were before.
-        sys.stdout = os.fdopen(1, 'w', closefd=False)
-        sys.stderr = sys.stdout
-        os.chdir(tree)
-        os.environ['PYTHONPATH'] = str(tree)
-        sys.path.insert(0, str(tree))
-        import pytest
-
-        status = int(pytest.main([*PYTEST, *arguments]))
-        sys.stdout.flush()
-    finally:
-        os._exit(status)
-
-
-def first_failure(output: str) -> str:
-    """Return the name of the failing test in pytest's output, or the last line if no test has started."""
-    failures = [line for line in output.splitlines() if line.startswith(('FAILED', 'ERROR'))]
-    return (failures or output.strip().splitlines()[-1:] or [''])[0][:200]
+    tests = f'{PYTEST} {" ".join(tests_of(module))} || [ $? = {NO_TESTS} ]'
+    result = mutate_and_test([mutation], shlex.join(['sh', '-c', tests]), timeout)
+    outcome = 'timeout' if result.output == 'timeout' else result.test_outcome.value
+    diff = [line for line in (result.diff or '').splitlines() if line[:1] in '+-' and line[:3] not in ('+++', '---')]
+    return dict(outcome=outcome, seconds=round(time.monotonic() - started, 1), diff=diff)
 
 
 def summary(rows: list[dict], asked: int, seed: int) -> str:
@@ -346,13 +259,7 @@ def summary(rows: list[dict], asked: int, seed: int) -> str:
             lines.append(f'- {group}: {own["killed"]} of {own["killed"] + own["survived"]}')
     for row in rows:
         if row['outcome'] == 'survived':
-            lines += [
-                '',
-                f'Survived: mmgate/{row["module"]}:{row["line"]}, {row["operator"]}',
-                '```',
-                *row['diff'],
-                '```',
-            ]
+            lines += ['', f'Survived: mmgate/{row["where"]}', '```', *row['diff'], '```']
     return '\n'.join(lines) + '\n'
 
 

@@ -9,16 +9,12 @@ import argparse
 import contextlib
 import functools
 import importlib
-import importlib.util
 import io
 import os
 import re
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -28,14 +24,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / 'docs/papers.md'
 ROWS = ROOT / 'docs/papers.yml'
 KINDS = ('config', 'run', 'option', 'see', 'not')
-# Metrics of a host's models, and of ours by the task in their metafile.
-HOSTS = {'mmdet': {'box AP', 'mask AP'}, 'mmseg': {'mIoU'}, 'mmpretrain': {'Top 1 Accuracy'}}
-TASKS = {
-    'Object Detection': {'box AP'},
-    'Instance Segmentation': {'mask AP'},
-    'Semantic Segmentation': {'mIoU'},
-    'Image Classification': {'Top 1 Accuracy'},
-}
+HOSTS = ('mmdet', 'mmseg', 'mmpretrain')
 PARAMETERS = 'million parameters'  # of any model; those of the metafile have to agree
 UNPRINTED = {PARAMETERS, 'FPS'}  # metrics that are not in the column of results
 LISTS = {'Figures', 'Measures'}  # tables whose rows are answered one by one
@@ -264,95 +253,56 @@ def _fault(given: Any, paper: Mapping[str, Any], models: Mapping[str, Any]) -> s
     if kind == 'config':
         return '' if text in models else f'{text} is in no metafile'
     if kind == 'run':
-        return _idle(text) if script(text).exists() else f'{script(text).relative_to(ROOT)} is no file'
+        return _refused(text)
     return f'{text} is no table of the paper' if kind == 'see' and text not in paper['tables'] else ''
-
-
-def script(command: str) -> Path:
-    """Return the script that a command runs, or the file of the module after ``-m``."""
-    words = _words(command)
-    if words[0] == '-m':
-        return ROOT / words[2] if words[1] == 'pytest' else ROOT / f'{words[1].replace(".", "/")}.py'
-    return ROOT / words[0]
-
-
-def plan(command: str) -> list[Any]:
-    """Return what a command would work on in a fresh checkout, without doing it.
-
-    The script's own parser reads the arguments. A script that leaves out what is done has a function ``planned``, which
-    lists the rest; the work of any other is the call itself, and that of pytest the tests that it collects.
-
-    Raises:
-        SystemExit: The parser refuses the arguments.
-        ModuleNotFoundError: The script needs a package that is not installed.
-    """
-    words = _words(command)
-    if words[:2] == ['-m', 'pytest']:
-        call = [sys.executable, *words[:2], '-o', 'addopts=', '--collect-only', '-q', *words[2:]]
-        collected = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=False)
-        return [line for line in collected.stdout.splitlines() if '::' in line]
-    module = _load(script(command))
-    parsed = _parse(module.main, words[2 if words[0] == '-m' else 1 :])
-    if not hasattr(module, 'planned'):
-        return [parsed]
-    own = Path.cwd()
-    with tempfile.TemporaryDirectory() as empty:  # nothing of an earlier run is there
-        os.chdir(empty)
-        try:
-            return list(module.planned(parsed))
-        finally:
-            os.chdir(own)
 
 
 class _Parsed(BaseException):
     """Carries the arguments out of a script that has just parsed them, past its own handlers."""
 
 
-def _words(command: str) -> list[str]:
-    """Return a command's words after the program that starts it."""
-    return re.sub('^(python|accelerate launch) ', '', command).split()
+def parse(command: str) -> argparse.Namespace:
+    """Return a command's arguments as its script parses them, and stop it there; pytest's are its folder and a word.
 
-
-def _load(path: Path) -> ModuleType:
-    """Return a tool, or a module of a project, which other modules of it import by name."""
-    relative = path.relative_to(ROOT)
-    if relative.parts[0] == 'projects':
-        if str(ROOT) not in sys.path:
-            sys.path.insert(0, str(ROOT))
-        return importlib.import_module('.'.join(relative.with_suffix('').parts))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _parse(main: Callable[[list[str]], Any], words: list[str]) -> argparse.Namespace:
-    """Return the arguments as a script parses them, and stop it there."""
+    Raises:
+        ModuleNotFoundError: There is no such script, or it needs a package that is not installed.
+        SystemExit: The parser refuses the arguments, or pytest would find no test.
+    """
+    name, *words = re.sub('^(python|accelerate launch)( -m)? ', '', command).split()
+    if name == 'pytest':
+        folder, _, word = words
+        tests = ''.join(path.read_text() for path in (ROOT / folder).glob('*.py'))
+        if not re.search(rf'def test_\w*{word}', tests):
+            print(f'no test of {folder} has {word} in its name', file=sys.stderr)
+            raise SystemExit(2)
+        return argparse.Namespace(file=folder)
     parse_args = argparse.ArgumentParser.parse_args
 
     def stop(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
         raise _Parsed(parse_args(parser, *args, **kwargs))
 
+    with mock.patch.object(sys, 'path', [str(ROOT), *sys.path]):
+        script = importlib.import_module(name.removesuffix('.py').replace('/', '.'))
     with mock.patch.object(argparse.ArgumentParser, 'parse_args', stop):
         try:
-            main(words)
+            script.main(words)
         except _Parsed as parsed:
             return parsed.args[0]
-    raise AssertionError(f'{main.__module__}.main parses no arguments')
+    raise AssertionError(f'{name} parses no arguments')
 
 
 @functools.cache
-def _idle(command: str) -> str:
-    """Return the reason why a command does no work; empty if it works, or if a package to tell is not installed."""
+def _refused(command: str) -> str:
+    """Return the reason why a command is refused; empty if it is not, or if a package to tell is not installed."""
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            return '' if plan(command) else f'{command} plans no work'
+            parse(command)
     except SystemExit:
         return errors.getvalue().strip().splitlines()[-1]
-    except ModuleNotFoundError:
-        return ''
+    except ModuleNotFoundError as error:
+        return f'{error.name} is no file' if str(error.name).partition('.')[0] in ('projects', 'tools') else ''
+    return ''
 
 
 def _wrong_figure(given: Any, paper: str, table: str, content: Mapping[str, Any], models: Mapping[str, Any]) -> str:
@@ -366,9 +316,6 @@ def _wrong_figure(given: Any, paper: str, table: str, content: Mapping[str, Any]
     if strange:
         return f'a figure of {", ".join(sorted(strange))}, and the metric of {table} is {", ".join(metrics)}'
     if kind == 'config':
-        judged = HOSTS[text.partition('::')[0]] if '::' in text else _judged_by(models[text])
-        if PARAMETERS not in metrics and not judged & set(metrics):
-            return f'a model judged by {", ".join(sorted(judged))}, and the metric of {table} is {", ".join(metrics)}'
         printed = _of_metafile(text, paper, table, models)
         if PARAMETERS in written and text in models:
             digits = len(str(written[PARAMETERS]).partition('.')[2])
@@ -391,14 +338,6 @@ def _written(figure: Any, metrics: list[str]) -> dict[str, Any]:
     if figure is None:
         return {}
     return dict(figure) if isinstance(figure, Mapping) else {metrics[0]: figure}
-
-
-def _judged_by(model: Mapping[str, Any]) -> set[str]:
-    """Return the metrics that a metafile's entry may have."""
-    judged: set[str] = set()
-    for result in model['Results']:
-        judged |= TASKS.get(result['Task'], set()) | set(result['Metrics'])
-    return judged
 
 
 def _of_metafile(name: str, paper: str, table: str, models: Mapping[str, Any]) -> dict[str, Any]:

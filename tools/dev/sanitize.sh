@@ -22,8 +22,8 @@ compile "$folder/address.so" '-fsanitize=address,undefined -fno-sanitize-recover
 # Python's output, the report of a process that ends would be lost.
 MMGATE_NATIVE=$folder/address.so ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
   LD_PRELOAD="$(preloaded libasan.so)$(preloaded libubsan.so)$(preloaded libstdc++.so)" \
-  "$PY" -m pytest -q -p no:cacheprovider --capture=sys -k 'not auto_takes' -m 'not slow' \
-  tests/test_ops/test_deformable/test_native_deformable.py \
+  "$PY" -m pytest -q -p no:cacheprovider --capture=sys -k 'not triton' -m 'not slow' \
+  tests/test_ops/test_deformable/test_native_deformable.py tests/test_ops/test_deformable/test_deformable.py \
   tests/test_ops/test_dense/test_chunked.py
 took 'addresses and undefined behaviour'
 

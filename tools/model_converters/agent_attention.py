@@ -10,16 +10,12 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
-
-from mmgate.backbones.convert import convert, convert_classifier
-from mmgate.checkpoints.tensors import read_checkpoint
+from mmgate.analysis.arguments import run
 from mmgate.errors import ConfigError
-from mmgate.mm import cli
 
 
-def main(argv: list[str]) -> None:
-    """Parse arguments, convert and save; nothing is written if anything is wrong."""
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('src', help='file or URL with its tensors under "model", "state_dict" or at its top')
     parser.add_argument('dst', help='file to write')
@@ -30,7 +26,17 @@ def main(argv: list[str]) -> None:
         help='what the file is for: a detector or segmentor, or an ImageClassifier (default: %(default)s)',
     )
     parser.add_argument('--force', action='store_true', help='replace an existing file')
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    """Parse arguments, convert and save; nothing is written if anything is wrong."""
+    args = parser().parse_args(argv)
+    import torch
+
+    from mmgate.backbones.convert import convert, convert_classifier
+    from mmgate.checkpoints.tensors import read_checkpoint
+
     dst = Path(args.dst)
     if dst.exists() and not args.force:
         raise ConfigError(f'{dst} exists; choose another name or pass --force.')
@@ -46,4 +52,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == '__main__':
-    sys.exit(cli.main(main))
+    sys.exit(run(parser, main))

@@ -4,29 +4,28 @@ python tools/model_converters/gates.py extract CONFIG CHECKPOINT gates.safetenso
 python tools/model_converters/gates.py merge VANILLA_CHECKPOINT gates.safetensors CHECKPOINT
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import sys
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from mmengine.config import DictAction
-from mmengine.registry import MODELS, init_default_scope
-from mmengine.runner import CheckpointLoader, load_checkpoint
 
-from mmgate import gate_parameters, save_gates
-from mmgate.checkpoints.gates_file import read_gates
+from mmgate.analysis.arguments import run
 from mmgate.errors import ConfigError
-from mmgate.mm import cli
 from mmgate.mm.config_file import add_trust_option
 from mmgate.mm.gate_options import add_gate_options, configured
-from mmgate.mm.other_options import other_options
+
+if TYPE_CHECKING:
+    from mmgate.checkpoints.gates_file import GatesFile
 
 
-def main(argv: list[str]) -> None:
-    """Parse arguments, extract or merge; nothing is written if anything is wrong."""
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest='command', required=True)
     extract = commands.add_parser('extract', help='write the gates of a checkpoint')
@@ -42,14 +41,30 @@ def main(argv: list[str]) -> None:
         command.add_argument('out', help='file to write')
         command.add_argument('--force', action='store_true', help='replace an existing file')
         add_trust_option(command)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    """Parse arguments, extract or merge; nothing is written if anything is wrong."""
+    args = parser().parse_args(argv)
     if Path(args.out).exists() and not args.force:
         raise ConfigError(f'{args.out} exists; choose another name or pass --force.')
     if not Path(args.out).absolute().parent.is_dir():
         raise ConfigError(f'{args.out}: there is no such folder to write into.')
     if args.command == 'merge':
         print(f'{args.out}: {_merge(args.checkpoint, args.gates, args.out)} tensors')
-        return
+    else:
+        content = _extract(args)
+        print(f'{args.out}: {len(content.tensors)} tensors of a model with train={content.trained!r}')
+
+
+def _extract(args: argparse.Namespace) -> GatesFile:
+    from mmengine.registry import MODELS, init_default_scope
+
+    from mmgate import gate_parameters, save_gates
+    from mmgate.checkpoints.gates_file import read_gates
+    from mmgate.mm.other_options import other_options
+
     cfg = configured(args)
     init_default_scope(cfg.get('default_scope') or 'mmengine')
     model = MODELS.build(cfg.model)
@@ -69,12 +84,13 @@ def main(argv: list[str]) -> None:
             'give the checkpoint of a model that was trained with them.'
         )
     save_gates(model, args.out)
-    content = read_gates(args.out)
-    print(f'{args.out}: {len(content.tensors)} tensors of a model with train={content.trained!r}')
+    return read_gates(args.out)
 
 
 def _load(checkpoint: str, model: Any = None) -> Any:
     """Return the content of a file; a model that is given is filled."""
+    from mmengine.runner import CheckpointLoader, load_checkpoint
+
     try:
         if model is None:
             return CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu')
@@ -84,6 +100,10 @@ def _load(checkpoint: str, model: Any = None) -> Any:
 
 
 def _merge(checkpoint: str, gates: str, out: str) -> int:
+    import torch
+
+    from mmgate.checkpoints.gates_file import read_gates
+
     content = read_gates(gates)
     whole = _load(checkpoint)
     state = copy(whole.get('state_dict', whole))  # with the versions of modules that state dicts carry
@@ -97,4 +117,4 @@ def _merge(checkpoint: str, gates: str, out: str) -> int:
 
 
 if __name__ == '__main__':
-    sys.exit(cli.main(main))
+    sys.exit(run(parser, main))

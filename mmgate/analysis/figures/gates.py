@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from mmgate.analysis.figures import style
-from mmgate.analysis.probes.gates import GateMap, LayerGate, mean_maps
-from mmgate.analysis.probes.statistics import EDGES
+from mmgate.analysis.probes.gates import EDGES, GateMap, LayerGate, mean_maps
 
 BARS = 40  # of a histogram
 SHORT = 20  # characters of a layer's name for which a panel has room

@@ -52,12 +52,13 @@ def draw_sampling(
         where = 'encoder' if points.is_encoder else 'decoder'
         axis.set_title(f'{title}\n{where}: {style.short(points.path)}'.strip())
         axis.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[])
-        _draw_points(axis, image, points, largest)
-        _draw_own_boxes(axis, points, PREDICTED, width=OWN, rim=OWN + 1.2)
+        colours = np.array([style.COLOURS[level % 8] for level in points.levels])[:, None]
+        _draw_points(axis, image, points, points.weights.clip(min=0) / largest, colours, PREDICTED)
+        _draw_density(axis, image, points)
         _draw_boxes(axis, sample, classes[number] if classes else ())
     levels = sorted({level for _, points, _ in drawn for level in points.levels})
     entries = [_dot(f'on level {n}{"" if n else ", the finest"}', style.COLOURS[n % 8], 6) for n in levels]
-    entries.append(_dot(f'area: weight, {largest:.2f} the largest in all panels', 'grey', 42**0.5))
+    entries.append(_dot(f'area: weight, {largest:.2f} the largest in all panels', 'grey', _side(1)))
     entries.append(_dot("query's reference point", 'white', 7, 'P', 'black'))
     entries.append(_line('density of the weights', color='black', linewidth=0.6))
     if any(points.boxes is not None for _, points, _ in drawn):
@@ -72,26 +73,16 @@ def draw_sampling(
     return style.save(figure, out)
 
 
-def _draw_points(axis: Axes, image: np.ndarray, points: SamplingPoints, largest: float) -> None:
-    _draw_image(axis, image, dim=0.6)
-    there = points.there
+def _draw_density(axis: Axes, image: np.ndarray, points: SamplingPoints) -> None:
     of_queries = zip(points.xy, points.weights, strict=True)
     # Each query's density is estimated from its points alone.
-    each = [density(xy[:, there], weights[:, there], image.shape[:2]) for xy, weights in of_queries]
+    each = [density(xy[:, points.there], x[:, points.there], image.shape[:2]) for xy, x in of_queries]
     found = [values for values in each if values is not None]
     if found:
         heights = np.sum(found, axis=0)
         x = np.linspace(0, image.shape[1], heights.shape[1])
         y = np.linspace(0, image.shape[0], heights.shape[0])
         axis.contour(x, y, heights, levels=heights.max() * CONTOURS, colors='black', linewidths=0.6, alpha=0.55)
-    # Fine levels are drawn last, on top, as their points spread less.
-    for place, level in reversed([*enumerate(points.levels)]):
-        xy = points.xy[:, :, place, there[place]].reshape(-1, 2)
-        sizes = 2 + 40 * points.weights[:, :, place, there[place]].ravel().clip(min=0) / largest
-        look: dict[str, Any] = dict(edgecolors='white', linewidths=0.25, alpha=0.85)
-        # Above the labels of boxes.
-        axis.scatter(xy[:, 0], xy[:, 1], s=sizes, zorder=4, color=style.COLOURS[level % 8], **look)
-    _draw_references(axis, points)
 
 
 def _draw_boxes(axis: Axes, sample: Any, names: Sequence[str]) -> None:
@@ -148,8 +139,8 @@ def draw_difference(
     largest = max(float(np.abs(change.before.weights).max()), 1e-12)
     most = max(float(np.abs(change.weights).max()), LEAST * largest)
     colours = np.where(change.weights > 0, GAINED, LOST)
-    _draw_sizes(axes[1], image, change.before, np.abs(change.before.weights) / largest, WEIGHT)
-    _draw_sizes(axes[2], image, change.after, np.abs(change.weights) / most, colours)
+    _draw_points(axes[1], image, change.before, np.abs(change.before.weights) / largest, WEIGHT, BOX)
+    _draw_points(axes[2], image, change.after, np.abs(change.weights) / most, colours, BOX)
     for axis, title in zip(axes[1:], titles, strict=True):
         axis.set_title(fill(title, style.LINE // 2))
         axis.set(xlim=(left, right), ylim=(bottom, top), xticks=[], yticks=[])
@@ -162,7 +153,7 @@ def draw_difference(
         _dot("query's reference point", 'white', 7, 'P', 'black'),
     ]
     if change.before.boxes is not None:
-        entries.append(_line('box that the query predicts', color=BOX))
+        entries.append(_line('box that the query predicts', color=BOX, linewidth=OWN))
     queries = change.after.queries.tolist()
     of = f'query {queries[0]}' if len(queries) == 1 else f'{len(queries)} queries'
     factor = largest / most
@@ -196,10 +187,18 @@ def _window(change: SamplingChange, width: int, height: int) -> tuple[float, flo
     return float(left), float(right), float(top), float(bottom)
 
 
-def _draw_sizes(axis: Axes, image: np.ndarray, points: SamplingPoints, shares: np.ndarray, colours: Any) -> None:
-    """Draw sampling points as circles whose size shows their share of attention, over their queries' boxes."""
-    _draw_image(axis, image, dim=0.75)
-    _draw_own_boxes(axis, points, BOX, width=1.2, rim=2.2)
+def _draw_points(
+    axis: Axes, image: np.ndarray, points: SamplingPoints, shares: np.ndarray, colours: Any, of_box: str
+) -> None:
+    """Draw an image dim and grey, the boxes that queries predict, and points whose size is their share of attention."""
+    height, width = image.shape[:2]
+    grey = image.mean(-1, keepdims=True)
+    pale = 255 - (255 - (0.6 * grey + 0.4 * image)) * 0.7
+    axis.imshow(pale.clip(0, 255).astype(np.uint8), extent=(0, width, height, 0))
+    boxes: Iterable[Any] = () if points.boxes is None else points.boxes
+    for box in boxes:
+        style.add_box(axis, box, edgecolor='white', linewidth=OWN + 1.2)
+        style.add_box(axis, box, edgecolor=of_box, linewidth=OWN)
     there = points.there
     sizes = shares[:, :, there].ravel()
     # Large dots are drawn first, so that they hide no small one.
@@ -207,28 +206,9 @@ def _draw_sizes(axis: Axes, image: np.ndarray, points: SamplingPoints, shares: n
     xy = points.xy[:, :, there].reshape(-1, 2)[order]
     colours = np.broadcast_to(colours, shares.shape)[:, :, there].ravel()[order]
     look: dict[str, Any] = dict(edgecolors='white', linewidths=0.25, alpha=0.9)
-    axis.scatter(xy[:, 0], xy[:, 1], s=1 + LARGEST * sizes[order], color=colours, **look)
-    _draw_references(axis, points)
-
-
-def _draw_image(axis: Axes, image: np.ndarray, dim: float) -> None:
-    """Draw an image dim and grey on an axis, so that coloured points on it can be seen."""
-    height, width = image.shape[:2]
-    grey = image.mean(-1, keepdims=True)
-    pale = 255 - (255 - (0.6 * grey + 0.4 * image)) * dim
-    axis.imshow(pale.clip(0, 255).astype(np.uint8), extent=(0, width, height, 0))
-
-
-def _draw_own_boxes(axis: Axes, points: SamplingPoints, colour: str, *, width: float, rim: float) -> None:
-    """Draw the boxes that the queries predict, if there are any, on a white line of the width ``rim``."""
-    boxes: Iterable[Any] = () if points.boxes is None else points.boxes
-    for box in boxes:
-        style.add_box(axis, box, edgecolor='white', linewidth=rim)
-        style.add_box(axis, box, edgecolor=colour, linewidth=width)
-
-
-def _draw_references(axis: Axes, points: SamplingPoints) -> None:
-    look: dict[str, Any] = dict(color='white', edgecolors='black', linewidths=0.9)
+    # Above the labels of boxes.
+    axis.scatter(xy[:, 0], xy[:, 1], s=1 + LARGEST * sizes[order], zorder=4, color=colours, **look)
+    look = dict(color='white', edgecolors='black', linewidths=0.9)
     axis.scatter(points.reference[:, 0], points.reference[:, 1], s=60, marker='P', zorder=5, **look)
 
 

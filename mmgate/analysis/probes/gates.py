@@ -11,16 +11,66 @@ import torch
 from torch import Tensor, nn
 
 from mmgate.analysis.probes.recording import class_tokens, predict
-from mmgate.analysis.probes.statistics import RunningStatistics
 from mmgate.notes import GATES, Note
 from mmgate.recording import record
 
+EDGES = np.linspace(-4, 4, 401)  # of histograms
+NEAR_ZERO = 0.1  # a gate below it, in absolute value, counts as 0: closed, or, PLuG's, without effect
 # The mean map of a gate's values, by the axes along which they differ, which the gate notes with them.
 MAPS = {
     'pairs': lambda x: x.mean((0, 1)),  # of (B, H|1, N, M)
     'levels': lambda x: x.mean((0, 1, 4)),  # of (B, Q, H|1, L|1, P|1)
     'heads': lambda x: x.mean((0, 2, 3)),  # of (B, H, N, d|1)
 }
+
+
+class RunningStatistics:
+    """Accumulator of the mean, deviation, extremes and histogram of all recorded values, in constant memory.
+
+    NaN and infinite values are left out. ``sparsity`` is the share of values below 0.1 in absolute value. Values
+    outside of :data:`EDGES` count in the first and last bin of the histogram. ``distance`` is the mean distance of the
+    values from ``centre``, ``farthest`` the largest.
+
+    Args:
+        centre: Value from which distances are measured; None measures none.
+    """
+
+    def __init__(self, centre: float | None = None) -> None:
+        self.centre = centre
+        self.histogram = np.zeros(len(EDGES) - 1, np.int64)
+        self.count = 0
+        self.mean = 0.0
+        self.deviation = 0.0
+        self.sparsity = 0.0
+        self.distance = 0.0
+        self.farthest = 0.0
+        self.minimum = float('inf')
+        self.maximum = float('-inf')
+
+    def add(self, x: Tensor) -> None:
+        """Add every value of a tensor to the statistics, in float64 by Chan's update of mean and variance."""
+        x = x.detach().flatten().double()
+        x = x[torch.isfinite(x)]
+        if not x.numel():
+            return
+        self.count += x.numel()
+        new = x.numel() / self.count
+        old = 1 - new
+        shift = float(x.mean()) - self.mean
+        variance = old * self.deviation**2 + new * float(x.var(correction=0)) + old * new * shift**2
+        self.deviation = variance**0.5
+        self.mean += shift * new
+        self.sparsity = old * self.sparsity + new * float((x.abs() < NEAR_ZERO).double().mean())
+        if self.centre is not None:
+            distances = (x - self.centre).abs()
+            self.distance = old * self.distance + new * float(distances.mean())
+            self.farthest = max(self.farthest, float(distances.max()))
+        self.minimum = min(self.minimum, float(x.min()))
+        self.maximum = max(self.maximum, float(x.max()))
+        low = float(EDGES[0])
+        high = float(EDGES[-1])
+        counts = torch.histc(x.clamp(low, high).cpu(), len(self.histogram), low, high)
+        self.histogram += counts.long().numpy()
 
 
 class LayerGate:

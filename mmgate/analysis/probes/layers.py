@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmgate.analysis.probes.measures import row_shares
+from mmgate.analysis.probes.gates import RunningStatistics
 from mmgate.analysis.probes.recording import ACTIVATION, class_tokens, nearest, predict, record
-from mmgate.analysis.probes.statistics import RunningStatistics
+from mmgate.analysis.probes.relevance import row_shares
 from mmgate.notes import GATES, Kept, Note
 
 NAN = float('nan')

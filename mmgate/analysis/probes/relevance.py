@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.analysis.probes.measures import roll_back, row_shares
 from mmgate.analysis.probes.recording import (
     GEOMETRY,
     class_tokens,
@@ -22,7 +21,14 @@ from mmgate.analysis.probes.recording import (
     record,
 )
 from mmgate.errors import ConfigError
+from mmgate.gates.parts.stripes import merge_stripes, split_stripes
 from mmgate.notes import Kept, Recording
+
+
+def row_shares(weights: Tensor, *, signed: bool = False) -> Tensor:
+    """Normalise attention weights so that absolute values sum to 1 in each row; ``signed`` keeps negative signs."""
+    shares = F.normalize(weights, p=1, dim=-1)
+    return shares if signed else shares.abs()
 
 
 def head_mean(weights: Tensor, *, absolute: bool = False) -> Tensor:
@@ -58,6 +64,44 @@ def placed_maps(recording: Recording) -> list[tuple[str, Tensor, tuple[int, ...]
             geometry = nearest(recording, path, GEOMETRY)
             found.append((path, notes['attention'].last, geometry and tuple(geometry.last.tolist())))
     return found
+
+
+def roll_back(relevance: Tensor, weights: Tensor, geometry: Sequence[int] = (), residual: float = 0.5) -> Tensor:
+    """Take relevance one layer back, as attention rollout does: from a layer's outputs to its inputs.
+
+    Rows are rolled back one by one, so that no rollout matrix ``(N, N)`` is formed. The sum of relevances stays the
+    same, except for the weights on the padding of Swin's windows.
+
+    Args:
+        relevance: Relevance of the outputs, ``(..., N)``, for windows and reduced maps ``(h w,)``.
+        weights: Attention weights: ``(N, N)``; ``(N, M)`` where PVT reduces keys; ``(nW, n, n)`` for windows. Rows
+            that sum to 1 keep the sum of relevances; signed weights give signed relevances.
+        geometry: ``(h, w, ratio)`` for PVT, ``(h, w, window, shift)`` for Swin, ``(h, w, wh, ww, shift)`` for windows
+            that are not square; empty for a plain map.
+        residual: Share of the residual connection.
+
+    Source: Abnar and Zuidema, Quantifying attention flow in transformers (arXiv 2005.00928), Eq. 1.
+    """
+    if len(geometry) >= 4:
+        attended = _windows_back(relevance.view(*geometry[:2]), weights, (geometry[2], geometry[-2]), geometry[-1])
+    elif len(geometry) == 3:
+        height, width, ratio = geometry
+        keys = (relevance @ weights).view(height // ratio, width // ratio) / ratio**2
+        spread = keys.repeat_interleave(ratio, 0).repeat_interleave(ratio, 1)
+        attended = F.pad(spread, (0, width - spread.shape[1], 0, height - spread.shape[0])).flatten()
+    else:
+        attended = relevance @ weights
+    return residual * relevance + (1 - residual) * attended
+
+
+def _windows_back(relevance: Tensor, weights: Tensor, window: tuple[int, int], shift: int) -> Tensor:
+    height, width = relevance.shape
+    down, right = window
+    padded = F.pad(relevance, (0, -width % right, 0, -height % down))
+    size = (padded.shape[0], padded.shape[1])
+    tokens = split_stripes(padded.roll((-shift, -shift), (0, 1)).view(1, -1, 1), size, window)  # (nW, n, 1)
+    back = merge_stripes(weights.transpose(-1, -2) @ tokens, size, window).view(size)
+    return back.roll((shift, shift), (0, 1))[:height, :width].flatten()
 
 
 def relevance_map(model: nn.Module, recording: Recording, size: tuple[int, int]) -> Tensor:

@@ -66,17 +66,17 @@ def read_run(folder: str | Path) -> Run:
     memory = [NAN]
     gates = None
     for row in (row for log in logs for row in _rows(log)):
-        moved = {name: value for name, value in row.items() if name.startswith('gate')}  # GateStatisticsHook's
-        means = [value for name, value in moved.items() if name.endswith('/moved')]
-        most = [value for name, value in moved.items() if name.endswith('/moved_most')]
-        if means and most:
-            gates = (float(np.mean(means)), max(most))
+        if any(name.endswith('/sparsity') for name in row):  # GateStatisticsHook's, whose names are those of the notes
+            means = [value for name, value in row.items() if name.endswith('/moved')]
+            most = [value for name, value in row.items() if name.endswith('/moved_most')]
+            gates = (float(np.mean(means)), max(most)) if means else gates
+            continue
         if 'loss' in row:
             seconds.append(row.get('time', NAN))
             memory.append(row.get('memory', NAN))
             continue
         for name, value in row.items():
-            if name not in (*moved, 'step', 'time', 'data_time') and isinstance(value, (int, float)):
+            if name not in ('step', 'time', 'data_time') and isinstance(value, (int, float)):
                 curves.setdefault(name, {})[int(row.get('step', 0))] = float(value)
     config = logs[-1].with_name('config.py')
     written = Config.fromfile(config, import_custom_modules=False) if config.is_file() else {}

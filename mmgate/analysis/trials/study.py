@@ -177,14 +177,14 @@ def report_study(
     """
     plan = _plan(study, out, budget)
     _refuse_other_settings(plan, out)
-    starts: dict[str, float] = {}
-    values: dict[str, dict[int, float]] = {name: {} for name in study.runs}
-    results: list[dict[str, Any]] = []
-    runs: dict[str, list[Any]] = {name: [] for name in study.runs}
     done = [(folder, settings) for folder, settings in plan if (folder / RESULT).is_file()]
     seeds = [s for s in study.seeds if [x.get('seed') for _, x in done].count(s) == len(study.runs)]
     if not seeds:
         raise ConfigError(f'{out} has no seed yet that every run of the study has done.')
+    starts: dict[str, float] = {}
+    values: dict[str, dict[int, float]] = {name: {} for name in study.runs}
+    runs: dict[str, list[Any]] = {name: [] for name in study.runs}
+    results: list[dict[str, Any]] = []
     for folder, settings in done:
         name = settings['name']
         value = _result(folder)['metrics'][study.metric]
@@ -197,8 +197,8 @@ def report_study(
             runs[name] += [run] if settings['seed'] in seeds else []
             row.update(gates_of([run]))
         results.append(row)
-    columns = dict.fromkeys([key for row in results for key in row], '')
     order = [*starts, *study.runs]
+    columns = dict.fromkeys([key for row in results for key in row], '')
     results.sort(key=lambda row: order.index(row['name']))
     write_csv(out / 'results.csv', [{**columns, **row} for row in results])
 

@@ -35,7 +35,6 @@ class DeformableGate(Gate):
     """
 
     identity_start = True
-    operator = 'ms_deform_attn'
 
     def __init__(self, sizes: Sizes, *, backend: str = 'auto') -> None:
         check_backend('ms_deform_attn', backend)

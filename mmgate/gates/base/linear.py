@@ -24,10 +24,9 @@ class LinearGate(MapGate):
     Args:
         sizes: Sizes of the host's attention.
         dwc: Side of the kernel of a depthwise convolution, whose output is added to the heads; 0 for no convolution. By
-            default ``default_dwc`` of the class, which is the paper's.
+            default ``default_dwc`` of the class.
         position_encoding: True adds a learnt position encoding to the keys, resized bilinearly for another map. By
-            default the class's ``has_positions`` says it, which is the paper's, and a ``map_size`` or ``image_size``
-            that is given.
+            default the class's ``has_positions`` says it, and a ``map_size`` or ``image_size`` that is given.
         map_size: Height and width of the map in pre-training, the shape of the encoding; by default that of
             ``image_size``.
         image_size: Side, or height and width, of the images in pre-training; by default those of the map that the model
@@ -96,7 +95,7 @@ class LinearGate(MapGate):
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: HeightWidth) -> Tensor:
         """Compute linear attention without the convolution, ``(B, N, C)``; the arguments are those of :meth:`mix`.
 
-        It calls :meth:`note_map` with what it multiplies.
+        It notes what it multiplies by :meth:`note_map`, or itself.
         """
         raise TypeError(f'{type(self).__name__} mixes no tokens; use a subclass.')
 

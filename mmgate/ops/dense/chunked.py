@@ -144,8 +144,8 @@ class Factor:
 
     def scalars(self, *parameters: Tensor) -> list[float] | None:
         """Return the gate's scalars a, b, c, e if the factor is ``1 + tanh((a r + b) (c r + e))``, else None."""
-        gate = (getattr(self.modulation, 'variant', None), getattr(self.modulation, 'activation', None))
-        if gate != ('product', 'tanh') or not self.residual or sorted(self.names) != ['bias', 'weight']:
+        fused = getattr(self.modulation, 'is_tanh_of_product', False) and self.residual
+        if not fused or sorted(self.names) != ['bias', 'weight']:  # parametrizations have other names
             return None
         given = dict(zip(self.names, parameters, strict=True))
         return torch.stack([given['weight'], given['bias']], 1).flatten().tolist()

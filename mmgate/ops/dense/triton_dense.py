@@ -176,9 +176,10 @@ def check_gate(
         UnsupportedCall: The message names all features that are asked for and not there.
     """
     gate = (getattr(modulation, 'variant', None), getattr(modulation, 'activation', None))
+    is_fused = getattr(modulation, 'is_tanh_of_product', False)
     asked = {
         **(more or {}),
-        f'the gate {gate} (gml, activation), only (product, tanh)': gate != ('product', 'tanh'),
+        f'the gate {gate} (gml, activation), only tanh of the product': not is_fused,
         'residual=False': not residual,
         f'position={position!r}': position != 'pre_softmax',
         f'gates of {gate_width} channels': gate_width > MAX_DIM,

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mmgate.errors import ConfigError
-from mmgate.ops.autocast import autocast_dtype
 
 
 def match_pairs(assigner: HungarianAssigner, total: Tensor, costs: Tensor, place: str) -> np.ndarray:
@@ -39,21 +38,12 @@ def match_pairs(assigner: HungarianAssigner, total: Tensor, costs: Tensor, place
             for cost, count in zip(assigner.match_costs, counts, strict=True)
             if count
         ]
-        dtype = next(filter(None, map(autocast_dtype, ('cuda', 'cpu'))), None)
-        if dtype == torch.float16:
-            remedy = (
-                'This is mixed precision in float16, where numbers above 65504 are infinite: train in bfloat16 '
-                "(optim_wrapper.dtype='bfloat16') or without --amp."
-            )
-        else:
-            remedy = (
-                f'Mixed precision is {f"on, in {dtype}" if dtype else "off"}, so that the training has diverged or '
-                'a box of an object is no number: lower the learning rate, clip gradients (optim_wrapper.clip_grad), '
-                'and look at the annotations.'
-            )
         raise ConfigError(
-            f'The predictions of {place} cannot be matched to objects: {", ".join(faults)}. {remedy} Weights that are '
-            'NaN stay so: go on from a checkpoint before that.'
+            f'The predictions of {place} cannot be matched to objects: {", ".join(faults)}. In mixed precision in '
+            "float16 numbers above 65504 are infinite: train in bfloat16 (optim_wrapper.dtype='bfloat16') or without "
+            '--amp. Otherwise the training has diverged, or a box of an object is no number: lower the learning rate, '
+            'clip gradients (optim_wrapper.clip_grad), and look at the annotations. Weights that are NaN stay so: go '
+            'on from a checkpoint before that.'
         ) from error
 
 
@@ -101,6 +91,7 @@ class AsynchronousConstants(TorchFunctionMode):
             if func is Tensor.to and isinstance(given, torch.device) and own.device.type == 'cpu':
                 return to_device(own, given)
             plain = isinstance(given, list) and all(isinstance(one, (int, float)) for one in given)
+            # The weights of classes in DETR's loss are a tensor.
             of_cpu = isinstance(given, Tensor) and given.device.type == 'cpu'
             if func is Tensor.new_tensor and (plain or of_cpu):
                 copy = torch.as_tensor(given, dtype=own.dtype).detach().clone()

@@ -1,45 +1,41 @@
-"""AgentSD against its formula written out, against tomesd, and in a pipeline."""
+"""AgentSD against its formula written out, against tomesd, in a pipeline, and in the UNet that a script trains."""
 
 import copy
+import importlib
+import sys
+from functools import partial
 
 import pytest
 import torch
 
 pytest.importorskip('diffusers', reason='AgentSD is a processor for diffusers, which is not installed')
 pytest.importorskip('tomesd', reason='AgentSD merges tokens with tomesd, which is not installed')
+pytest.importorskip('transformers', reason="diffusers' Stable Diffusion pipeline needs transformers")
 
 import tomesd
-from diffusers import AutoencoderKL, DDIMScheduler, HeunDiscreteScheduler, PNDMScheduler, UNet2DConditionModel
+from diffusers import DDIMScheduler, HeunDiscreteScheduler, PNDMScheduler, StableDiffusionPipeline
 from diffusers.models.attention_processor import AttnProcessor, SlicedAttnProcessor
+from tiny_model import CHANNELS, tiny_model
+from tomesd.merge import bipartite_soft_matching_random2d
 
 from projects.agent_sd import AgentSDProcessor, apply_agent_sd, benchmark, remove_agent_sd
 
 
 @pytest.fixture(scope='module')
-def pristine():
-    torch.manual_seed(0)
-    unet = UNet2DConditionModel(
-        block_out_channels=(16, 32),
-        norm_num_groups=4,
-        layers_per_block=1,
-        down_block_types=('CrossAttnDownBlock2D', 'CrossAttnDownBlock2D'),
-        up_block_types=('CrossAttnUpBlock2D', 'CrossAttnUpBlock2D'),
-        cross_attention_dim=24,
-        attention_head_dim=2,
-    )
-    return unet.double().eval()
+def pristine(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp('tiny'))
 
 
 @pytest.fixture
 def unet(pristine):
-    return copy.deepcopy(pristine)
+    return copy.deepcopy(pristine.unet).double().eval()
 
 
 def latents(batch=2, height=12, width=20, seed=1):
     draw = torch.Generator().manual_seed(seed)
     return (
         torch.randn(batch, 4, height, width, generator=draw, dtype=torch.float64),
-        torch.randn(batch, 7, 24, generator=draw, dtype=torch.float64),
+        torch.randn(batch, 7, CHANNELS, generator=draw, dtype=torch.float64),
     )
 
 
@@ -52,33 +48,14 @@ def self_attention(unet):
     return [module for name, module in unet.named_modules() if name.endswith('attn1')]
 
 
-def merge_matrix(x, height, width, stride, number):
-    """Return the (M, N) averages of the merging of one image's tokens (N, C), and the row of every token."""
-    grid = torch.arange(height * width).view(height, width)
-    kept = grid[: height // stride * stride : stride, : width // stride * stride : stride].flatten().tolist()
-    sources = [token for token in range(height * width) if token not in kept]
-    unit = x / x.norm(dim=-1, keepdim=True)
-    best, target = (unit[sources] @ unit[kept].T).max(-1)
-    order = best.argsort(descending=True).tolist()
-    groups = {token: [token] for token in kept}
-    for index in order[:number]:
-        groups[kept[int(target[index])]].append(sources[index])
-    for index in order[number:]:
-        groups[sources[index]] = [sources[index]]
-    average = torch.zeros(len(groups), height * width, dtype=x.dtype)
-    row = torch.empty(height * width, dtype=torch.long)
-    for number_of_row, members in enumerate(groups.values()):
-        average[number_of_row, members] = 1 / len(members)
-        row[members] = number_of_row
-    return average, row
-
-
 def written_out(attention, entering, normed, size, *, stride, ratio, agent_ratio, value_factor, power):
-    """Return Eq. 9 of one image's tokens (N, C), head by head."""
-    count = len(entering)
-    average, row = merge_matrix(entering, *size, stride, int(count * ratio))
-    agents = merge_matrix(entering, *size, stride, int(count * agent_ratio))[0] @ normed
-    x = average @ normed
+    """Return Eq. 9 of one image's tokens (N, C), head by head; tomesd ranks and merges."""
+    numbers = (int(len(entering) * share) for share in (ratio, agent_ratio))
+    (merge, unmerge), (gather, _) = (
+        bipartite_soft_matching_random2d(entering[None], size[1], size[0], stride, stride, number, no_rand=True)
+        for number in numbers
+    )
+    x, agents = merge(normed[None])[0], gather(normed[None])[0]
     q, k, v, a = attention.to_q(x), attention.to_k(x), attention.to_v(x), attention.to_q(agents)
     scale = (q.shape[-1] // attention.heads) ** -0.5
     heads = []
@@ -88,20 +65,18 @@ def written_out(attention, entering, normed, size, *, stride, ratio, agent_ratio
             heads.append((q1 @ a1.T * scale**power).softmax(-1) @ gathered + value_factor * v1)
         else:
             heads.append((q1 @ k1.T * scale).softmax(-1) @ v1)
-    return attention.to_out[0](torch.cat(heads, -1))[row]
+    return unmerge(attention.to_out[0](torch.cat(heads, -1))[None])[0]
 
 
 @pytest.mark.parametrize(
     ('size', 'options'),
     [
         ((12, 20), {}),
-        ((18, 10), {}),  # no multiple of 4
-        *(((16, 16), dict(value_factor=k)) for k in (0, 0.025, 0.15)),
-        *(((12, 20), dict(power=power)) for power in (1, 0.5, 0.1)),
-        *(((18, 10), dict(ratio=r)) for r in (0, 0.1, 0.5)),
-        *((size, dict(early=0)) for size in ((12, 20), (18, 10))),
+        ((18, 10), dict(ratio=0.5)),  # no multiple of 4
+        *(((16, 16), dict(value_factor=k, power=power)) for k, power in ((0, 1), (0.15, 0.1))),
+        ((18, 10), dict(early=0)),
         ((16, 16), dict(early=0, ratio=0)),
-        ((18, 10), dict(stride=(2, 2), agent_ratio=(0.8, 0.8))),
+        ((18, 10), dict(stride=(2, 2), agent_ratio=(0.8, 0.8), ratio=0)),
     ],
     ids=str,
 )
@@ -113,9 +88,7 @@ def test_equals_the_formula(unet, size, options):
     block.attn1.register_forward_hook(lambda _, args, output: seen.update(normed=args[0], output=output))
     predict(unet, *latents(2, *size))  # the two halves of classifier-free guidance
     stage = agent_sd.stage
-    used = dict(value_factor=0.075, power=0.3, ratio=0.4) | {
-        name: value for name, value in options.items() if name in ('value_factor', 'power', 'ratio')
-    }
+    used = {name: options.get(name, value) for name, value in dict(value_factor=0.075, power=0.3, ratio=0.4).items()}
     used |= dict(stride=agent_sd.stride[stage], agent_ratio=agent_sd.agent_ratio[stage])
     with torch.no_grad():
         for entering, normed, output in zip(seen['entering'], seen['normed'], seen['output'], strict=True):
@@ -132,15 +105,6 @@ def test_counts_are_the_papers(unet):
     assert agent_sd.processors[0].counts == (4096, 2458, None)
 
 
-def test_late_stage_is_tomesd(unet):
-    sample, text = latents(2, 16, 24)
-    apply_agent_sd(unet, early=0, random=False)
-    ours = predict(unet, sample, text)
-    remove_agent_sd(unet)
-    tomesd.apply_patch(unet, ratio=0.4, use_rand=False)
-    torch.testing.assert_close(ours, predict(unet, sample, text), atol=1e-12, rtol=0)
-
-
 def test_removal_is_bit_for_bit(unet):
     sample, text = latents()
     before, processors = predict(unet, sample, text), dict(unet.attn_processors)
@@ -148,20 +112,20 @@ def test_removal_is_bit_for_bit(unet):
     apply_agent_sd(unet)
     apply_agent_sd(unet, ratio=0.2)  # instead of the first
     assert list(unet.state_dict()) == keys
-    assert not torch.equal(predict(unet, sample, text), before)
+    twin = copy.deepcopy(unet)
+    remove_agent_sd(twin)
+    assert torch.equal(predict(twin, sample, text), before)
+    assert not torch.equal(predict(unet, sample, text), before)  # a copy is cleaned alone
     remove_agent_sd(unet)
     assert torch.equal(predict(unet, sample, text), before)
     assert all(unet.attn_processors[name] is processor for name, processor in processors.items())
     assert not unet._forward_pre_hooks
     assert not any(module._forward_pre_hooks for module in unet.modules())
     remove_agent_sd(unet)  # of nothing
-
-
-def test_removal_leaves_what_came_after(unet):
     apply_agent_sd(unet)
     later = AttnProcessor()
     unet.set_attn_processor(later)
-    remove_agent_sd(unet)
+    remove_agent_sd(unet)  # which leaves what came after it
     assert all(processor is later for processor in unet.attn_processors.values())
 
 
@@ -184,35 +148,17 @@ def test_attention_slicing_before_and_after(unet, early, caplog):
     assert not caplog.text
 
 
-def test_a_copy_is_cleaned_alone(unet):
-    sample, text = latents()
-    before = predict(unet, sample, text)
-    apply_agent_sd(unet)
-    with_agents = predict(unet, sample, text)
-    apply_agent_sd(unet)
-    twin = copy.deepcopy(unet)
-    assert torch.equal(predict(twin, sample, text), with_agents)
-    remove_agent_sd(twin)
-    assert torch.equal(predict(twin, sample, text), before)
-    assert not any(module._forward_pre_hooks for module in twin.modules())
-    assert torch.equal(predict(unet, sample, text), with_agents)
-
-
-@pytest.mark.parametrize('patched_first', [True, False])
-def test_tomesd_beside_is_refused(unet, patched_first):
-    sample, text = latents()
-    if patched_first:
-        tomesd.apply_patch(unet)
-        with pytest.raises(ValueError, match=r'tomesd has patched this UNet.*tomesd\.remove_patch'):
-            apply_agent_sd(unet)
-        assert not any(isinstance(processor, AgentSDProcessor) for processor in unet.attn_processors.values())
-    else:
+def test_tomesd_beside_is_refused(unet):
+    refused = partial(pytest.raises, ValueError, match=r'tomesd has patched this UNet.*tomesd\.remove_patch')
+    tomesd.apply_patch(unet)
+    with refused():
         apply_agent_sd(unet)
-        tomesd.apply_patch(unet)
-        with pytest.raises(ValueError, match=r'tomesd has patched this UNet.*tomesd\.remove_patch'):
-            predict(unet, sample, text)
+    assert not any(isinstance(processor, AgentSDProcessor) for processor in unet.attn_processors.values())
     tomesd.remove_patch(unet)
-    predict(apply_agent_sd(unet) and unet, sample, text)
+    apply_agent_sd(unet)
+    tomesd.apply_patch(unet)
+    with refused():
+        predict(unet, *latents())
 
 
 def test_only_full_resolution_takes_part(unet):
@@ -222,7 +168,7 @@ def test_only_full_resolution_takes_part(unet):
         agent_sd = apply_agent_sd(unet, max_downsample=most)
         predict(unet, sample, text)
         counts[most] = {p.attention.to_q.in_features: p.counts and p.counts[0] for p in agent_sd.processors}
-    assert counts == {1: {16: 180, 32: None}, 2: {16: 180, 32: 45}}
+    assert counts == {1: {8: 180, 16: None}, 2: {8: 180, 16: 45}}
 
 
 def test_both_halves_of_guidance_share_destinations(unet):
@@ -256,22 +202,8 @@ def test_gradients_with_checkpointing(unet):
     torch.testing.assert_close(*gradients, atol=1e-12, rtol=0)
 
 
-@pytest.fixture
-def pipe(pristine):
-    pytest.importorskip('transformers', reason="diffusers' Stable Diffusion pipeline needs transformers")
-    from diffusers import StableDiffusionPipeline
-
-    vae = AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4)
-    scheduler = DDIMScheduler(beta_schedule='scaled_linear')
-    parts = dict(vae=vae, unet=copy.deepcopy(pristine), scheduler=scheduler)
-    absent = dict.fromkeys(('text_encoder', 'tokenizer', 'safety_checker', 'feature_extractor'))
-    pipe = StableDiffusionPipeline(**parts, **absent, requires_safety_checker=False)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 def generate(pipe, agent_sd, steps, **kwargs):
-    text = latents()[1]
+    text = latents()[1].float()
     return pipe(
         prompt_embeds=text[:1],
         negative_prompt_embeds=text[1:],
@@ -288,13 +220,14 @@ def generate(pipe, agent_sd, steps, **kwargs):
 @pytest.mark.parametrize(
     ('scheduler', 'early', 'steps', 'calls'),
     [
-        *((DDIMScheduler, share, 10, count) for share, count in ((0, 0), (0.4, 4), (0.04, 1), (1, 10))),
-        *((PNDMScheduler, share, 10, count) for share, count in ((0.1, 1), (1, 11))),
+        *((DDIMScheduler, share, 10, count) for share, count in ((0, 0), (0.04, 1), (1, 10))),
+        (PNDMScheduler, 0.1, 10, 1),
         (PNDMScheduler, 0.4, 50, 21),  # the paper's, of 51 calls
-        *((HeunDiscreteScheduler, share, 10, count) for share, count in ((0.1, 1), (0.4, 7), (1, 19))),
+        *((HeunDiscreteScheduler, share, 10, count) for share, count in ((0.1, 1), (0.4, 7))),
     ],
 )
-def test_schedule_in_a_pipeline(pipe, scheduler, early, steps, calls):
+def test_schedule_in_a_pipeline(pristine, scheduler, early, steps, calls):
+    pipe = copy.deepcopy(pristine)
     plms = dict(skip_prk_steps=True) if scheduler is PNDMScheduler else {}
     pipe.scheduler = scheduler(beta_schedule='scaled_linear', **plms)
     agent_sd = apply_agent_sd(pipe, early=early)
@@ -310,18 +243,14 @@ def test_schedule_in_a_pipeline(pipe, scheduler, early, steps, calls):
     [dict(ratio=1), dict(ratio=-0.1), dict(agent_ratio=(0.9, 1)), dict(stride=(1, 2)), dict(early=20)],
     ids=str,
 )
-def test_options_out_of_range(unet, options):
+def test_what_cannot_be_served_says_so(unet, options):
     before = dict(unet.attn_processors)
     with pytest.raises(ValueError, match=next(iter(options))):
         apply_agent_sd(unet, **options)
     assert unet.attn_processors == before
-
-
-def test_what_cannot_be_served_says_so(unet):
-    with pytest.raises(ValueError, match='is no UNet'):
-        apply_agent_sd('stable-diffusion')
-    with pytest.raises(ValueError, match='no BasicTransformerBlock'):
-        apply_agent_sd(torch.nn.Linear(2, 2))
+    for other, message in (('a name', 'is no UNet'), (torch.nn.Linear(2, 2), 'no BasicTransformerBlock')):
+        with pytest.raises(ValueError, match=message):
+            apply_agent_sd(other)
     apply_agent_sd(unet, stride=(16, 2))
     with pytest.raises(ValueError, match='stride=16'):
         predict(unet, *latents())
@@ -337,3 +266,58 @@ def test_benchmark_prints_its_table(capsys):
     rows = [[cell.strip() for cell in line.strip('|').split('|')] for line in lines if line.startswith('|')][2:]
     assert [row[0] for row in rows] == list(benchmark.ATTENTIONS)
     assert all(0 < float(row[2]) <= float(row[1]) and float(row[3]) >= 0 for row in rows)
+
+
+@pytest.fixture
+def dreambooth():
+    pytest.importorskip('accelerate', reason="diffusers' scripts train by accelerate")
+    return importlib.import_module('projects.agent_sd.dreambooth')
+
+
+# Makes images of the class by a pipeline, then trains a UNet for a step and saves it in a pipeline.
+SCRIPT = """
+import sys, torch
+from accelerate import Accelerator
+from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+
+def agents(unet):
+    return [type(p).__name__ for name, p in unet.attn_processors.items() if 'attn1' in name].count('AgentSDProcessor')
+
+assert __name__ == '__main__'
+model, out = sys.argv[1:]
+accelerator = Accelerator(cpu=True)
+prior = StableDiffusionPipeline.from_pretrained(model)
+unet = UNet2DConditionModel.from_pretrained(model, subfolder='unet')
+before = unet.conv_in.weight.clone()
+optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-3)
+unet, optimizer = accelerator.prepare(unet, optimizer)
+assert agents(prior.unet) == 0 and agents(unet) == 4
+loss = unet(torch.randn(2, 4, 8, 8), torch.tensor([5, 500]), torch.randn(2, 7, 16)).sample.square().mean()
+accelerator.backward(loss)
+optimizer.step()
+assert not torch.equal(unet.conv_in.weight, before)
+agent_sd = unet._agent_sd
+print('counts', agent_sd.processors[0].counts, agent_sd.ratio, agent_sd.value_factor, agent_sd.power)
+StableDiffusionPipeline.from_pretrained(model, unet=accelerator.unwrap_model(unet)).save_pretrained(out)
+"""
+
+
+def test_the_unet_that_a_script_trains_has_agents_in_all_steps(tmp_path, capsys, dreambooth):
+    from accelerate import Accelerator
+
+    tiny_model(tmp_path)
+    (tmp_path / 'train.py').write_text(SCRIPT)
+    prepare, arguments = Accelerator.prepare, list(sys.argv)
+    files = [str(tmp_path / name) for name in ('train.py', 'model', 'out')]
+    dreambooth.main(['--ratio', '0.25', '--power', '0.1', *files])
+    assert 'counts (64, 48, 4) 0.25 0.075 0.1' in capsys.readouterr().out
+    assert Accelerator.prepare is prepare and sys.argv == arguments
+    StableDiffusionPipeline.from_pretrained(tmp_path / 'out')
+
+
+def test_a_script_without_a_unet_says_so(tmp_path, dreambooth):
+    (tmp_path / 'train.py').write_text(
+        'import torch; from accelerate import Accelerator; Accelerator(cpu=True).prepare(torch.nn.Linear(1, 1))'
+    )
+    with pytest.raises(SystemExit, match='gave accelerate no UNet2DConditionModel'):
+        dreambooth.main([str(tmp_path / 'train.py')])

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -12,26 +11,13 @@ pytest.importorskip('diffusers', reason='AgentSD is a processor for diffusers, w
 pytest.importorskip('tomesd', reason='AgentSD merges tokens with tomesd, which is not installed')
 pytest.importorskip('transformers', reason="diffusers' Stable Diffusion pipeline needs transformers")
 
-from diffusers import DiffusionPipeline
 from PIL import Image
-from tiny_model import save_tiny_model
+from tiny_model import tiny_model
 from torch import nn
 
 from projects.agent_sd.tables import FID, TABLES, Row, generate, main
 
 CALL = dict(num_inference_steps=4, height=16, width=24)
-
-
-@pytest.fixture(scope='module')
-def model(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp('tiny'))
-
-
-@pytest.fixture
-def pipe(model):
-    pipe = DiffusionPipeline.from_pretrained(model)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 @pytest.fixture
@@ -62,7 +48,8 @@ def test_the_row_that_the_ablations_share():
     assert len({row.name for row in rows}) == len(rows) == 20
 
 
-def test_every_method_has_the_same_noise_and_leaves_the_pipeline(pipe, tmp_path):
+def test_every_method_has_the_same_noise_and_leaves_the_pipeline(tmp_path):
+    pipe = tiny_model(tmp_path)
     prompts, seed = ['a cat', 'a bird', 'a fish'], 5
     expected = [
         np.asarray(pipe(prompt, generator=torch.Generator().manual_seed(seed + number), **CALL).images[0])
@@ -81,6 +68,8 @@ def test_every_method_has_the_same_noise_and_leaves_the_pipeline(pipe, tmp_path)
     generate(pipe, Row('SD', 0), prompts, tmp_path / 'SD', batch=2, seed=seed, **CALL)  # only what is missing
     np.testing.assert_array_equal(np.stack(pixels(tmp_path / 'SD')), np.stack(made['SD']))
     assert (tmp_path / 'SD/00000.png').stat().st_mtime_ns == written
+    (tmp_path / 'SD/seconds.csv').write_text('2,3.0\n1,9.0\n')
+    assert generate(pipe, Row('SD', 0), prompts, tmp_path / 'SD', batch=2, seed=seed, **CALL) == 4  # of an image
 
 
 def test_distance_to_images_of_any_size_and_folder(inception, tmp_path):
@@ -89,9 +78,6 @@ def test_distance_to_images_of_any_size_and_folder(inception, tmp_path):
         path = tmp_path / 'reference' / name
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(draw.integers(0, 256, (8 + number, 12, 3), dtype=np.uint8)).save(path)
-    shutil.copytree(tmp_path / 'reference', tmp_path / 'same', ignore=shutil.ignore_patterns('*.npz'))
-    for number, path in enumerate(sorted((tmp_path / 'same').rglob('*.*'))):
-        Image.open(path).convert('RGB').save(tmp_path / f'same{number}.png')
     fid = FID(tmp_path / 'reference', tmp_path / 'kept.npz', torch.device('cpu'), 3)
     with np.load(tmp_path / 'kept.npz') as kept:
         assert kept['mu'].shape == (3,) and kept['sigma'].shape == (3, 3)
@@ -105,18 +91,18 @@ def test_distance_to_images_of_any_size_and_folder(inception, tmp_path):
         fid(tmp_path / 'empty')
 
 
-def test_tables_from_the_command_line(model, inception, tmp_path, capsys):
+def test_tables_from_the_command_line(inception, tmp_path, capsys):
+    tiny_model(tmp_path)
     (tmp_path / 'classes.txt').write_text('cat\n\nbird\n')
-    command = ['--model', model, '--classes', tmp_path / 'classes.txt', '--steps', 4, '--size', 16, '--dims', 3]
-    command += ['--tables', 12, 13, '--device', 'cpu', '--dtype', 'float32', '--out', tmp_path / 'out']
-    command = list(map(str, command))
+    given = dict(model=tmp_path / 'model', classes=tmp_path / 'classes.txt', steps=4, size=16, dims=3)
+    given |= dict(device='cpu', dtype='float32', out=tmp_path / 'out')
+    command = ['--tables', '12', '13', *(f'--{name}={value}' for name, value in given.items())]
     main(command)
     assert '| AgentSD | 0.5 | 0.075 | 1 | 0.4 | - |' in capsys.readouterr().out
     images = tmp_path / 'out/AgentSD-0.5-0.075-0.3-0.4'
     assert [path.name for path in sorted(images.glob('*.png'))] == [f'{number:05}.png' for number in range(4)]
-    assert (
-        json.loads((tmp_path / 'out/settings.json').read_text())['prompts'][2] == 'A high quality photograph of a bird.'
-    )
+    settings = json.loads((tmp_path / 'out/settings.json').read_text())
+    assert settings['prompts'][2] == 'A high quality photograph of a bird.'
     main([*command, '--reference', str(images)])
     rows = list(csv.DictReader((tmp_path / 'out/results.csv').open()))
     assert len(rows) == 7  # one stands in both tables

@@ -9,9 +9,11 @@ import torch
 from diffusers import AutoencoderKL, PNDMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
+CHANNELS = 16  # of its texts
 
-def save_tiny_model(folder: Path) -> Path:
-    """Save one of random weights: images of 2 pixels a latent, words spelled by letters."""
+
+def tiny_model(folder: Path) -> StableDiffusionPipeline:
+    """Return one of random weights, 2 pixels a latent, words spelled by letters; it is in ``folder / 'model'``."""
     torch.manual_seed(0)
     letters = 'abcdefghijklmnopqrstuvwxyz.,'
     words = [*letters, *(f'{letter}</w>' for letter in letters), '<|startoftext|>', '<|endoftext|>']
@@ -22,8 +24,8 @@ def save_tiny_model(folder: Path) -> Path:
     tokenizer = CLIPTokenizer.from_pretrained(spelling, model_max_length=77)
     text = CLIPTextConfig(
         vocab_size=len(words),
-        hidden_size=16,
-        intermediate_size=16,
+        hidden_size=CHANNELS,
+        intermediate_size=CHANNELS,
         num_hidden_layers=1,
         num_attention_heads=2,
         bos_token_id=len(words) - 2,
@@ -46,7 +48,7 @@ def save_tiny_model(folder: Path) -> Path:
             layers_per_block=1,
             down_block_types=('CrossAttnDownBlock2D', 'DownBlock2D'),
             up_block_types=('UpBlock2D', 'CrossAttnUpBlock2D'),
-            cross_attention_dim=16,
+            cross_attention_dim=CHANNELS,
             attention_head_dim=2,
             sample_size=16,
         ),
@@ -55,5 +57,6 @@ def save_tiny_model(folder: Path) -> Path:
         feature_extractor=None,
         requires_safety_checker=False,
     )
+    pipe.set_progress_bar_config(disable=True)
     pipe.save_pretrained(folder / 'model')
-    return folder / 'model'
+    return pipe

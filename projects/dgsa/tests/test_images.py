@@ -65,8 +65,19 @@ def test_models_share_their_start():
         assert all(torch.equal(state[key], states[0][key]) for state in states)
     gated, vanilla = states[3:]
     assert all(torch.equal(gated[key], value) for key, value in vanilla.items()) and len(gated) > len(vanilla)
+    sizes = [sum(value.numel() for value in state.values()) for state in states]
+    assert abs(sizes[1] / sizes[3] - 1) < 1e-3  # the matched ViT, DGViT
     other = images.build('vit', 4, depth=2).state_dict()
     assert not torch.equal(other['pos_embed'], states[0]['pos_embed'])
+
+
+def test_norms_of_gates_do_not_decay():
+    model = images.build('dgvit_x2', 0, depth=1)
+    pixels, labels = torch.zeros(8, 3, 32, 32, dtype=torch.uint8), torch.zeros(8, dtype=torch.long)
+    training = images.prepared(model, pixels, labels, seed=0, epochs=1, crop=False)
+    (kept,) = (group['params'] for group in training.optimizer.param_groups if not group['weight_decay'])
+    norms = [parameter for name, parameter in model.named_parameters() if 'head_norm' in name]
+    assert norms and [*map(id, kept)] == [*map(id, norms)]
 
 
 def test_images_are_cropped_and_flipped():

@@ -4,16 +4,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from projects.dgsa import data, study
+from projects.dgsa import study, texts
 from projects.dgsa.model import TABLE_2, TextClassifier
-from projects.dgsa.side_by_side import batches_of, train_side_by_side
+from projects.dgsa.side_by_side import train_side_by_side
 
 SETTING = dict(epochs=2, batch=8, lr=1e-2, warmup=2, bfloat16=False)
 DEVICES = ['cpu', pytest.param('cuda', marks=pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU'))]
 LABELS = torch.arange(21) % 3  # two batches of 8 and one of 5 an epoch
 
 
-def texts():
+def sentences():
     words = torch.randint(2, 40, (21, 12), generator=torch.Generator().manual_seed(0))
     words[::2, 7:] = 0
     return words
@@ -25,7 +25,7 @@ def classifier(attention='vanilla'):
 
 
 def prepared(attention='vanilla', device='cpu', noise=0.0, **setting):
-    return study.prepared(classifier(attention).to(device), texts(), LABELS, SETTING | setting, noise, 0)
+    return study.prepared(classifier(attention).to(device), sentences(), LABELS, SETTING | setting, noise, 0)
 
 
 @pytest.mark.parametrize('noise', [0.0, 0.3])
@@ -38,7 +38,7 @@ def test_a_training_is_a_plain_loop(attention, noise):
     order, draw = (torch.Generator().manual_seed(0) for _ in range(2))
     rates = iter([0.005, 0.01, 0.01, 0.0075, 0.005, 0.0025])  # two steps of warm-up, then down to 0
     for _ in range(2):
-        words = data.corrupt(texts(), noise, 40, draw)
+        words = texts.corrupt(sentences(), noise, 40, draw)
         for chosen in torch.randperm(21, generator=order).split(8):
             optimizer.param_groups[0]['lr'] = optimizer.param_groups[1]['lr'] = next(rates)
             optimizer.zero_grad()
@@ -48,7 +48,7 @@ def test_a_training_is_a_plain_loop(attention, noise):
     training = prepared(attention, noise=noise)
     assert list(train_side_by_side([training])) == [training]
     # the keys' biases, whose gradients are 0 but for rounding, differ; they do not matter
-    torch.testing.assert_close(training.model(texts()), model(texts()), atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(training.model(sentences()), model(sentences()), atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize('device', DEVICES)
@@ -56,7 +56,7 @@ def test_models_side_by_side_learn(device):
     trainings = [prepared(attention, device, epochs=30) for attention in TABLE_2]
     assert set(train_side_by_side(trainings)) == set(trainings)
     for training in trainings:
-        assert study.accuracy(training.model, texts(), LABELS, 0.0, 0) > 90
+        assert study.accuracy(training.model, sentences(), LABELS, 0.0, 0) > 90
 
 
 @pytest.mark.parametrize('device', DEVICES)
@@ -68,11 +68,3 @@ def test_a_training_that_was_stopped_goes_on(device):
     second.load(first.state())
     assert second.done == 2 and second.advance()
     torch.testing.assert_close(second.state(), whole.state(), atol=2e-3, rtol=1e-3)
-
-
-def test_batches_have_each_example_once_an_epoch():
-    batches = batches_of(21, 8, 3, seed=0)
-    assert batches.shape == (9, 8)
-    for epoch in batches.view(3, 24):
-        assert sorted(epoch[:21].tolist()) == list(range(21)) and (epoch[21:] == -1).all()
-    assert not torch.equal(batches[:3], batches[3:6])

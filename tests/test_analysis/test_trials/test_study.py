@@ -1,4 +1,4 @@
-"""A study runs what is missing, goes on where it stopped, holds its folder, and reports pairs of one seed."""
+"""A study runs what is missing, goes on where it stopped, and reports pairs of one seed, with conclusions."""
 
 from __future__ import annotations
 
@@ -11,19 +11,35 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 from conftest import ROOT, one_of_each, tool
-from mmengine.config import Config
+from helpers.small_demo import DEMO
+from scipy import stats
 
+from mmgate.analysis.trials.compare import choose_metric, conclusions, paired_difference, read_run
 from mmgate.analysis.trials.study import Study, alone, read_study, report_study, run_python, run_study
 from mmgate.errors import ConfigError
+from mmgate.mm import cli
 from mmgate.mm.config_file import read_config
 
 METRIC = 'coco/bbox_mAP'
-MOVED = dict(moved=0.01, moved_most=0.2)
+MOVED = {'gate/a/moved': 0.01, 'heat/b/moved': 0.02, 'gate/a/moved_most': 0.2, 'heat/b/moved_most': 0.4}
+
+
+def write_log(folder: Path, values: dict[int, float], *, seed: int = 0, day: int = 1, moved: bool = False) -> Path:
+    """Write what mmengine leaves of a run that was validated, and killed as it wrote."""
+    log = folder / f'2026010{day}_000000/vis_data/scalars.json'
+    log.parent.mkdir(parents=True, exist_ok=True)
+    rows = [dict(loss=1.0, time=0.5, memory=100, step=1), dict(loss=0.5, time=0.7, memory=120, step=2)]
+    rows += [{METRIC: value, 'time': 9.0, 'step': step} for step, value in values.items()]
+    rows.append({'heat/b/sparsity': 0.5, **(MOVED if moved else {}), 'step': 3})  # GateStatisticsHook's
+    log.write_text('\n'.join(map(json.dumps, rows)) + '\n{"loss": 0.')
+    log.with_name('config.py').write_text(f'seeds = 3\nrandomness = dict(seed={seed})\nmodel = dict(type="X")\n')
+    return folder
 
 
 class Tools:
@@ -39,20 +55,16 @@ class Tools:
         run = folder.parent if command[0] == 'test' else folder
         seed = 0 if run.name == 'start' else int(run.name.removeprefix('seed'))
         value = 0.5 if run.name == 'start' else 0.1 * seed + self.added.get(run.parent.name, (0, 0))[seed]
-        logs = folder / '20260101_000000'
-        (logs / 'vis_data').mkdir(parents=True, exist_ok=True)
         if command[0] == 'train':
-            rows: list[dict[str, Any]] = [{METRIC: value, 'step': 1}]
-            if run.parent.name == 'plug':  # GateStatisticsHook's
-                rows = [{f'gate/{n}/{k}': n * v for n in (1, 2) for k, v in MOVED.items()}, *rows]
-            (logs / 'vis_data/scalars.json').write_text('\n'.join(map(json.dumps, rows)))
+            write_log(folder, {1: value}, moved=run.parent.name == 'plug')
             (folder / 'last_checkpoint').write_text('epoch_1.pth')
             if self.fails:
                 self.fails -= 1
                 raise ConfigError('stopped')
         else:
+            (folder / 'logs').mkdir(parents=True, exist_ok=True)
             # In a test of several processes each writes over the file from its start: here the first wrote more.
-            (logs / 'x.json').write_text(json.dumps({METRIC: value}) + '5}')
+            (folder / 'logs/x.json').write_text(json.dumps({METRIC: value}) + '5}')
 
 
 @pytest.fixture
@@ -71,6 +83,9 @@ def test_runs_resumes_and_reports(study: Study, tmp_path: Path) -> None:
     assert resumed[-4:] == ['--cfg-options', 'a.b=1', 'scale=(2, 2)', 'randomness.seed=0']
     assert shlex.join(tools.commands[-1]).count('--gate a=B --train gates') == 1
     assert 'seeds 0 (of 2 planned)' in report_study(study, tmp_path)
+    # The time of a part tells nothing of a run.
+    timed = ['seconds' in json.loads((tmp_path / name / 'seed0/result.json').read_text()) for name in study.runs]
+    assert timed == [False, True]
     assert run_study(study, tmp_path, execute=tools) == 0
     done = len(tools.commands)
     run_study(study, tmp_path, execute=tools)
@@ -98,6 +113,8 @@ def test_a_checkpoint_that_runs_go_on_from_has_a_row(study: Study, tmp_path: Pat
     two = replace(one, starts=dict(vanilla='a.pth', plug='b.pth'))
     run_study(two, tmp_path / 'two', execute=tools)
     assert '| start of plug | 1 |' in report_study(two, tmp_path / 'two')
+    run_study(replace(two, options=dict(load_from='own.pth')), tmp_path / 'own', execute=(tools := Tools()))
+    assert tools.commands[0][:3] == ['test', 'v.py', 'own.pth']
 
 
 def test_compares_each_with_its_baseline(study: Study, tmp_path: Path) -> None:
@@ -111,20 +128,14 @@ def test_compares_each_with_its_baseline(study: Study, tmp_path: Path) -> None:
     assert f'either side by {(high - low) / 2:.3f}. 2 comparisons were' in rows[-1]
 
 
-def test_refuses_what_is_no_study_and_results_of_other_settings(study: Study, tmp_path: Path) -> None:
+def test_refuses_what_cannot_be_a_study(study: Study, tmp_path: Path) -> None:
     (tmp_path / 's.py').write_text("runs = dict()\nseed = [0]\nmetric = 'mIoU'")
     with pytest.raises(ConfigError, match='lacks seeds and has unknown seed'):
         read_study(tmp_path / 's.py')
-    out, tools = tmp_path / 'my runs', Tools()
     with pytest.raises(ConfigError, match='budget tpu is unknown; the study has gpu'):
-        run_study(study, out, execute=tools, budget='tpu')
-    with pytest.raises(ConfigError, match='stopped'):
-        run_study(study, out, execute=Tools(fails=1), budget='gpu')
-    with pytest.raises(ConfigError, match=r'1 of 1 runs in .* are of other settings .*now: options\.a\.b: \[2\] -> 1'):
-        run_study(study, out, execute=tools)
-    assert not tools.commands
+        run_study(study, tmp_path, execute=Tools(), budget='tpu')
     with pytest.raises(ConfigError, match='has no seed yet that every run'):
-        report_study(study, out, budget='gpu')
+        report_study(study, tmp_path, budget='gpu')
 
 
 def test_settings_that_changed_are_named(study: Study, tmp_path: Path) -> None:
@@ -134,25 +145,30 @@ def test_settings_that_changed_are_named(study: Study, tmp_path: Path) -> None:
     run_study(replace(study, options={'a.b': 1, 'scale': [2, 2]}), out, execute=Tools())
     of_all = replace(study, options={'a.b': 1, 'scale': (2, 2), 'c': 'x'})
     of_one = replace(study, runs={**study.runs, 'plug': 'p.py'})
-    for changed, runs, differs in ((of_all, 4, r"options\.c: not set -> 'x'"), (of_one, 2, 'gated: .* -> not set')):
+    (out / 'plug/seed0/result.json').unlink()  # as of a run that was stopped
+    several = replace(study, processes=2)
+    for changed, budget, runs, differs in (
+        (of_all, None, 4, r"options\.c: not set -> 'x'"),
+        (of_one, None, 2, 'gated: .* -> not set'),
+        (several, None, 4, 'processes: not set -> 2'),
+        (study, 'gpu', 4, r'options\.a\.b: 1 -> \[2\]'),
+    ):
+        tools = Tools()
         with pytest.raises(ConfigError, match=f'{runs} of 4 runs in .*has now: {differs}\\. To .*runs-2') as error:
-            run_study(changed, out, execute=Tools())
+            run_study(changed, out, budget=budget, execute=tools)
         folders = shlex.split(str(error.value).partition('rm -r ')[2])
         assert folders == ([str(out)] if runs == 4 else [str(out / 'plug' / name) for name in ('seed0', 'seed1')])
+        assert not tools.commands
 
 
-FOLDERS = (ROOT / 'configs/studies', *ROOT.glob('projects/*/configs/studies'))
-STUDIES = sorted(path for folder in FOLDERS for path in folder.glob('*.py'))
-OTHER_DATA = ('digits', 'pvt_shapes_256', 'bccd', 'camvid', 'facemask')
+STUDIES = sorted(path for folder in ('configs', 'projects/*/configs') for path in ROOT.glob(f'{folder}/studies/*.py'))
 
 
 @pytest.mark.parametrize(
-    'path',
-    one_of_each(STUDIES, lambda path: [name for name in OTHER_DATA if name in path.stem]),
-    ids=lambda path: path.stem,
+    'path', one_of_each(STUDIES, lambda path: path.stem.rpartition('_')[2]), ids=lambda path: path.stem
 )
 def test_studies_of_the_repository(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their configs can be read, and differ."""
+    """Their configs can be read and differ; what options change is there, but for folders, lengths and intervals."""
     monkeypatch.chdir(ROOT)
     study = read_study(path)
     configs = {name: read_config(study.config(name)) for name in study.runs}
@@ -160,24 +176,13 @@ def test_studies_of_the_repository(path: Path, monkeypatch: pytest.MonkeyPatch) 
     for options in (study.options, *({**study.options, **budget} for budget in study.budgets.values())):
         for cfg in configs.values():
             for key in options:
-                check_key(cfg, key)
+                *parents, last = key.split('.')
+                found = reduce(lambda node, part: node[int(part) if part.isdigit() else part], parents, cfg)
+                assert last in found or last in ('base_channels', 'indices', 'interval'), key
             cfg.merge_from_dict(options)
-            roots = [loader.dataset.data_root for loader in (cfg.train_dataloader, cfg.val_dataloader)]
-            hard = not any(name in path.stem for name in OTHER_DATA)
-            assert roots[0] == roots[1] and ('shapes_hard' in roots[0]) == hard
+            assert cfg.train_dataloader.dataset.data_root == cfg.val_dataloader.dataset.data_root
             last = cfg.train_cfg.get('max_epochs', cfg.train_cfg.get('max_iters'))
             assert cfg.param_scheduler[1].get('end', last) >= last, 'the schedule ends before the training'
-
-
-def check_key(cfg: Config, key: str) -> None:
-    """An option that is not in the config may only be the folder, the length or the interval of something there."""
-    found: Any = cfg
-    *parents, last = key.split('.')
-    for part in parents:
-        found = found[int(part)] if part.isdigit() else found[part]
-    assert last in found or last in ('base_channels', 'indices', 'interval'), (
-        f'{key}: {last} is in none of {list(found)}'
-    )
 
 
 def test_sigterm_ends_the_child_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,9 +210,8 @@ def test_sigterm_ends_the_child_first(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_study_holds_its_folder(tmp_path: Path) -> None:
-    config = ROOT / 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
-    (tmp_path / 'study.py').write_text(f"runs = dict(vanilla={str(config)!r})\nseeds = [0]\nmetric = 'mAP'\n")
-    told = rf'is in use by process {os.getpid()} on .*end it, or give another --out'
+    (tmp_path / 'study.py').write_text(f"runs = dict(vanilla={str(DEMO)!r})\nseeds = [0]\nmetric = 'mAP'\n")
+    told = 'is in use by process .*end it, or give another --out'
     with alone(tmp_path), pytest.raises(ConfigError, match=told):
         tool('study').main([str(tmp_path / 'study.py'), '--out', str(tmp_path)])
     with alone(tmp_path):
@@ -218,3 +222,68 @@ def test_a_process_finds_modules_where_this_one_does(tmp_path: Path, monkeypatch
     (tmp_path / 'only_here.py').touch()
     monkeypatch.setattr(sys, 'path', [*sys.path, str(tmp_path)])
     run_python(['-c', 'import only_here'])
+    with pytest.raises(ConfigError, match='ended with 3; the same command goes on'):
+        run_python(['-c', 'raise SystemExit(3)'])
+
+
+def test_paired_difference_is_the_t_test() -> None:
+    a, b = [0.5, 0.7, 0.4, 0.9], [0.4, 0.5, 0.45, 0.7]
+    found, expected = paired_difference(a, b), stats.ttest_rel(a, b)
+    interval = expected.confidence_interval()
+    assert found['p'] == pytest.approx(expected.pvalue)
+    assert (found['low'], found['high']) == pytest.approx((interval.low, interval.high))
+    assert found['visible'] == pytest.approx((3.18245 + 0.97847) * np.std(np.subtract(a, b), ddof=1) / 2, rel=1e-4)
+    for values, baseline in (([0.3, 0.2], [0.2, 0.1]), ([0.3], [0.2])):
+        unknown = paired_difference(values, baseline)
+        assert unknown.pop('difference') == pytest.approx(0.1) and np.isnan(list(unknown.values())).all()
+    with pytest.raises(ValueError, match='2 and 1 values make no pairs'):
+        paired_difference([1, 2], [1])
+
+
+def test_comparisons_are_corrected_for_their_number() -> None:
+    """Holm: 0.03 of three comparisons is doubled, and 0.04 is not below it."""
+    known = dict(against='vanilla', difference=1.0, low=0.0, high=2.0, runs=3)
+    rows = [dict(known, name=name, p=p) for name, p in (('a', 0.001), ('b', 0.04), ('c', 0.03), ('d', float('nan')))]
+    first, *held, unknown = conclusions([dict(name='vanilla', against='-'), *rows])
+    assert first == 'a against vanilla: a difference was shown, 1.000, 95 % interval 0.000 to 2.000.'
+    assert all('no difference was shown once 3 comparisons are corrected for (Holm)' in said for said in held)
+    assert unknown.endswith('no difference was shown; these seeds have no spread by which to judge 1.000.')
+
+
+def test_a_resumed_run_is_one_curve(tmp_path: Path) -> None:
+    write_log(tmp_path, {1: 0.1, 2: 0.2}, seed=1)
+    write_log(tmp_path, {2: 0.3, 3: 0.4}, seed=2, day=2)
+    run = read_run(tmp_path)
+    assert run.curves == {'coco/bbox_mAP': {1: 0.1, 2: 0.3, 3: 0.4}} and run.final('coco/bbox_mAP') == 0.4
+    assert run.seed == 2 and run.seconds == pytest.approx(0.6) and run.memory == 120
+    assert choose_metric([run]) == 'coco/bbox_mAP'
+    with pytest.raises(ConfigError, match='the metric mIoU; they share coco/bbox_mAP'):
+        choose_metric([run], 'mIoU')
+    with pytest.raises(ConfigError, match='is no work dir of a run'):
+        read_run(tmp_path / 'nothing')
+
+
+@pytest.mark.parametrize(
+    ('seeds', 'said', 'row'),
+    [
+        ((0, 1, 0, 1), '', '| b | 2 | 37.500 | 7.778 | a | 2.500 | -3.853 to 8.853 | 0.126 | 0.015 (0.4) |'),
+        ((0, 1, 1, 2), 'the seeds of a are [0, 1], those of b [1, 2]', ''),
+        ((0, 1, 0), 'lr=0.1 has 1 runs and a 2', '| lr=0.1 | 1 | 32.000 | - | - | - | - | - | 0.015 (0.4) |'),
+    ],
+    ids=['paired', 'other seeds', 'fewer'],
+)
+def test_compare_runs_pairs_seeds(
+    seeds: tuple[int, ...], said: str, row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second group alone has the distances of gates, in its logs and so in table and CSV."""
+    runs = zip(('0', '1', 'lr=0.1', '3'), seeds, (30.0, 40.0, 32.0, 43.0), (False, False, True, True), strict=False)
+    folders = [str(write_log(tmp_path / n, {1: value}, seed=seed, moved=moved)) for n, seed, value, moved in runs]
+    groups = [f'a={",".join(folders[:2])}', folders[2] if len(seeds) == 3 else f'b={",".join(folders[2:])}']
+    assert cli.main(tool('compare_runs').main, [*groups, '--out', str(tmp_path / 'out')]) == 0
+    printed = capsys.readouterr()
+    assert said in printed.err if said else 'warning' not in printed.err
+    assert row in printed.out
+    rows = list(csv.DictReader((tmp_path / 'out/runs.csv').open()))
+    assert [row['moved'] for row in rows] == ['', '0.015'] and rows[0]['seconds_per_step'] == '0.6'
+    assert cli.main(tool('compare_runs').main, [f'a={folders[0]},{folders[0]}', '--out', 'x']) == 2
+    assert 'given twice' in capsys.readouterr().err

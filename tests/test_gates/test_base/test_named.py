@@ -36,7 +36,6 @@ TYPES: dict[str, tuple[str, dict[str, Any], type[nn.Module], dict[str, Any]]] = 
         ),
     ),
 }
-every_type = pytest.mark.parametrize('name', TYPES)
 
 
 class Two(BaseModule):
@@ -47,9 +46,9 @@ class Two(BaseModule):
         self.layers = ModuleList(ROOT.build(copy.deepcopy(cfg)) for _ in range(2))
 
 
-def build(name: str, seed: int = 0) -> Any:
+def build(name: str) -> Any:
     kind, options, _, _ = TYPES[name]
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = Two(type=f'mmgate.{kind}', embed_dims=16, num_heads=4, **options)
     model.init_weights()
     return model.eval()
@@ -64,35 +63,28 @@ def vanilla(name: str) -> Any:
     return model.eval()
 
 
-@every_type
-def test_attention_that_a_type_builds_starts_as_the_vanilla_one(name: str) -> None:
-    """The random numbers go on as there, and each layer's gates have their own."""
+@pytest.mark.parametrize('name', TYPES)
+def test_attention_that_a_type_builds_is_gated_as_by_a_rule(name: str, tmp_path: Path) -> None:
+    """It starts as the vanilla one, as random numbers go on, and each layer's gates have their own.
+
+    It is listed, saved and removed; a file of the gates fits the vanilla model.
+    """
+    kind, _, host, given = TYPES[name]
     model, state = build(name), torch.get_rng_state()
-    host = vanilla(name)
+    other = vanilla(name)
     assert torch.equal(state, torch.get_rng_state())
     gates = mmgate.gate_parameters(model)
     own = {key: tensor for key, tensor in model.state_dict().items() if key not in gates}
-    torch.testing.assert_close(own, dict(host.state_dict()), rtol=0, atol=0)
+    torch.testing.assert_close(own, dict(other.state_dict()), rtol=0, atol=0)
     drawn = {key: tensor for key, tensor in gates.items() if tensor.std() > 0 and key.startswith('layers.0')}
     assert drawn and not any(torch.equal(one, gates[key.replace('.0.', '.1.', 1)]) for key, one in drawn.items())
-    again = mmgate.gate_parameters(build(name))
-    assert all(torch.equal(tensor, again[key]) for key, tensor in gates.items())
-    other = mmgate.gate_parameters(build(name, seed=1))
-    assert not any(torch.equal(tensor, other[key]) for key, tensor in drawn.items())
 
-
-@every_type
-def test_its_gates_are_listed_saved_and_removed(name: str, tmp_path: Path) -> None:
-    """As those of a rule; a file of them fits the vanilla model."""
-    kind, _, host, given = TYPES[name]
-    model, x = build(name), torch.randn(1, 16, 16)
-    for parameter in mmgate.gate_parameters(model).values():
+    x = torch.randn(1, 16, 16)
+    for parameter in gates.values():
         nn.init.normal_(parameter)
-    expected = [layer(x, **given) for layer in vanilla(name).layers]
-    gated = [layer(x, **given) for layer in model.layers]
+    expected, gated = ([layer(x, **given) for layer in one.layers] for one in (other, model))
     assert not torch.allclose(gated[0], expected[0])
     mmgate.save_gates(model, tmp_path / 'gates.safetensors')
-    other = vanilla(name)
     mmgate.load_gates(other, tmp_path / 'gates.safetensors')
     torch.testing.assert_close([layer(x, **given) for layer in other.layers], gated)
     listed = mmgate.list_attention(model)
@@ -111,3 +103,5 @@ def test_every_registered_name_builds_attention_with_its_gate() -> None:
         assert hasattr(kind, 'gate_type'), f'{kind}: register the function that builds attention with it, not the gate'
         assert issubclass(kind.gate_type, mmgate.Gate) and kind.__doc__, kind
         assert getattr(mmgate.gates, kind.__name__) is kind
+        gate = kind.gate_type.__name__
+        assert gate in mmgate.gates.__all__ or kind is mmgate.gates.MultiScaleDeformableAttention

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mmgate._environment import available
-from mmgate.gates.base import without_mmcv
 from mmgate.gates.base.without_mmcv import DeformableProjections, DropPath
+from mmgate.gates.base.without_mmcv import MultiheadAttention as OURS
 
 pytestmark = pytest.mark.skipif(not available('mmcv'), reason='compares with mmcv')
 
@@ -25,18 +25,17 @@ def test_deformable_has_the_parameters_and_their_start() -> None:
 
 
 @pytest.mark.parametrize('batch_first', [True, False])
-@pytest.mark.parametrize('positions', ['none', 'query', 'both', 'of another shape'])
-def test_multihead_computes_the_same(batch_first: bool, positions: str) -> None:
+@pytest.mark.parametrize('names', [(), ('query_pos',), ('query_pos', 'key_pos')], ids=str)
+@pytest.mark.parametrize('queries', [5, 3])
+def test_multihead_computes_the_same(batch_first: bool, names: tuple[str, ...], queries: int) -> None:
+    """Keys take the queries' positions where these have their shape."""
     from mmcv.cnn.bricks.transformer import MultiheadAttention
 
-    ours = without_mmcv.MultiheadAttention(16, 4, batch_first=batch_first).eval()
-    theirs = MultiheadAttention(16, 4, batch_first=batch_first).eval()
-    assert [*ours.state_dict()] == [*theirs.state_dict()]
+    ours, theirs = (kind(16, 4, batch_first=batch_first).eval() for kind in (OURS, MultiheadAttention))
     theirs.load_state_dict(ours.state_dict())
-    shape = (5, 5, 16) if positions != 'of another shape' else (5, 3, 16) if batch_first else (3, 5, 16)
-    query, key = torch.randn(shape), torch.randn(5, 5, 16)
-    given = {} if positions == 'none' else dict(query_pos=torch.randn(shape))
-    given.update(dict(key_pos=torch.randn(5, 5, 16)) if positions == 'both' else {})
+    query = torch.randn((5, queries, 16) if batch_first else (queries, 5, 16))
+    key = torch.randn(5, 5, 16)
+    given = {name: torch.randn_like(query if name == 'query_pos' else key) for name in names}
     torch.testing.assert_close(ours(query, key, **given), theirs(query, key, **given))
 
 

@@ -1,18 +1,15 @@
-"""PLuG attention in 16 bits, and the shapes that every backend refuses."""
+"""PLuG attention in 16 bits, without keys, and the shapes that every backend refuses."""
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
-from conftest import half_on_cpu, values_and_gradients
-from helpers.plug_inputs import make
+from conftest import half_on_cpu, needs_native
+from helpers.pairs import attend, make, solved
 from torch import Tensor, nn
 
-from mmgate.gates import GatingModulation
-from mmgate.ops import plug_attention
 from mmgate.ops.dense import chunked
+from mmgate.ops.dense.reference import Pairs
 
 every_position = pytest.mark.parametrize('position', ['pre_softmax', 'post_softmax'])
 
@@ -32,7 +29,7 @@ def test_small_gates_count_in_16_bits(
     def weights(gate: Tensor) -> Tensor:
         with torch.autocast('cpu', torch.bfloat16, enabled=autocast), torch.no_grad():
             gate_query = gate.expand(1, 1, 8, 4)  # the gate is twice its number
-            output = plug_attention(query, key, value, gate_query, gate_key, nn.Identity(), position=position)
+            output = attend(Pairs(query, key, value, gate_query, gate_key, nn.Identity(), position=position))
             return output[..., :8].float()
 
     factor = 1 + 2 * small.double()
@@ -49,24 +46,33 @@ def test_small_gates_count_in_16_bits(
 def test_products_beyond_half_precision(chunk: int, position: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 channels of 35 and 36 have the logit 10,080 and, before it is scaled, the product 80,640."""
     monkeypatch.setattr(chunked, 'chunk_on', lambda device: chunk)
-    query, key = torch.full((1, 1, 4, 64), 35.0), torch.full((1, 1, 4, 64), 36.0)
-    query[:, :, 1::2] *= -1
-    tensors = [x.half() for x in (query, key, torch.randn(1, 1, 4, 64), query, key)]
-    modulation = GatingModulation(activation='tanh').half()
-    attend = partial(plug_attention, modulation=modulation, position=position)
-    half = values_and_gradients(attend, tensors, range(5))
+    given = make(heads=1, rows=4, columns=4, dim=64, width=64, position=position)
+    for x, size in ((given.query, 35), (given.key, 36), (given.gate_query, 35), (given.gate_key, 36)):
+        x.fill_(size)
+        x[:, :, 1::2] *= 1 if size == 36 else -1
+    half = solved(given, 'auto', torch.float16)
     assert all(x.isfinite().all() for x in half.values())
-    exact = plug_attention(*(x.double() for x in tensors), modulation=modulation.double(), position=position)
-    torch.testing.assert_close(half['output'].double(), exact, rtol=0.01, atol=0.01)
+    exact = solved(given._replace(value=given.value.half()), 'torch', torch.float64)
+    torch.testing.assert_close(half['output'].double(), exact['output'], rtol=0.01, atol=0.01)
 
 
-@pytest.mark.parametrize('backend', ['torch', 'chunked', 'triton'])
+NATIVE = pytest.param('native', marks=needs_native)
+every_backend = pytest.mark.parametrize('backend', ['torch', 'chunked', NATIVE, 'triton'], indirect=True)
+
+
+@every_backend
+@pytest.mark.usefixtures('poisoned_memory')
+def test_no_keys_give_zeros(backend: str) -> None:
+    found = solved(make(columns=0), backend)
+    assert not found['output'].any() and all(x.isfinite().all() for x in found.values())
+
+
+@every_backend
 def test_heads_of_gates_and_positions_that_do_not_fit(backend: str) -> None:
     """Other shapes are refused in test_any_arguments.py."""
-    of_two_heads = make(gate_query=(2, 2, 5, 3), gate_key=(2, 2, 6, 3))
     with pytest.raises(ValueError, match='gate_query must have 1 head or the 4'):
-        plug_attention(**of_two_heads, modulation=torch.tanh, backend=backend)
-    with pytest.raises(ValueError, match=r'bias must be .* with M = 6 as in key, got \(2, 1, 1, 5\)'):
-        plug_attention(**make(bias=(2, 1, 1, 5)), modulation=torch.tanh, backend=backend)
+        attend(make(heads=4, gates=2), backend)
+    with pytest.raises(ValueError, match=r'bias must be .* with M = 21 as in key, got \(2, 1, 1, 5\)'):
+        attend(make()._replace(bias=torch.zeros(2, 1, 1, 5)), backend)
     with pytest.raises(ValueError, match='choose one of pre_softmax, post_softmax'):
-        plug_attention(**make(), modulation=torch.tanh, position='pre', backend=backend)
+        attend(make(position='pre'), backend)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import needs_native
+from helpers.samplings import attend, make
 
 from mmgate.ops import native
 from mmgate.ops.native import build
+
+COMMAND = 'python -m mmgate.doctor --build'
 
 
 @pytest.fixture(autouse=True)
@@ -22,19 +27,26 @@ def loaded_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     native.load.cache_clear()
 
 
-def test_a_missing_library_is_told_with_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    'text, reason',
+    [
+        (None, f'it is not compiled for this processor yet; type once: {COMMAND}'),
+        ('no library', rf'native\.so does not load \(.*\); type: {COMMAND}'),
+    ],
+    ids=['missing', 'damaged'],
+)
+def test_a_library_that_is_missing_or_damaged_is_told_with_the_command(
+    text: str | None, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / 'native.so').write_text(text)
     monkeypatch.setenv('MMGATE_NATIVE', str(tmp_path / 'native.so'))
-    assert native.load()[0] is None
-    reason = 'it is not compiled for this processor yet; type once: python -m mmgate.doctor --build'
-    assert native.why_unavailable() == reason
-
-
-def test_a_damaged_library_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / 'native.so').write_text('no library')
-    monkeypatch.setenv('MMGATE_NATIVE', str(tmp_path / 'native.so'))
-    library, reason = native.load()
-    assert library is None and reason is not None
-    assert reason.startswith('native.so does not load (') and reason.endswith('; type: python -m mmgate.doctor --build')
+    value = torch.rand(1)
+    told = native.why_not_native(value)
+    assert told is not None and re.fullmatch(reason, told)
+    assert told in native.advice_for_native(value) and native.advice_for_native(value.to('meta')) is None
+    given = make()
+    assert torch.equal(attend(given), attend(given, 'grid_sample'))
 
 
 @needs_native
@@ -48,7 +60,4 @@ def test_a_library_of_other_sources_or_another_processor_is_left_out(
     native.load.cache_clear()
     sources, processor = build.built_from().split()
     monkeypatch.setattr(build, 'built_from', lambda: dict(sources=f'x {processor}', processor=f'{sources} x')[other])
-    assert native.load()[0] is None
-    assert native.why_unavailable() == (
-        'it was compiled from other sources or for another processor; type: python -m mmgate.doctor --build'
-    )
+    assert native.load() == (None, f'it was compiled from other sources or for another processor; type: {COMMAND}')

@@ -4,7 +4,7 @@ custom_imports = dict(imports=['mmgate', 'projects.dgsa'], allow_failed_imports=
 model = dict(
     _scope_='mmpretrain',  # also where a file of another project inherits this one
     type='mmpretrain.ImageClassifier',
-    data_preprocessor=dict(type='mmpretrain.ClsDataPreprocessor', num_classes=10, to_rgb=False),
+    data_preprocessor=dict(type='mmpretrain.ClsDataPreprocessor', to_rgb=False),
     backbone=dict(type='mmgate.DGViT', img_size=32, drop_rate=0.05),
     neck=None,
     # A hidden layer of 128 in the head: with it Table 5's sizes come out, the paper does not mention it.
