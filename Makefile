@@ -39,7 +39,7 @@ SUITE ?= tests
 
 # The longer tests: every architecture of the zoos, files of every family, a wheel elsewhere.
 test-slow: setup
-	@$(PY) -m pytest -n $(JOBS) --dist loadfile -m slow $(strip $(SUITE))
+	@$(PY) -m pytest -n $(JOBS) --dist worksteal -m slow $(strip $(SUITE))
 
 # The suite beside OpenMMLab's own packages, in a separate environment.
 test-originals:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import importlib.util
@@ -30,6 +31,12 @@ from mmgate.ops.native import why_not_native as no_native
 
 # A core for each process: threads that wait for a core of another process can make a test a hundred times as long.
 torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
+
+if available('mmengine'):
+    # mmengine reads all metafiles of a package for each config that another inherits from it: a third of a second.
+    from mmengine.config import utils
+
+    utils._get_cfg_metainfo = functools.cache(utils._get_cfg_metainfo)
 
 ROOT = Path(__file__).parents[1]
 # Those of projects have theirs beside them, and are in no wheel.
@@ -245,6 +252,14 @@ def pytest_configure() -> None:
 def pytest_collection_finish() -> None:
     """Leave what is imported out of the collection of garbage, which mmengine asks for with each data set."""
     gc.freeze()
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Remove the large files of a test, which would be gigabytes at the end."""
+    folder = getattr(item, 'funcargs', {}).get('tmp_path')
+    for path in folder.rglob('*') if folder else ():
+        if path.is_file() and path.stat().st_size > 2**20:
+            path.unlink()
 
 
 @pytest.fixture(autouse=True, scope='session')

@@ -7,6 +7,7 @@ import re
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mmdet
@@ -17,6 +18,7 @@ from helpers.made_data import made_sets
 from helpers.metafiles import MODELS
 from helpers.shrunk import add_panopticapi, configs_in, make_weights, one_of_each_kind, shrunk
 from mmengine.config import Config
+from mmengine.dataset import base_dataset
 from mmengine.hooks import Hook
 from mmengine.optim.optimizer import amp_optimizer_wrapper
 from mmengine.runner import Runner
@@ -76,6 +78,8 @@ def test_every_config_takes_a_step_and_is_tested(
     skip_unless_readable(f'{folder}/_')
     add_panopticapi(monkeypatch)
     monkeypatch.setattr(amp_optimizer_wrapper, 'is_cuda_available', lambda: True)  # on a CPU it is bfloat16 then
+    # once for each data set, of a process that has read hundreds of configs
+    monkeypatch.setattr(base_dataset, 'gc', SimpleNamespace(collect=lambda: None))
     monkeypatch.chdir(data)
     configs = configs_in(folder)
     faults = {}

@@ -23,7 +23,7 @@ SIZES = ('scale', 'scales', 'crop_size', 'size', 'img_scale', 'stride')  # in pi
 LARGEST = 160  # sizes up to this one stay
 RATIO, MULTIPLE, SMALLEST = 8, 32, 64
 # Two stages take as many queries from the tokens of an image, and no more boxes than queries x classes are kept.
-AT_MOST = dict(nms_pre=100, max_per_img=50, num_queries=50)
+AT_MOST = dict(nms_pre=100, max_per_img=5, num_queries=50)
 NEVER = 10**9
 DEMO_CLASSIFIER = 'configs/saga/classification/saga-pvt-demo_1xb32-12e_shapes.py'  # of make demo-pretrain
 # Parts of the names of weights that a user fetches.
