@@ -39,10 +39,11 @@ from .removal import release_trained, restore_attention
 TypeAndOptions = dict[str, Any]  # of a gate, as a rule has them
 # Options of the images in pre-training, which a rule or the model tells. Position terms are resized to them on loading.
 OF_IMAGES = ('image_size', 'map_size')
+STATISTICS = ('running_mean', 'running_var', 'num_batches_tracked')  # of a norm that trains
 
 
 def save_gates(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Save a model's gates, and the parameters that were trained together with them, into a safetensors file.
+    """Save a model's gates, and what was trained together with them, into a safetensors file.
 
     The file has the place of each gate in the model as it is now, its type and its options, and checksums of some of
     the vanilla model's tensors. Other parameters are in it if they train now, after :func:`train_only_gates`, or came
@@ -79,6 +80,16 @@ def gates_content(model: nn.Module) -> GatesFile:
     trained = next((mode for mode in modes if mode), 'all')
     of_host = {name: tensor for name, tensor in state.items() if name not in gates}
     with_them = {name: tensor for name, tensor in of_host.items() if trained != 'all' and tensor.requires_grad}
+    places = _places(model)
+    if trained == 'attention' and not with_them:  # a frozen copy, such as mmengine's average of a model
+        inside = tuple(f'{place}.' for place in places)
+        with_them = {name: x for name, x in of_host.items() if isinstance(x, nn.Parameter) and name.startswith(inside)}
+    modules = {name.rpartition('.')[0] for name in with_them}
+    with_them |= {
+        name: tensor
+        for name, tensor in of_host.items()
+        if name.rpartition('.')[0] in modules and name.rpartition('.')[2] in STATISTICS
+    }
     of_file = _names_of_file(model)
     if trained != 'attention' and (gone := [name for name in of_file if name not in of_host]):
         raise ConfigError(
@@ -95,7 +106,7 @@ def gates_content(model: nn.Module) -> GatesFile:
         tensors={**gates, **with_them},
         gates=list(gates),
         trained=trained,
-        places=_places(model),
+        places=places,
         # Some tensors suffice, from the head down: backbones often are the same.
         values={name: checksum(of_host[name]) for name in untrained[:: -max(1, len(untrained) // 8)]},
     )

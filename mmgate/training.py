@@ -34,8 +34,8 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
     """Freeze all parameters of a model but those of its gates; call it before the optimizer is built.
 
     Frozen parameters get no gradient and no state of the optimizer, and modules before the first gate keep no graph.
-    In training mode, batch norms keep their running statistics, and dropout outside of gated attention is
-    off.
+    In training mode, batch norms keep their running statistics, and layers of dropout outside of gated attention are
+    off. Dropout by a function, as in layers of transformers, stays as the model has it.
 
     When the model is first set to training mode afterwards, a warning names frozen parts that look as if they had never
     been trained.
@@ -64,6 +64,7 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
     unfreeze(model)
     if train != 'all':
         copies = tuple(f'{name}.' for name in averaged_copies(model))
+        woken = [without_wrappers(name) for name, parameter in gates.items() if not parameter.requires_grad]
         for name, parameter in gates.items():
             parameter.requires_grad_(not name.startswith(copies))
         chosen = {id(parameter) for parameter in gates.values()}
@@ -74,7 +75,8 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
             if id(parameter) not in chosen and parameter.requires_grad:
                 parameter.requires_grad_(False)
                 frozen.append(without_wrappers(name))
-        vars(model).update(frozen_by_gates=frozen, trained_with_gates=train, train=partial(_set_mode, model))
+        vars(model).update(frozen_by_gates=frozen, woken_by_gates=woken, trained_with_gates=train)
+        vars(model)['train'] = partial(_set_mode, model)
         _train_gated_parts(model, model.training)
     trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -83,8 +85,10 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
 
 
 def unfreeze(model: nn.Module) -> None:
-    """Let those parameters train again that :func:`train_only_gates` has frozen."""
+    """Let those parameters train again that :func:`train_only_gates` has frozen, and freeze what it let train."""
     parameters = _parameters(model)
+    for name in set(vars(model).pop('woken_by_gates', ())) & parameters.keys():
+        parameters[name].requires_grad_(False)
     for name in set(vars(model).pop('frozen_by_gates', ())) & parameters.keys():
         parameters[name].requires_grad_(True)
     vars(model).pop(CHECKED, None)

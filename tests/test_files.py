@@ -15,6 +15,7 @@ import torch
 from helpers.finetuned import HOSTS, PLUG, config, describe_anew, gated, layers, outputs, snapshot, train, vanilla
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmdet.models.backbones.pvt import SpatialReductionAttention
+from mmengine.model import ExponentialMovingAverage
 from mmengine.registry import MODELS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -282,6 +283,27 @@ def test_what_trains_is_saved_wherever_it_was_said(wrap: Any, file: Path) -> Non
     model[0].requires_grad_(False)
     mmgate.save_gates(model, file)
     assert set(load_file(file)) == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_norms_that_train_beside_gates_are_saved_with_their_statistics(file: Path) -> None:
+    """A backbone trains its gates alone, and the head all it has."""
+    model = nn.Sequential(layers(), nn.BatchNorm1d(3))
+    mmgate.train_only_gates(model[0])
+    model.train()(torch.randn(4, 3, 16) + 1)
+    mmgate.save_gates(model, file)
+    other = nn.Sequential(layers(()), nn.BatchNorm1d(3))
+    other[0].load_state_dict(model[0].state_dict(), strict=False)
+    mmgate.load_gates(other, file)
+    x = torch.randn(2, 3, 16)
+    torch.testing.assert_close(other.eval()(x), model.eval()(x), rtol=0, atol=0)
+
+
+def test_a_frozen_copy_saves_the_attention_that_was_trained(file: Path) -> None:
+    """mmengine's average of a model, for example."""
+    model = layers()
+    trained = mmgate.train_only_gates(model, 'attention')
+    mmgate.save_gates(ExponentialMovingAverage(model), file)
+    assert set(load_file(file)) == set(trained)
 
 
 @pytest.mark.parametrize('norm', [nn.utils.weight_norm, nn.utils.parametrizations.orthogonal])

@@ -63,6 +63,12 @@ def test_gates_in_frozen_stages_train() -> None:
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_gates_that_were_frozen_by_hand_train_only_as_long_as_they_are_asked_to() -> None:
+    model = layers().requires_grad_(False)
+    mmgate.train_only_gates(model)
+    assert mmgate.train_only_gates(model, 'all') == []
+
+
 @pytest.mark.parametrize('inside', [True, False], ids=['inside', 'beside'])
 def test_norms_of_gated_attention_keep_their_statistics(inside: bool) -> None:
     from mmseg.models.backbones.mit import EfficientMultiheadAttention

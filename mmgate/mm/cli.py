@@ -128,7 +128,8 @@ def _train(args: argparse.Namespace) -> None:
         check_checkpoint(cfg.load_from, sharded='strategy' in cfg)
     runner = build_runner(cfg)
     if cfg.get('load_from') or cfg.get('resume'):
-        runner.register_hook(LoadReportHook(cfg.get('load_from') or f'the last checkpoint in {cfg.work_dir}'))
+        start = cfg.get('load_from') or f'the last checkpoint in {cfg.work_dir}'
+        runner.register_hook(LoadReportHook(start, gates=None if cfg.get('resume') else args.gates))
     add_gate_statistics(runner)
     if note:
         runner.logger.info(note)

@@ -58,6 +58,11 @@ def configured(args: argparse.Namespace) -> Config:
     cfg = read_config(args.config)
     merge_options(cfg, args.cfg_options or {})
     put_rules(cfg, args.gate, gates=args.gates, train=args.train)
+    settings = (cfg.get('optim_wrapper') or {}).get('paramwise_cfg') or {}
+    if any(key.partition('.')[0] == 'mmgate' for key in settings.get('custom_keys') or {}):
+        from .parameter_groups import GateOptimWrapperConstructor
+
+        group_parameters(cfg, GateOptimWrapperConstructor)  # no other one reads these keys
     return cfg
 
 

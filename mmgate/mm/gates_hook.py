@@ -96,13 +96,13 @@ class GatesCheckpointHook(Hook):
         averages = [hook for hook in runner.hooks if isinstance(hook, EMAHook)]
         # The file holds the averaged weights, as a whole checkpoint does.
         for hook in averages:
-            hook.before_val_epoch(runner)
+            hook._swap_ema_parameters()  # mmpretrain's hook does more in its public methods, and validates
         path = Path(runner.work_dir) / f'{name}.gates.safetensors'
         try:
             save_gates(runner.model, path)
         finally:
             for hook in averages:
-                hook.after_val_epoch(runner)
+                hook._swap_ema_parameters()
         self._written = [*(other for other in self._written if other != path), path]
         while 0 < self.max_keep_ckpts < len(self._written):
             self._written.pop(0).unlink(missing_ok=True)

@@ -40,7 +40,7 @@ class LoadReportHook(Hook):
         checkpoint: Name of the checkpoint in messages.
         allow_mismatch: True allows to test with less than half of the keys, and in spite of tensors of other sizes and
             gates of other options.
-        gates: Gates file that is to be tested; the hook warns if the checkpoint has gates, too.
+        gates: Gates file that the model has; the hook warns if the checkpoint has gates, too.
 
     Raises:
         ConfigError: Too few keys were filled, or others than the model's (from :meth:`before_test` and
@@ -185,8 +185,8 @@ class LoadReportHook(Hook):
             )
         if self.gates and not self._given.keys().isdisjoint(dict(named_gate_parameters(own))):
             log(
-                f'{self.checkpoint} has gates, which replaced those of --gates {self.gates}: the test is of the '
-                "checkpoint's. Give the vanilla checkpoint to test the file's.",
+                f'{self.checkpoint} has gates, which replaced those of --gates {self.gates}. Give the vanilla '
+                "checkpoint to have the file's.",
                 logging.WARNING,
             )
 

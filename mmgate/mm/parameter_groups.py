@@ -20,6 +20,8 @@ from mmgate.gate import GATE_NAME, Gate, gate_classes, undecayed_parameters
 from mmgate.registry import OPTIM_WRAPPER_CONSTRUCTORS
 from mmgate.training import gate_parameters
 
+from .config_file import type_name
+
 GATES = 'mmgate.gates'  # in custom_keys
 DEFAULT = 'DefaultOptimWrapperConstructor'
 TORCH = tuple(int(part) for part in torch.__version__.split('.')[:2])
@@ -119,7 +121,7 @@ class GateOptimWrapperConstructor(GroupedOptimWrapperConstructor):
 
     def changes(self, model: nn.Module, defaults: Mapping[str, float]) -> dict[int, dict[str, float]]:
         """Return the settings of gates under ``'mmgate.gates'``, and no weight decay for undecayed parameters."""
-        found = self._rates_of_hosts(model, defaults['lr']) if self.constructor == DEFAULT else {}
+        found = self._rates_of_hosts(model, defaults['lr']) if type_name(dict(type=self.constructor)) == DEFAULT else {}
         # The key of all gates comes first, then the keys of single classes.
         for name in sorted(self.keys):
             factors = dict(lr=self.keys[name].get('lr_mult'), weight_decay=self.keys[name].get('decay_mult'))
@@ -152,7 +154,8 @@ def _joined(keys: Mapping[str, Any]) -> dict[str, Any]:
         del joined['mmgate']
         of_all = {name: value for name, value in split['gates'].items() if not isinstance(value, Mapping)}
         of_classes = {f'{GATES}.{name}': value for name, value in split['gates'].items() if name not in of_all}
-        joined |= {**({GATES: of_all} if of_all else {}), **of_classes}
+        for name, value in {**({GATES: of_all} if of_all else {}), **of_classes}.items():
+            joined[name] = {**joined.get(name, {}), **value}
     return joined
 
 

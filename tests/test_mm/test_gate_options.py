@@ -153,6 +153,15 @@ def test_groups_of_parameters_follow_any_constructor(
         speed_up(cfg)
 
 
+@pytest.mark.parametrize('constructor', [None, MERGED])
+def test_a_rate_of_gates_brings_the_constructor_that_reads_it(constructor: str | None) -> None:
+    options = ['optim_wrapper.paramwise_cfg.custom_keys.mmgate.gates.lr_mult=20']
+    options += [f'optim_wrapper.constructor={constructor}'] if constructor else []
+    cfg = configured(args('--cfg-options', *options))
+    assert cfg.optim_wrapper.constructor == GATES
+    assert cfg.optim_wrapper.paramwise_cfg.custom_keys.mmgate == dict(gates=dict(lr_mult=20))
+
+
 def test_without_the_options_nothing_changes() -> None:
     assert configured(args('--train', 'all')).to_dict() == read_config(DETR).to_dict()
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import tool
+from conftest import needs_mmpretrain, tool
 from helpers.small_demo import logged, run, write_demo
 from mmengine.fileio import load
 from torch import nn
@@ -82,6 +82,12 @@ def test_a_vanilla_config_and_checkpoint_with_a_file(project: Path) -> None:
     assert any(not torch.equal(one, other) for one, other in zip(boxes('without.pkl'), boxes('whole.pkl'), strict=True))
 
 
+def test_gates_of_a_file_that_a_checkpoint_replaces_are_warned_of(project: Path) -> None:
+    options = ['--gates', 'gates/epoch_3.gates.safetensors', '--cfg-options', 'load_from=gates/epoch_3.pth']
+    run(cli.train, 'vanilla.py', '--work-dir', 'both', *options)
+    assert 'gates/epoch_3.pth has gates, which replaced those of --gates' in logged('both')
+
+
 def test_in_place_of_whole_checkpoints(project: Path) -> None:
     """With the max_keep_ckpts=2 that the config has for whole ones, and in iterations, which the loop counts."""
     loop = "dict(_delete_=True, type='IterBasedTrainLoop', max_iters=3, val_interval=100)"
@@ -130,6 +136,28 @@ def test_errors_come_before_any_work(
         status = cli.main(CONVERTER.main, [command, *arguments.split()])
     assert status == 2 and re.search(message, capsys.readouterr().err)
     assert set(project.iterdir()) == before
+
+
+@needs_mmpretrain
+def test_a_file_has_the_averages_that_are_not_validated(tmp_path: Path) -> None:
+    """As the whole checkpoint has them; mmpretrain's hook leaves it to options what is validated."""
+    from mmpretrain.engine.hooks import EMAHook
+
+    model = nn.ModuleDict(dict(attn=nn.MultiheadAttention(16, 2)))
+    mmgate.swap_attention(model, dict(type='PLuGMultiheadAttention', path='attn'))
+    mmgate.train_only_gates(model)
+    averages = EMAHook(momentum=0.5, evaluate_on_ema=False, evaluate_on_origin=True)
+    run = SimpleNamespace(model=model, hooks=[averages], work_dir=str(tmp_path), epoch=0, iter=0, max_epochs=1)
+    averages.before_run(run)
+    start = {name: gate.detach().clone() for name, gate in mmgate.gate_parameters(model).items()}
+    for gate in mmgate.gate_parameters(model).values():
+        gate.data += 1
+    hook = GatesCheckpointHook(by_epoch=True)
+    hook.before_train(run)
+    hook.after_train_epoch(run)
+    saved = read_gates(tmp_path / 'epoch_1.gates.safetensors').tensors
+    torch.testing.assert_close(saved, start)
+    torch.testing.assert_close(dict(mmgate.gate_parameters(model)), {name: x + 1 for name, x in start.items()})
 
 
 def test_a_resumed_run_deletes_its_own_files_alone(tmp_path: Path) -> None:

@@ -143,9 +143,10 @@ def test_gates_that_come_or_go(
     assert any(found == level and re.search(said, text) for found, text in lines)
 
 
+@pytest.mark.parametrize('mode', ['test', 'train'])
 @pytest.mark.parametrize('trained', [(), ('first',)], ids=['vanilla', 'gated'])
-def test_a_checkpoint_that_has_the_gates_of_a_file_too(trained: tuple, lines: list) -> None:
-    run(plug('first'), dict(state_dict=plug(*trained).state_dict()), gates='g.safetensors')
+def test_a_checkpoint_that_has_the_gates_of_a_file_too(trained: tuple, mode: str, lines: list) -> None:
+    run(plug('first'), dict(state_dict=plug(*trained).state_dict()), mode, gates='g.safetensors')
     said = 'x.pth has gates, which replaced those of --gates g.safetensors'
     assert [level for level, text in lines if said in text] == ['WARNING'] * len(trained)
 

@@ -140,12 +140,14 @@ def test_keys_for_the_gates_on_a_command_line() -> None:
     """mmengine splits a key of ``--cfg-options`` at its points."""
     net, cfg = model(), Config(dict(optim_wrapper={}))
     keys = 'optim_wrapper.paramwise_cfg.custom_keys.mmgate.gates'
+    cfg.optim_wrapper.paramwise_cfg = dict(custom_keys={'mmgate.gates': dict(lr_mult=20.0, decay_mult=0.5)})
     cfg.merge_from_dict({f'{keys}.lr_mult': 10.0, f'{keys}.SDPAGate.lr_mult': 2.0})
     found = settings_of(build(net, paramwise=cfg.optim_wrapper.paramwise_cfg), net)
     gates = mmgate.gate_parameters(net)
     assert {settings['lr'] for name, settings in found.items() if name not in gates} == {1.0}
     for name in gates:
         assert found[name]['lr'] == (2.0 if 'sdpa' in name else 10.0), name
+        assert found[name]['weight_decay'] in (0.0, DECAY / 2), name  # as the file says
 
 
 def test_a_gate_has_the_rate_of_its_host_whatever_its_parameters_are_called() -> None:
