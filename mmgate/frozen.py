@@ -65,10 +65,9 @@ def warn_of_frozen(model: nn.Module, names: Sequence[str]) -> None:
     still = [name for name in names if not name.startswith(copies)]
     if still:
         log(
-            f'mmgate: {len(still)} gates stay as they start, or as a checkpoint fills them, because the attention '
-            f'around them is frozen in training (frozen_stages, or requires_grad=False): '
-            f'{listed(still, MOST_NAMES)}. To train them, freeze less, or train gates beside frozen weights: '
-            "train='gates'.",
+            f"mmgate: with train='all', {len(still)} gates stay as they start, or as a checkpoint fills them, because "
+            'the attention around them is frozen in training (frozen_stages, or requires_grad=False): '
+            f"{listed(still, MOST_NAMES)}. To train them, freeze less, or give train='gates'.",
             logging.WARNING,
         )
 

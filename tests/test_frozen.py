@@ -164,7 +164,7 @@ def test_gates_in_stages_that_a_backbone_freezes_are_named(
     gates = mmgate.gate_parameters(model)
     resting = {name for name, gate in gates.items() if not gate.requires_grad}
     assert resting and all('stages.0' in name or 'stages.1' in name for name in resting)
-    assert said.startswith('mmgate: 3 gates stay as they start')
+    assert said.startswith("mmgate: with train='all', 3 gates stay as they start")
     assert all(f'{"backbone." if inside else ""}{name}' in said for name in FROZEN) and 'stages.2' not in said
     modes = {name: module.training for name, module in model.named_modules()}
     assert all(modes[name] == module.training for name, module in plain.named_modules())
