@@ -75,8 +75,8 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
             if id(parameter) not in chosen and parameter.requires_grad:
                 parameter.requires_grad_(False)
                 frozen.append(without_wrappers(name))
-        vars(model).update(frozen_by_gates=frozen, woken_by_gates=woken, trained_with_gates=train)
-        vars(model)['train'] = partial(_set_mode, model)
+        state = dict(frozen_by_gates=frozen, woken_by_gates=woken, trained_with_gates=train)
+        vars(model).update(state, train=partial(_set_mode, model))
         _train_gated_parts(model, model.training)
     trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     total = sum(parameter.numel() for parameter in model.parameters())

@@ -62,6 +62,7 @@ def configured(args: argparse.Namespace) -> Config:
     if any(key.partition('.')[0] == 'mmgate' for key in settings.get('custom_keys') or {}):
         from .parameter_groups import GateOptimWrapperConstructor
 
+        import_mmgate(cfg)
         group_parameters(cfg, GateOptimWrapperConstructor)  # no other one reads these keys
     return cfg
 

@@ -158,7 +158,7 @@ def test_a_rate_of_gates_brings_the_constructor_that_reads_it(constructor: str |
     options = ['optim_wrapper.paramwise_cfg.custom_keys.mmgate.gates.lr_mult=20']
     options += [f'optim_wrapper.constructor={constructor}'] if constructor else []
     cfg = configured(args('--cfg-options', *options))
-    assert cfg.optim_wrapper.constructor == GATES
+    assert cfg.optim_wrapper.constructor == GATES and cfg.custom_imports.imports == ['mmgate']  # a dump runs by itself
     assert cfg.optim_wrapper.paramwise_cfg.custom_keys.mmgate == dict(gates=dict(lr_mult=20))
 
 
